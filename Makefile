@@ -1,0 +1,63 @@
+# Needs make and Python 3.11 or newer; everything else goes into .venv on the first run.
+# PYTHON=/path/to/python uses an environment that already has everything, and creates none.
+
+ifdef PYTHON
+run_ready :=
+dev_ready :=
+else
+PYTHON := .venv/bin/python
+run_ready := .venv/.run
+dev_ready := .venv/.dev
+endif
+
+ARGS :=
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+.DEFAULT_GOAL := help
+.PHONY: help validate test check static lint types rules skills clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+validate: $(run_ready)  ## run every gate on a model of the package; ARGS='--model transformer'
+	@$(PYTHON) scripts/validate_checkpointing.py $(ARGS)
+
+test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-k grad_accum'
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
+
+check: static test  ## all that CI runs
+
+static: lint types rules skills  ## all that CI runs except the tests
+
+lint: $(dev_ready)  ## ruff: rules and format
+	@$(PYTHON) -m ruff check --quiet
+	@$(PYTHON) -m ruff format --check --quiet || { echo "not formatted: $(PYTHON) -m ruff format" >&2; exit 1; }
+
+types: $(dev_ready)  ## mypy --strict over the package and the scripts
+	@$(PYTHON) -m mypy --no-error-summary
+
+rules: $(dev_ready)  ## the house rules that tests/house.py holds
+	@$(PYTHON) tests/house.py
+
+skills: $(dev_ready)  ## the open validator over each skill, and skillsaw over the bundle
+	@for skill in skills/*/; do $(PYTHON) -m skills_ref.cli validate "$$skill" || exit 1; done
+	@$(PYTHON) -m skillsaw lint --strict --quiet --no-progress
+
+clean:  ## remove .venv and the caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+.venv/bin/python:
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "curry-train needs Python 3.11 or newer and python3 is $$(python3 --version 2>&1):" \
+	    "put a newer one first on PATH, or name one that has everything with make PYTHON=/path/to/python" >&2; exit 1; }
+	@python3 -m venv .venv
+
+.venv/.run: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing what the scripts need into .venv"
+	@$(PYTHON) $(PIP_INSTALL) .
+	@touch $@
+
+.venv/.dev: .venv/.run
+	@echo "installing what the tests need into .venv"
+	@$(PYTHON) $(PIP_INSTALL) '.[dev]'
+	@touch $@

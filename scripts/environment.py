@@ -1,0 +1,101 @@
+"""Stop a script with one line when its environment lacks something, before an import fails with a traceback.
+
+Each script declares what it needs in its PEP 723 block and calls `require` before its other imports:
+
+    import environment
+    environment.require(__file__)
+
+Standard library only, and no syntax newer than Python 3.8 understands: it has to run where what it asks for is not
+there. Proof: `python -m pytest tests/test_environment.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).resolve().parent.parent / "template"
+BLOCK = re.compile(r"^# /// script$\n(?P<content>(?:^#(?: .*)?$\n)+?)^# ///$", re.MULTILINE)
+REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)\s*(?P<specifiers>.*)")
+SPECIFIER = re.compile(r"(?P<operator>>=|<|!=)\s*(?P<version>\d+(?:\.\d+)*)(?P<wildcard>\.\*)?")
+
+
+def require(script: str | Path) -> None:
+    """Return when everything that `script` declares is here, with template/ importable; else say what to do, exit 2."""
+    script = Path(script)
+    declared = declaration(script.read_text(encoding="utf-8"), name=script.name)
+    problem = wrong_python(declared["requires-python"]) or missing(declared["dependencies"])
+    if problem:
+        sys.stderr.write(f"{script.name} needs {problem}\n")
+        raise SystemExit(2)
+    if str(TEMPLATE) not in sys.path:
+        sys.path.insert(0, str(TEMPLATE))
+
+
+def declaration(text: str, *, name: str) -> dict[str, Any]:
+    """Read the PEP 723 block of a script's text: `requires-python` and `dependencies`."""
+    found = BLOCK.search(text)
+    if found is None:
+        raise ValueError(f"{name} has no PEP 723 block: open it with '# /// script', its requirements, and '# ///'")
+    content = "".join(line[2:] or "\n" for line in found["content"].splitlines(keepends=True))
+    # Read by hand, because tomllib came with Python 3.11 and an older Python is one of the things to report.
+    python = re.search(r'^requires-python\s*=\s*"([^"]*)"', content, re.MULTILINE)
+    dependencies = re.search(r"^dependencies\s*=\s*\[(.*?)\]", content, re.MULTILINE | re.DOTALL)
+    if python is None or dependencies is None:
+        raise ValueError(f"the PEP 723 block of {name} must hold requires-python and dependencies: add what is missing")
+    return {"requires-python": python[1], "dependencies": re.findall(r'"([^"]*)"', dependencies[1])}
+
+
+def wrong_python(specifiers: str) -> str | None:
+    """Say which Python is needed when the running one is another."""
+    running = ".".join(map(str, sys.version_info[:3]))
+    if satisfies(running, specifiers):
+        return None
+    return f"Python {specifiers}, and {sys.executable} is {running}: run it with a Python that fits"
+
+
+def missing(requirements: list[str]) -> str | None:
+    """Name the distributions that are absent or of a wrong version, with the command that brings them."""
+    names, wanted = [], []
+    for requirement in requirements:
+        parts = REQUIREMENT.fullmatch(requirement)
+        if parts is None:
+            raise ValueError(f"cannot read the requirement {requirement!r}: write it as 'name>=1.2'")
+        try:
+            version = metadata.version(parts["name"])
+        except metadata.PackageNotFoundError:
+            names.append(parts["name"])
+            wanted.append(requirement)
+            continue
+        if not satisfies(version, parts["specifiers"]):
+            names.append(f"{parts['name']}{parts['specifiers']} (found {version})")
+            wanted.append(requirement)
+    if not wanted:
+        return None
+    return f"{', '.join(names)}: pip install {' '.join(repr(requirement) for requirement in wanted)}"
+
+
+def satisfies(version: str, specifiers: str) -> bool:
+    """Whether a version meets `>=`, `<` and `!=` specifiers; local and pre-release parts do not count."""
+    release = _numbers(re.split(r"[^\d.]", version)[0].rstrip("."))
+    for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
+        parts = SPECIFIER.fullmatch(specifier)
+        if parts is None or (parts["wildcard"] and parts["operator"] != "!="):
+            raise ValueError(f"cannot read the specifier {specifier!r}: use >=1.2, <2, !=1.4.1 or !=1.4.*")
+        bound = _numbers(parts["version"])
+        length = len(bound) if parts["wildcard"] else max(len(release), len(bound))
+        here, there = _padded(release, length), _padded(bound, length)
+        if not {">=": here >= there, "<": here < there, "!=": here != there}[parts["operator"]]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def _padded(release: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return (release + (0,) * length)[:length]

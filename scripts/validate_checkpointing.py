@@ -1,0 +1,17 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "rich>=13"]
+# ///
+"""Measure every gate on the built-in workloads, or on your own model.
+
+python scripts/validate_checkpointing.py --model my_package.models:build
+"""
+
+import environment
+
+environment.require(__file__)
+
+from curry_train.__main__ import gates_command
+
+if __name__ == "__main__":
+    gates_command(prog_name="validate_checkpointing.py")

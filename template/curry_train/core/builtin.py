@@ -1,0 +1,231 @@
+"""The built-in workloads: an MLP, a Llama-like transformer, a bottleneck ResNet and a spiking network.
+
+Small enough for a laptop, built like the models that people train. Proof: `python -m pytest tests/test_workload.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .adapt import IGNORED, mask_tails, token_loss
+from .workload import Workload
+
+
+def mlp(*, depth: int = 6, width: int = 256) -> Workload:
+    """Linear and GELU blocks on one vector per sample."""
+
+    def build() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+        return nn.Sequential(*blocks, nn.Linear(width, 10))
+
+    return _classifier("mlp", build, (width,))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, dim // heads, dropout
+        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True)
+        projected: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float):
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads, dropout)
+        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cosine, sine))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Transformer(nn.Module):
+    """A causal language model of Llama's shape."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(
+        self, *, vocabulary: int, length: int, dim: int, depth: int, heads: int, kv_heads: int, dropout: float
+    ):
+        super().__init__()
+        hidden = 32 * round(dim * 8 / 3 / 32)
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        half = dim // heads // 2
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cosine[:length], self.sine[:length])
+        return self.head(self.norm(x))
+
+
+def transformer(
+    *,
+    depth: int = 4,
+    dim: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocabulary: int = 512,
+    length: int = 64,
+    dropout: float = 0.0,
+) -> Workload:
+    """Next-token prediction on random tokens."""
+
+    def batch(size: int) -> dict[str, Tensor]:
+        tokens = torch.randint(vocabulary, (size, length + 1))
+        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    return Workload(
+        name="transformer",
+        build=lambda: Transformer(
+            vocabulary=vocabulary, length=length, dim=dim, depth=depth, heads=heads, kv_heads=kv_heads, dropout=dropout
+        ),
+        batch=batch,
+        loss=lambda module, batch: token_loss(module(batch["tokens"]), batch["targets"]),
+        count=lambda batch: int((batch["targets"] != IGNORED).sum()),
+        mask=lambda batch: {**batch, "targets": mask_tails(batch["targets"])},
+    )
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3, 1x1 convolutions with BatchNorm around a shortcut."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        inner = width // 4
+        self.residual = nn.Sequential(
+            *[nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()],
+            *[nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()],
+            *[nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width)],
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.residual(x))
+
+
+def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
+    """Bottleneck blocks with BatchNorm on small images."""
+
+    def build() -> nn.Module:
+        stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        blocks = nn.Sequential(*[Bottleneck(width) for _ in range(depth)])
+        return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+
+    return _classifier("resnet", build, (3, size, size))
+
+
+class Spike(torch.autograd.Function):
+    """A step forward, the derivative of an arctangent backward."""
+
+    @staticmethod
+    def forward(ctx: Any, potential: Tensor) -> Tensor:
+        ctx.save_for_backward(potential)
+        return (potential > 0).to(potential.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (potential,) = ctx.saved_tensors
+        return gradients[0] / (1 + (torch.pi * potential) ** 2)
+
+
+class SpikingLayer(nn.Module):
+    """Linear into leaky integrate-and-fire neurons; the state goes in and comes out."""
+
+    def __init__(self, width: int, decay: float = 0.9, threshold: float = 1.0):
+        super().__init__()
+        self.linear, self.decay, self.threshold = nn.Linear(width, width), decay, threshold
+
+    def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        potential = self.decay * potential + self.linear(x)
+        spikes = Spike.apply(potential - self.threshold)
+        return spikes, potential - spikes * self.threshold
+
+
+class SpikingNetwork(nn.Module):
+    """Layers of spiking neurons stepped through time; input is (batch, timesteps, features)."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(SpikingLayer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.new_zeros(x.shape[0], x.shape[2]) for _ in self.layers)
+
+    def step(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        potentials = []
+        for layer, potential in zip(self.layers, state, strict=True):
+            x, potential = layer(x, potential)
+            potentials.append(potential)
+        return x, tuple(potentials)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, total = self.initial_state(x), torch.zeros_like(x[:, 0])
+        for time in range(x.shape[1]):
+            spikes, state = self.step(x[:, time], state)
+            total = total + spikes
+        return self.head(total / x.shape[1])
+
+
+def snn(*, depth: int = 3, width: int = 64, timesteps: int = 16) -> Workload:
+    """A spiking network over a short sequence."""
+    return _classifier("snn", lambda: SpikingNetwork(width, depth), (timesteps, width))
+
+
+def _classifier(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Workload:
+    return Workload(
+        name=name,
+        build=build,
+        batch=lambda size: (torch.randn(size, *shape), torch.randint(10, (size,))),
+        loss=lambda module, batch: F.cross_entropy(module(batch[0]).float(), batch[1], reduction="sum"),
+    )
+
+
+BUILTIN: dict[str, Callable[[], Workload]] = {"mlp": mlp, "transformer": transformer, "resnet": resnet, "snn": snn}

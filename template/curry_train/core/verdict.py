@@ -1,0 +1,50 @@
+"""What a gate is and what it answers: one claim, measured on one case, with both numbers.
+
+A gate passes on the right implementation and is shown by its tests to fail on wrong ones.
+"""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .workload import Case
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of one gate. `passed` is None where the claim does not apply, and `hint` says why."""
+
+    gate: str
+    passed: bool | None
+    measured: str
+    required: str
+    hint: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.passed and not self.hint:
+            raise ValueError(f"gate {self.gate}: a verdict that does not hold needs a hint that says what to do")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A named claim and the function that checks it on a case."""
+
+    name: str
+    check: Callable[[Case], Verdict]
+
+    def run(self, case: Case) -> Verdict:
+        """The verdict on a case; a check that breaks on the user's model is a gate that does not hold."""
+        try:
+            return self.check(case)
+        except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"raised {type(error).__name__}: {error}"
+            return Verdict(self.name, False, said, "to run", f"see {where.filename}, line {where.lineno}")
+
+
+def not_applicable(gate: str, *, required: str, why: str) -> Verdict:
+    return Verdict(gate, None, "not applicable", required, why)

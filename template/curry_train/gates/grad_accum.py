@@ -1,0 +1,241 @@
+"""Accumulated training is the large batch's training: gradients, windows, clipping, and two ranks.
+
+Each gate takes the implementation as `train`, so that its tests can plant a wrong one. The model is compared in eval
+mode: dropout and BatchNorm see microbatches by their nature, and would differ for the right implementation too.
+Proof: `python -m pytest tests/test_grad_accum.py`.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ..core.batches import batch_size, take
+from ..core.load import load_workload
+from ..core.parity import Parity, StepRecord, compare, record, record_step
+from ..core.ranks import GradientSyncs, load_function, run_on_ranks
+from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.workload import Case, Workload
+from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
+
+TOLERANCE = 1e-6  # fp32: only the order of summation differs, a few units of 6e-8 relative to a gradient's norm
+ROUNDING = 3  # where a model's batch, halved by hand, parts further than that, it is held to this many times as much
+Train = Callable[..., Any]
+
+
+def equal_windows(case: Case, *, train: Train = train_window) -> Verdict:
+    """Four microbatches that count alike against one batch of their sum."""
+    found = _parity(case, sizes=[case.batch_size] * 4, train=train)
+    return _verdict("grad-accum/equal", found, "divide each summed loss once, by the terms of the whole window")
+
+
+def uneven_windows(case: Case, *, train: Train = train_window) -> Verdict:
+    """Microbatches of different size and, where the loss can be masked, of different token counts."""
+    found = _parity(case, sizes=[1, 4, 2, 3], masked=True, train=train)
+    return _verdict(
+        "grad-accum/uneven", found, "sum each loss and divide by the window's terms; a mean of means weighs wrongly"
+    )
+
+
+def short_window(case: Case, *, train: Train = train_window) -> Verdict:
+    """Six microbatches in windows of four: the last window has two, and is divided and stepped as two."""
+    found = _parity(case, sizes=[2] * 6, masked=True, steps=4, train=train)
+    return _verdict("grad-accum/short-window", found, "take divisor and last microbatch from the window, not from K")
+
+
+def once_per_window(case: Case, *, train: Train = train_window) -> Verdict:
+    """Clipping, optimizer and schedule happen once per window, on the whole window's gradient."""
+    steps = {"steps": 0, "schedule steps": 0}
+    parity, tolerance = _parity(case, sizes=[2] * 8, masked=True, steps=4, clip=0.5, train=train, counted=steps)
+    expected = {"steps": 2, "schedule steps": 2}
+    held = parity.holds and steps == expected
+    return Verdict(
+        "grad-accum/once",
+        held,
+        f"{parity.describe()}; {_counts(steps)}",
+        f"clipped gradients within {tolerance:.1e}; {_counts(expected)}",
+        "" if held else "clip, step and schedule after the last microbatch of the window, never inside it",
+    )
+
+
+def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
+    """A loss that is not a number in one microbatch stops the window before the weights change."""
+    module, workload = case.build().eval(), case.workload
+    before = copy.deepcopy(module.state_dict())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    microbatches = list(enumerate(case.split(case.batch(4), [1] * 4)))
+
+    def poisoned(model: nn.Module, numbered: tuple[int, Any]) -> torch.Tensor:
+        return workload.loss(model, numbered[1]) * (float("nan") if numbered[0] == 2 else 1.0)
+
+    windows = GradientAccumulation(steps=4).windows(microbatches, count=lambda numbered: workload.count(numbered[1]))
+    try:
+        train(module, next(windows), poisoned, optimizer)
+        said = "nothing was said"
+    except NonFiniteWindow as error:
+        said = "names microbatch 2" if "microbatch 2 " in str(error) else f"wrong place: {error}"
+    changed = [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
+    held = said == "names microbatch 2" and not changed and not optimizer.state
+    return Verdict(
+        "grad-accum/non-finite",
+        held,
+        f"{said}; {len(changed)} weights, {len(optimizer.state)} states changed",
+        "names microbatch 2; 0 weights, 0 states changed",
+        "" if held else "check loss and gradient norm before optimizer.step, on every rank",
+    )
+
+
+def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
+    """Under torchrun with two gloo ranks, DDP and FSDP2 give the large batch's gradients with one sync per window.
+
+    The ranks are processes of their own on the CPU, so the workload and `train` travel as their names.
+    """
+    gate = "grad-accum/two-ranks"
+    required = f"{TOLERANCE:.0e} or {ROUNDING} times the halved batch's; 1 sync a window"
+    if not case.workload.spec:
+        return not_applicable(
+            gate, required=required, why="the workload has no name to be loaded by in other processes"
+        )
+    arguments: dict[str, Any] = {
+        "spec": case.workload.spec,
+        "seed": case.seed,
+        "train": train or f"{train_window.__module__}:train_window",
+    }
+    answers = run_on_ranks(f"{__name__}:_rank_check", **arguments)
+    worst = {kind: max((answer[kind] for answer in answers), key=lambda found: found["error"]) for kind in answers[0]}
+    held = all(found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values())
+    measured = "; ".join(f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}" for kind, found in worst.items())
+    hint = "weigh by the terms of all ranks; no_sync or set_requires_gradient_sync until the window's last microbatch"
+    return Verdict(gate, held, measured, required, "" if held else hint)
+
+
+GATES = (
+    Gate("grad-accum/equal", equal_windows),
+    Gate("grad-accum/uneven", uneven_windows),
+    Gate("grad-accum/short-window", short_window),
+    Gate("grad-accum/once", once_per_window),
+    Gate("grad-accum/non-finite", non_finite),
+    Gate("grad-accum/two-ranks", two_ranks),
+)
+
+
+def _parity(
+    case: Case,
+    *,
+    sizes: Sequence[int],
+    train: Train,
+    masked: bool = False,
+    steps: int | None = None,
+    clip: float | None = None,
+    counted: dict[str, int] | None = None,
+) -> tuple[Parity, float]:
+    """Gradients after the last window, accumulated against large batches written out by hand; and the tolerance."""
+    case = replace(case, dtype=torch.float32)
+    workload, steps, batch = case.workload, steps or len(sizes), case.batch(sum(sizes))
+    batch = workload.mask(batch) if masked and workload.mask else batch
+    microbatches, candidate, reference = case.split(batch, sizes), case.build().eval(), case.build().eval()
+    _same_twice(case, reference)
+
+    optimizer, scheduler = _optimizer(candidate)
+    if counted is not None:
+        optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
+    for window in GradientAccumulation(steps).windows(microbatches, count=workload.count):
+        loss = train(candidate, window, workload.loss, optimizer, clip_norm=clip, scheduler=scheduler).loss
+    if counted is not None:
+        counted["schedule steps"] = scheduler.last_epoch
+
+    plain, schedule = _optimizer(reference)
+    for start in range(0, len(sizes), steps):
+        first, end = sum(sizes[:start]), sum(sizes[: start + steps])
+        large = take(batch, slice(first, end))
+        plain.zero_grad()
+        value = workload.mean_loss(reference, large)
+        value.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
+        plain.step()
+        schedule.step()
+    losses = value.detach(), torch.tensor(loss, dtype=value.dtype, device=value.device)
+    tolerance = _tolerance(case, batch)
+    return compare(record(reference, losses[0]), record(candidate, losses[1]), tolerance=tolerance), tolerance
+
+
+def _tolerance(case: Case, batch: Any) -> float:
+    """1e-6, or more for a model whose gradients of one batch, summed by hand over its two halves, part further."""
+    module, size, count = case.build().eval(), batch_size(batch), case.workload.count(batch)
+    whole = record_step(module, batch, case.workload.mean_loss)
+    module.zero_grad()
+    for rows in (slice(0, size // 2), slice(size // 2, size)):
+        (case.workload.loss(module, take(batch, rows)) / count).backward()
+    return max(TOLERANCE, ROUNDING * compare(whole, record(module, whole.loss)).worst)
+
+
+def _optimizer(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def _same_twice(case: Case, module: nn.Module) -> None:
+    with torch.no_grad():
+        first, second = (case.workload.loss(module, case.batch()) for _ in range(2))
+    if not torch.equal(first, second):
+        raise ValueError(
+            f"{case.workload.name} gives {first.item():.6g} and then {second.item():.6g} for the same batch in eval "
+            "mode: nothing can be compared. Draw random numbers only where module.training is set"
+        )
+
+
+def _verdict(gate: str, found: tuple[Parity, float], hint: str) -> Verdict:
+    parity, tolerance = found
+    required = f"gradients within {tolerance:.1e} of the large batch"
+    return Verdict(gate, parity.holds, parity.describe(), required, "" if parity.holds else hint)
+
+
+def _counts(steps: dict[str, int]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in steps.items())
+
+
+def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]:
+    """On one rank: its part of an uneven masked window through DDP and FSDP2, against the whole batch."""
+    workload, ranks = load_workload(spec), dist.get_world_size()
+    case, batch = Case(workload, seed=seed), Case(workload, seed=seed).batch(8 * ranks)
+    batch = workload.mask(batch) if workload.mask else batch
+    mine = case.split(batch, [1, 4, 3] * ranks)[3 * dist.get_rank() :][:3]
+    reference = record_step(case.build().eval(), batch, workload.mean_loss)
+    tolerance = _tolerance(case, batch)
+    mesh = init_device_mesh("cpu", (ranks,))
+    wraps: dict[str, Callable[[nn.Module], Any]] = {
+        "DDP": DistributedDataParallel,
+        "FSDP2": functools.partial(fully_shard, mesh=mesh),
+    }
+    return {
+        kind: _rank_parity(reference, wrap(case.build().eval()), mine, workload, train) | {"tolerance": tolerance}
+        for kind, wrap in wraps.items()
+    }
+
+
+def _rank_parity(
+    reference: StepRecord, model: nn.Module, microbatches: list[Any], workload: Workload, train: str
+) -> dict[str, float]:
+    for _ in range(2):  # DDP lays its buckets anew after the first backward
+        with GradientSyncs() as one_backward:
+            workload.loss(model, microbatches[0]).backward()
+    window = next(GradientAccumulation(len(microbatches)).windows(microbatches, count=workload.count))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with GradientSyncs() as syncs:
+        loss = load_function(train)(model, window, workload.loss, optimizer).loss
+    step = record(model, torch.tensor(loss, dtype=reference.loss.dtype))
+    gradients = {name.removeprefix("module."): gradient for name, gradient in step.gradients.items()}
+    candidate = replace(reference, loss=step.loss, gradients=gradients)
+    return {
+        "error": compare(reference, candidate).worst,
+        "syncs": syncs.num_calls / one_backward.num_calls,
+    }

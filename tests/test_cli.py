@@ -1,0 +1,122 @@
+"""The gates' command: exit status, one clear line for wrong input, a table that fits, JSON that says where it is from.
+
+python -m pytest tests/test_cli.py
+"""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.__main__ import gates_command
+from curry_train.core.builtin import BUILTIN
+from curry_train.core.verdict import Gate, Verdict
+from curry_train.gates import discover
+
+QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *arguments: CliRunner().invoke(gates_command, arguments)
+
+
+def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
+    ended = run(*QUICK)
+    assert ended.exit_code == 0, ended.output
+    assert "grad-accum/uneven  held" in ended.output
+    assert "2 held, 0 failed, 0 not applicable" in ended.output
+    assert max(map(len, ended.output.splitlines())) <= 80
+
+
+def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
+    broken = Gate("grad-accum/equal", lambda case: Verdict("grad-accum/equal", False, "3 of 5", "5 of 5", "mend it"))
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: (broken,))
+    ended = run(*QUICK[:4])
+    assert ended.exit_code == 1
+    for said in ("FAILED", "measured: 3 of 5", "required: 5 of 5", "what to do: mend it", "0 held, 1 failed"):
+        assert said in ended.output
+
+
+def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch):
+    gate = Gate("some/gate", lambda case: Verdict("some/gate", None, "not applicable", "", "no such layer"))
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: (gate,))
+    ended = run("--model", "mlp")
+    assert ended.exit_code == 0
+    assert "why: no such layer" in ended.output
+    assert "0 held, 0 failed, 1 not applicable" in ended.output
+
+
+def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch):
+    def broken(case):
+        raise KeyError("no layer 'blocks'")
+
+    gates = (Gate("a/broken", broken), Gate("b/fine", lambda case: Verdict("b/fine", True, "1", "1")))
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: gates)
+    ended = run("--model", "mlp")
+    assert ended.exit_code == 1
+    assert "raised KeyError" in ended.output
+    assert "test_cli.py, line" in ended.output.replace("\n", " ")
+    assert "1 held, 1 failed" in ended.output
+
+
+def test_a_verdict_that_does_not_hold_must_say_what_to_do():
+    with pytest.raises(ValueError, match="needs a hint"):
+        Verdict("a/gate", False, "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--model", "bert"], 2, "no workload is called 'bert'"),
+        (["--model", "absent.module:build"], 2, "can't import absent"),
+        (["--gate", "recompute/everything"], 2, "no gate matches 'recompute/everything'; there are grad-accum/equal"),
+        (["--batch-size", "0"], 2, "0 is not in the range x>=1"),
+        (["--dtype", "int8"], 2, "'int8' is not one of"),
+        (["--no-such-option"], 2, "No such option"),
+    ],
+)
+def test_wrong_usage_is_one_line(run, arguments, status, said):
+    ended = run(*arguments)
+    assert ended.exit_code == status
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_ends_with_3(run):
+    ended = run("--device", "cuda")
+    assert ended.exit_code == 3
+    assert "no CUDA device" in ended.output
+    assert "Use --device cpu" in ended.output
+
+
+def test_json_holds_the_verdicts_and_where_they_come_from(run, tmp_path):
+    path = tmp_path / "gates.json"
+    run(*QUICK, "--json", str(path))
+    data = json.loads(path.read_text())
+    assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
+    assert [result["gate"] for result in data["results"]] == ["grad-accum/equal", "grad-accum/uneven"]
+    assert all(result["passed"] and result["workload"] == "mlp" for result in data["results"])
+    on_screen = run(*QUICK, "--json", "-")
+    assert json.loads(on_screen.stdout)["results"] == data["results"]
+    assert "held" in on_screen.stderr
+
+
+def test_a_json_path_that_can_not_be_written_is_said_before_the_gates_run(run, tmp_path):
+    ended = run(*QUICK, "--json", str(tmp_path / "absent" / "gates.json"))
+    assert ended.exit_code == 2
+    assert "absent" in ended.output
+    assert "held" not in ended.output
+
+
+def test_gates_are_listed_without_being_run(run):
+    assert run("--list").output.split() == [gate.name for gate in discover()]
+
+
+def test_every_technique_has_gates_and_every_built_in_workload_is_named_in_the_help(run):
+    assert len(discover()) >= 6
+    assert len({gate.name for gate in discover()}) == len(discover())
+    assert all(name in run("--help").output for name in BUILTIN)
