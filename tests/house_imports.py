@@ -18,6 +18,13 @@ FLOORS = {
     "loop": 4,
     "benchmark": 4,
     "config": 4,
+    "plots": 4,
+    "options": 4,
+    "largest_batch": 4,
+    "savings": 4,
+    "savings_plot": 4,
+    "savings_table": 4,
+    "testgen": 4,
     "__main__": 4,
 }
 TOP = max(FLOORS.values())

@@ -45,7 +45,7 @@ def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch)
     monkeypatch.setattr("curry_train.__main__.discover", lambda: (gate,))
     ended = run("--model", "mlp")
     assert ended.exit_code == 0
-    assert "why: no such layer" in ended.output
+    assert "n/a  no such layer" in ended.output
     assert "0 held, 0 failed, 1 not applicable" in ended.output
 
 
@@ -73,6 +73,7 @@ def test_a_verdict_that_does_not_hold_must_say_what_to_do():
         (["--model", "bert"], 2, "no workload is called 'bert'"),
         (["--model", "absent.module:build"], 2, "can't import absent"),
         (["--gate", "recompute/everything"], 2, "no gate matches 'recompute/everything'; there are grad-accum/equal"),
+        (["--model", "mlp", "--blocks", "layers.*"], 2, "the pattern 'layers.*' matches no module; there are 0, 0.0"),
         (["--batch-size", "0"], 2, "0 is not in the range x>=1"),
         (["--dtype", "int8"], 2, "'int8' is not one of"),
         (["--no-such-option"], 2, "No such option"),

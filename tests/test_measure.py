@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.builtin import BUILTIN
 from curry_train.core.load import load_workload
-from curry_train.core.measure import LiveStorages, count_flops, measure_memory, recompute_flops, time_step
+from curry_train.core.measure import FlopCount, LiveStorages, count_flops, measure_memory, recompute_flops, time_step
 from curry_train.core.workload import Case
 
 
@@ -76,12 +76,15 @@ def test_a_module_that_runs_twice_is_counted_twice():
     assert twice - once == 4 * 8 * 4
 
 
-def test_measuring_leaves_no_gradient_behind():
-    module = nn.Linear(4, 4)
-    measure_memory(module, torch.randn(2, 4), square_sum)
-    count_flops(module, torch.randn(2, 4), square_sum)
-    time_step(module, torch.randn(2, 4), square_sum, repeats=2)
+@pytest.mark.parametrize("measure", [measure_memory, count_flops, time_step])
+def test_measuring_leaves_nothing_behind(measure):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    state = torch.get_rng_state()
+    measure(module, torch.ones(2, 4), square_sum)
     assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(map(torch.equal, buffers, module.buffers()))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_flops_of_a_linear_layer_by_hand():
@@ -98,6 +101,16 @@ def test_attention_on_cpu_is_counted():
     projection, attention = 2 * 2 * 16 * 8 * 8, 2 * 2 * (2 * 16 * 16 * 8)
     assert flops.forward == projection + attention
     assert flops.backward > flops.forward
+
+
+def test_attention_with_fewer_key_heads_is_counted_by_its_query_heads():
+    q, k = torch.randn(1, 4, 16, 8, requires_grad=True), torch.randn(1, 2, 16, 8)
+    with FlopCount() as forward:
+        out = F.scaled_dot_product_attention(q, k, k, enable_gqa=True).sum()
+    with FlopCount() as backward:
+        out.backward()
+    one_product = 2 * 4 * 16 * 16 * 8
+    assert (forward.flops, backward.flops) == (2 * one_product, 5 * one_product)
 
 
 def test_recomputed_flops_are_the_forward_again():

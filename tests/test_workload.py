@@ -15,7 +15,8 @@ from curry_train.core.adapt import IGNORED
 from curry_train.core.batches import batch_size, map_tensors, take
 from curry_train.core.builtin import BUILTIN, transformer
 from curry_train.core.load import load_workload
-from curry_train.core.workload import Case, WorkloadError, seeded
+from curry_train.core.untouched import seeded
+from curry_train.core.workload import Case, WorkloadError
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from .bundle import PACKAGE, Bundle, Technique
 from .errors import ScaffoldError
 from .imports import reached_files, rewrite_imports
 
-COMMANDS = ("loop.py", "benchmark.py", "config.py", "__main__.py")  # what every project runs, where the bundle has it
+# What every project runs, where the bundle has it.
+COMMANDS = ("loop.py", "benchmark.py", "config.py", "plots.py", "__main__.py")
 TAKEN = ("torch", "numpy", "click", "rich", "pytest", PACKAGE.replace("_", "-"))  # pip would mistake the project for it
 
 

@@ -1,42 +1,32 @@
-"""The command line of a project: `python -m curry_train gates` measures every claim on a model.
+"""The command line of a project: `gates` measures every claim on a model, `memory` says who holds its bytes.
 
-Proof: `python -m pytest tests/test_cli.py`.
+Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 """
 
 import fnmatch
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import click
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .core.blocks import find_blocks
 from .core.builtin import BUILTIN
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.verdict import Gate, Verdict
-from .core.workload import Case, WorkloadError
+from .core.workload import Case
 from .gates import discover
+from .options import DTYPES, UnusableInput, choose_device, run_options, writable
+from .plan.profiler import MemoryProfiler
+from .plan.timeline import measure_timeline
+from .plots import plot_timeline, require_matplotlib
 
 MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class DeviceMissing(click.ClickException):
-    """The device asked for is not there."""
-
-    exit_code = 3
-
-
-class UnusableInput(click.ClickException):
-    """What was typed can't be used."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -45,23 +35,6 @@ class Row:
 
     workload: str
     verdict: Verdict
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        raise DeviceMissing(f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu")
-    return torch.device(name)
-
-
-def writable(path: str | None) -> str | None:
-    """A path whose folder exists, so that a long run does not end in nothing."""
-    if path not in (None, "-") and not Path(path).parent.is_dir():
-        raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
-    return path
 
 
 def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
@@ -92,21 +65,12 @@ def main() -> None:
     "pair or a Workload. Repeatable; all built-in ones if left out.",
 )
 @click.option("--gate", "patterns", multiple=True, metavar="PATTERN", help="Only these gates: a technique or a glob.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
-@click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
-@click.option("--batch-size", default=4, type=click.IntRange(1), show_default=True)
-@click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write the verdicts; - is standard output.",
-)
+@run_options
 @click.option("--list", "list_only", is_flag=True, help="Name the gates and stop.")
 def gates_command(
     models: tuple[str, ...],
     patterns: tuple[str, ...],
+    blocks: str | None,
     device: str,
     dtype: str,
     batch_size: int,
@@ -121,10 +85,11 @@ def gates_command(
         return
     try:
         cases = [
-            Case(load_workload(spec), device=place, dtype=DTYPES[dtype], batch_size=batch_size, seed=seed)
+            Case(load_workload(spec), place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
             for spec in models or BUILTIN
         ]
-    except WorkloadError as error:
+        shown = {case.workload.name: _blocks(case) for case in cases}
+    except ValueError as error:
         raise UnusableInput(str(error)) from error
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
@@ -132,7 +97,7 @@ def gates_command(
         f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}", style="dim"
     )
     rows = list(_measure(cases, gates))
-    _print_table(console, rows)
+    _print_table(console, rows, blocks=shown)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
         write_json(json_path, facts | {"dtype": dtype, "batch_size": batch_size, "seed": seed, "results": results})
@@ -152,7 +117,18 @@ def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[Row]:
                 progress.advance(task)
 
 
-def _print_table(console: Console, rows: Sequence[Row]) -> None:
+def _blocks(case: Case) -> str:
+    """The blocks in a few words; a pattern that takes none is an error, a model that repeats none says so."""
+    try:
+        names = list(find_blocks(case.build(), case.blocks))
+    except ValueError:
+        if case.blocks is not None:
+            raise
+        return "no repeated blocks: name some with --blocks"
+    return f"{len(names)} blocks, {names[0]} to {names[-1]}" if len(names) > 1 else f"1 block, {names[0]}"
+
+
+def _print_table(console: Console, rows: Sequence[Row], *, blocks: Mapping[str, str]) -> None:
     """One line for what held, all that is known for what did not."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -161,12 +137,12 @@ def _print_table(console: Console, rows: Sequence[Row]) -> None:
     last = None
     for row in rows:
         if row.workload != last:
-            table.add_row(f"[bold]{escape(row.workload)}[/]", "", "")
-        table.add_row(f"  {row.verdict.gate}", MARKS[row.verdict.passed], escape(row.verdict.measured))
+            table.add_row(f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]")
+        table.add_row(f"  {row.verdict.gate}", MARKS[row.verdict.passed], escape(_short(row.verdict)))
         last = row.workload
     console.print(table)
     for row in rows:
-        if row.verdict.passed is not True:
+        if row.verdict.passed is False:
             _print_detail(console, row)
     failed = sum(row.verdict.passed is False for row in rows)
     skipped = sum(row.verdict.passed is None for row in rows)
@@ -174,16 +150,62 @@ def _print_table(console: Console, rows: Sequence[Row]) -> None:
     console.print(f"\n{held} held, {failed} failed, {skipped} not applicable")
 
 
+def _short(verdict: Verdict) -> str:
+    return verdict.hint if verdict.passed is None else verdict.measured
+
+
 def _print_detail(console: Console, row: Row) -> None:
     verdict = row.verdict
     console.print(f"\n{row.workload}, {verdict.gate}: {MARKS[verdict.passed]}")
-    facts = {
-        "measured": verdict.measured,
-        "required": verdict.required,
-        "why" if verdict.passed is None else "what to do": verdict.hint,
-    }
+    facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
     for label, text in facts.items():
         console.print(f"  {label}: {escape(text)}")
+
+
+@main.command("memory")
+@click.option(
+    "--model",
+    "spec",
+    required=True,
+    metavar="NAME|PKG.MODULE:FACTORY",
+    help=f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, as for gates.",
+)
+@run_options
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=lambda context, option, path: writable(path),
+    help="Draw the timeline as PNG; needs matplotlib.",
+)
+def memory_command(
+    spec: str,
+    blocks: str | None,
+    device: str,
+    dtype: str,
+    batch_size: int,
+    seed: int,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Say which layer holds how much, and whose the peak of a training step is. Exit status as for gates."""
+    place = choose_device(device)
+    try:
+        if plot_path:
+            require_matplotlib()
+        case = Case(load_workload(spec), device=place, dtype=DTYPES[dtype], batch_size=batch_size, seed=seed)
+        module, batch = case.build(), case.batch()
+        profile = MemoryProfiler(module).profile(batch, loss=case.workload.mean_loss, blocks=blocks)
+        timeline = measure_timeline(module, batch, case.workload.mean_loss, blocks=blocks)
+    except (ValueError, RuntimeError) as error:
+        raise UnusableInput(str(error)) from error
+    click.echo(f"{profile.table()}\n\n{timeline.table()}", err=json_path == "-")
+    if plot_path:
+        plot_timeline(timeline, plot_path)
+    if json_path:
+        facts = provenance(place) | {"workload": case.workload.name, "dtype": dtype, "batch_size": batch_size}
+        results = {"profile": profile.to_json(), "timeline": timeline.to_json()}
+        write_json(json_path, facts | {"seed": seed} | results)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from torch import nn
 
 from .adapt import workload_parts
 from .builtin import BUILTIN
-from .workload import Workload, WorkloadError, seeded
+from .untouched import seeded
+from .workload import Workload, WorkloadError
 
 
 def load_workload(spec: str) -> Workload:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
+
+from .untouched import untouched
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -52,14 +54,32 @@ class StepTime:
     slowest: float
 
 
-class LiveStorages(TorchDispatchMode):
-    """Follows every storage made while the mode is on until it is freed."""
+@dataclass(eq=False)
+class Life:
+    """One storage: its bytes, in whose name it was made, and by number the operation that made it and the first one
+    that no longer found it."""
 
-    def __init__(self) -> None:
+    nbytes: int
+    owner: Any
+    born: int
+    died: int | None = None
+
+
+class LiveStorages(TorchDispatchMode):
+    """Follows every storage made while the mode is on until it is freed.
+
+    `owner` is asked in whose name a storage is made; with `device` only storages of that kind of device count.
+    """
+
+    def __init__(self, *, owner: Callable[[], Any] = lambda: None, device: torch.device | None = None) -> None:
         super().__init__()
         self.bytes_alive = 0
         self.bytes_peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self.num_operations = 0
+        self.lives: list[Life] = []
+        self._owner = owner
+        self._device = device
+        self._known: dict[int, tuple[weakref.ref[Any], Life | None]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,27 +91,52 @@ class LiveStorages(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._meet(value, was_there=False)
         self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
+        self.num_operations += 1
         return out
 
-    def _meet(self, tensor: Tensor, *, was_there: bool) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is not None and known() is not None:
+    def follow(self, tensor: Tensor, *, owner: Any) -> None:
+        """Count a tensor that was there before; a storage that is known stays its first owner's."""
+        self._meet(tensor, was_there=False, owner=owner)
+
+    def lives_of(self, tensor: Tensor) -> list[Life]:
+        """What was recorded of the storages of a tensor; nothing where they were there before."""
+        known = (self._known.get(storage._cdata) for storage in _storages(tensor))
+        return [entry[1] for entry in known if entry is not None and entry[0]() is not None and entry[1] is not None]
+
+    def _meet(self, tensor: Tensor, *, was_there: bool, owner: Any = None) -> None:
+        if self._device is not None and tensor.device.type != self._device.type:
             return
-        size = 0 if was_there else storage.nbytes()
-        self.bytes_alive += size
+        for storage in _storages(tensor):
+            known = self._known.get(storage._cdata)
+            if known is None or known[0]() is None:
+                counts = not was_there and storage.nbytes() > 0
+                self._watch(storage, Life(storage.nbytes(), owner or self._owner(), self.num_operations), counts)
+
+    def _watch(self, storage: Any, life: Life, counts: bool) -> None:
+        key = storage._cdata
 
         def freed(reference: Any) -> None:
-            self.bytes_alive -= size
-            if self._known.get(key) is reference:
+            if counts:
+                self.bytes_alive -= life.nbytes
+                life.died = self.num_operations
+            if key in self._known and self._known[key][0] is reference:
                 del self._known[key]
 
-        self._known[key] = weakref.ref(storage, freed)
+        self._known[key] = weakref.ref(storage, freed), life if counts else None
+        if counts:
+            self.bytes_alive += life.nbytes
+            self.lives.append(life)
+
+
+def _storages(tensor: Tensor) -> list[Any]:
+    """The storage of a tensor, or those of the two parts of a sparse one."""
+    parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    return [part.untyped_storage() for part in parts]
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up the FLOPs of every operation that torch has a formula for, and of attention on CPU, which it lacks."""
+    """Adds up the FLOPs of every operation that torch has a formula for; attention is counted here, because torch
+    leaves out its CPU kernel, and before 2.13 refuses grouped-query heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,30 +145,40 @@ class FlopCount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = getattr(func, "_overloadpacket", None)
-        if packet in _CPU_ATTENTION:
-            self.flops += _CPU_ATTENTION[packet](args)
+        if packet in ATTENTION:
+            self.flops += _attention_flops(*args[:3], products=2)
+        elif packet in ATTENTION_BACKWARD:
+            self.flops += _attention_flops(*args[1:4], products=5)
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         return out
 
 
-_CPU_ATTENTION: dict[Any, Callable[[Any], int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda args: sdpa_flop_count(
-        *[tensor.shape for tensor in args[:3]]
-    ),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: sdpa_backward_flop_count(
-        *[tensor.shape for tensor in args[:4]]
-    ),
-}
+def _packets(*names: str) -> set[Any]:
+    return {getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
+
+
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+ATTENTION = _packets(*(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS))
+ATTENTION_BACKWARD = _packets(*(f"_scaled_dot_product_{kernel}_backward" for kernel in _KERNELS))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, products: int) -> int:
+    """Scores and their product with the values; backward does the scores again and four products more. The parts that
+    a causal mask leaves out count as if they were computed, as torch has it."""
+    batch, heads, length, width = query.shape
+    mean_width = (width + value.shape[-1]) / 2
+    return round(products * 2 * batch * heads * length * key.shape[-2] * mean_width)
 
 
 def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
-    """Held and peak bytes of one forward and backward. Gradients are dropped before and after."""
+    """Held and peak bytes of one forward and backward."""
     device = _device(module)
-    if device.type == "cuda":
+    with untouched(module):
+        if device.type != "cuda":
+            return _measure_storages(module, batch, loss)
         loss(module, batch).backward()  # allocates the libraries' workspaces, which stay
-    _drop_gradients(module)
-    if device.type == "cuda":
+        module.zero_grad(set_to_none=True)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -131,26 +186,26 @@ def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
         held = torch.cuda.memory_allocated(device) - before
         value.backward()
         torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with LiveStorages() as storages:
-            value = loss(module, batch)
-            held = storages.bytes_alive
-            value.backward()
-            peak = storages.bytes_peak
-    del value
-    _drop_gradients(module)
-    return Memory(held, peak)
+        return Memory(held, torch.cuda.max_memory_allocated(device) - before)
+
+
+def _measure_storages(module: nn.Module, batch: Any, loss: Loss) -> Memory:
+    gc.collect()
+    with LiveStorages() as storages:
+        value = loss(module, batch)
+        held = storages.bytes_alive
+        value.backward()
+        return Memory(held, storages.bytes_peak)
 
 
 def count_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     """FLOPs of one forward and of its backward, in that order."""
-    with FlopCount() as forward:
-        value = loss(module, batch)
-    with FlopCount() as backward:
-        value.backward()
-    _drop_gradients(module)
-    return Flops(forward.flops, backward.flops)
+    with untouched(module):
+        with FlopCount() as forward:
+            value = loss(module, batch)
+        with FlopCount() as backward:
+            value.backward()
+        return Flops(forward.flops, backward.flops)
 
 
 def recompute_flops(plain: Flops, technique: Flops) -> int:
@@ -161,14 +216,14 @@ def recompute_flops(plain: Flops, technique: Flops) -> int:
 def time_step(module: nn.Module, batch: Any, loss: Loss, *, repeats: int = 5, warmup: int = 1) -> StepTime:
     """Wall time of a forward and backward; the device is waited for."""
     device, seconds = _device(module), []
-    for _ in range(warmup + repeats):
-        _drop_gradients(module)
-        _wait(device)
-        start = time.perf_counter()
-        loss(module, batch).backward()
-        _wait(device)
-        seconds.append(time.perf_counter() - start)
-    _drop_gradients(module)
+    with untouched(module):
+        for _ in range(warmup + repeats):
+            module.zero_grad(set_to_none=True)
+            _wait(device)
+            start = time.perf_counter()
+            loss(module, batch).backward()
+            _wait(device)
+            seconds.append(time.perf_counter() - start)
     seconds = seconds[warmup:]
     return StepTime(statistics.median(seconds), min(seconds), max(seconds))
 
@@ -180,9 +235,3 @@ def _device(module: nn.Module) -> torch.device:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _drop_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = None
-    gc.collect()

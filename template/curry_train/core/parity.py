@@ -69,7 +69,8 @@ def record_step(module: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], 
     for parameter in module.parameters():
         parameter.grad = None
     value = loss(module, batch)
-    value.backward()
+    if value.requires_grad:  # a technique may have cut every gradient off, and then they are None
+        value.backward()
     return record(module, value.detach())
 
 

@@ -40,6 +40,8 @@ class Gate:
         """The verdict on a case; a check that breaks on the user's model is a gate that does not hold."""
         try:
             return self.check(case)
+        except ValueError as error:  # ours, and it says what to do
+            return Verdict(self.name, False, "could not be measured", "to run", str(error))
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"raised {type(error).__name__}: {error}"

@@ -4,10 +4,7 @@ A `Case` is one workload on a device, with the seed that makes it repeatable. `l
 and makes one of a user's own model. Proof: `python -m pytest tests/test_workload.py`.
 """
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import batch_size, map_tensors, take
+from .untouched import seeded
 
 Batch = Any
 
@@ -44,13 +42,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One workload on one device: what a gate is measured on."""
+    """One workload on one device: what a gate is measured on. `blocks` names those to work on, as a glob."""
 
     workload: Workload
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     batch_size: int = 4
     seed: int = 0
+    blocks: str | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -77,22 +76,3 @@ class Case:
             raise WorkloadError(f"sizes {list(sizes)} do not add up to a batch of {batch_size(batch)}")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [take(batch, slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, CUDA, python and, where it is loaded, numpy; put every generator back afterwards."""
-    numpy = sys.modules.get("numpy")
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            if numpy:
-                numpy.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)

@@ -5,6 +5,10 @@ from ..core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "checkpoint_config": ("CheckpointConfig",),
         "grad_accum": ("GradientAccumulation", "NonFiniteWindow", "Window", "WindowResult", "train_window"),
+        "recompute": ("CheckpointWrapper", "Recompute", "recompute_blocks", "remove_recompute"),
+        "segments": ("choose_segments", "recompute_segments", "remove_segments"),
     },
+    technique_of={"checkpoint_config": "recompute", "segments": "recompute"},
 )

@@ -1,0 +1,75 @@
+"""The blocks of a model: what it repeats, found in module lists and sequentials, or named by a pattern.
+
+Proof: `python -m pytest tests/test_blocks.py`.
+"""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(module: nn.Module, pattern: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Blocks by qualified name, in the model's order; outermost ones only.
+
+    Without a pattern they are the children of one class that a container holds at least twice (Hugging Face's
+    `model.layers`, a `Sequential` of stages). A pattern is a glob over qualified names, such as `encoder.layers.*`, or
+    several of them.
+    """
+    names = (
+        _repeated(module) if pattern is None else _matching(module, [pattern] if isinstance(pattern, str) else pattern)
+    )
+    blocks: dict[str, nn.Module] = {}
+    for name in names:
+        block = module.get_submodule(name)
+        inside = any(name.startswith(f"{other}.") for other in names)
+        if not inside and not any(block is other for other in blocks.values()):  # a shared block counts once
+            blocks[name] = block
+    return blocks
+
+
+def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
+    """The names that a glob takes; one that takes none is an error, since it would silently do nothing."""
+    found = fnmatch.filter(names, pattern)
+    if not found:
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise ValueError(f"{option} {pattern!r} matches no module; there are {shown or 'none'}")
+    return found
+
+
+def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    names = [name for name, _ in module.named_modules() if name]
+    taken = {name for pattern in patterns for name in match_names(names, pattern, option="the pattern")}
+    return [name for name in names if name in taken]
+
+
+def _repeated(module: nn.Module) -> list[str]:
+    found: list[str] = []
+    for prefix, container in module.named_modules():
+        if not isinstance(container, CONTAINERS):
+            continue
+        children = {name: child for name, child in container.named_children() if _is_block(child)}
+        kinds = Counter(_kind(child) for child in children.values())
+        found += [f"{prefix}.{name}".lstrip(".") for name, child in children.items() if kinds[_kind(child)] > 1]
+    if not found:
+        tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
+        raise ValueError(
+            f"{type(module).__name__} repeats no block in a ModuleList or Sequential; name the blocks to work on with "
+            f"a pattern (--blocks). Its children are {tops or 'none'}"
+        )
+    return found
+
+
+def _kind(module: nn.Module) -> tuple[object, ...]:
+    """The class; two sequentials are of one kind when they hold the same kinds in the same order."""
+    inside = module.children() if isinstance(module, CONTAINERS) else ()
+    return (type(module), *(_kind(child) for child in inside))
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Holds parameters, and is more than one of torch's own layers."""
+    own_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return not own_layer and any(True for _ in module.parameters())

@@ -1,0 +1,130 @@
+"""Which layer of a model is running: its modules divided into layers, and hooks that follow the calls.
+
+Proof: `python -m pytest tests/test_profiler.py`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from .blocks import find_blocks
+from .measure import Life
+
+REST = "(rest)"  # what runs in no layer: the model's own forward between its layers, and the loss
+
+
+def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Layers that together are the whole model, in its order: the blocks, and around them the largest modules that
+    hold no block. A model that repeats nothing is divided into its children.
+    """
+    if blocks is not None:
+        return dict(_around("", model, find_blocks(model, blocks)))
+    try:
+        found = find_blocks(model)
+    except ValueError:  # nothing is repeated
+        found = {}
+    return dict(_around("", model, found))
+
+
+def _around(prefix: str, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = prefix + name
+        never_called = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if path not in blocks and (never_called or any(block.startswith(f"{path}.") for block in blocks)):
+            yield from _around(f"{path}.", child, blocks)
+        else:
+            yield path, child
+
+
+class RunningLayers:
+    """A context in which `current` is the innermost layer that runs, or `REST`; `calls` counts calls of whole layers.
+
+    A call of a module inside a layer counts as the layer where nothing else of it runs, so that a `Sequential` whose
+    members are called one by one, or a block that is recomputed in backward, is still found.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        self.current = REST
+        self.latest = REST
+        self.calls: Counter[str] = Counter()
+        self._model = model
+        self._own: dict[int, str] = {}
+        self._inside: dict[int, str] = {}
+        for name, layer in layers.items():
+            self._own.setdefault(id(layer), name)
+            for module in layer.modules():
+                self._inside.setdefault(id(module), name)
+        self._callers: list[tuple[nn.Module, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "RunningLayers":
+        for module in self._model.modules():
+            if id(module) in self._inside:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                    module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+                ]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def entered(self, layer: str, inputs: Any) -> None:
+        """A layer starts to run."""
+
+    def left(self, layer: str, output: Any) -> None:
+        """A layer ends."""
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        caller = self.current
+        self._callers.append((module, caller))
+        own = self._own.get(id(module))
+        self.current = own or (self._inside[id(module)] if caller == REST else caller)
+        if self.current != caller:
+            self.latest = self.current
+            self.calls[self.current] += own is not None
+            self.entered(self.current, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._callers or self._callers[-1][0] is not module:
+            return  # a hook of the user's own raised before this call was entered
+        layer, (_, self.current) = self.current, self._callers.pop()
+        if layer != self.current:
+            self.left(layer, output)
+
+
+class Boundaries(RunningLayers):
+    """Notes which storages go into and out of each layer, without keeping them."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__(model, layers)
+        self.lives_of: Callable[[Tensor], list[Life]] = lambda tensor: []
+        self._inputs: dict[str, list[Life]] = {name: [] for name in layers}
+        self._outputs: dict[str, list[Life]] = {name: [] for name in layers}
+
+    def entered(self, layer: str, inputs: Any) -> None:
+        self._inputs[layer] += [life for tensor in tensors_in(inputs) for life in self.lives_of(tensor)]
+
+    def left(self, layer: str, output: Any) -> None:
+        self._outputs[layer] += [life for tensor in tensors_in(output) for life in self.lives_of(tensor)]
+
+    def stays(self, layer: str) -> int:
+        """Recomputing keeps inputs that are gone now, and what of the layer's own goes in or out of it."""
+        inputs, outputs = set(self._inputs[layer]), set(self._outputs[layer])
+        gone = {life for life in inputs if life.died is not None}
+        own = {life for life in inputs | outputs if life.died is None and life.owner == layer}
+        return sum(life.nbytes for life in gone | own)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested containers and dataclasses."""
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])

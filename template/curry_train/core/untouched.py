@@ -1,0 +1,55 @@
+"""Run a module without leaving a trace: its buffers, gradients and every random generator are put back.
+
+Proof: `python -m pytest tests/test_measure.py`.
+"""
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put torch's, CUDA's, python's and, where it is loaded, numpy's generator back afterwards."""
+    numpy = sys.modules.get("numpy")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed every generator, and put them back afterwards."""
+    with generators_kept():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        yield
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Start without gradients; put buffers and generators back and drop the gradients afterwards."""
+    owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
+    before = [(owner, name, owner._buffers[name]) for owner, name in owners]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in before]
+    module.zero_grad(set_to_none=True)
+    try:
+        with generators_kept():
+            yield
+    finally:
+        module.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for (owner, name, buffer), value in zip(before, values, strict=True):
+                owner._buffers[name] = buffer if buffer is None or value is None else buffer.copy_(value)

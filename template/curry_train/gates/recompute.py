@@ -1,0 +1,243 @@
+"""Recompute saves memory, costs the FLOPs that were predicted, and trains the same model.
+
+Each gate takes the technique as `apply`, so that its tests can plant a wrong one; wrong models are planted as cases.
+Proof: `python -m pytest tests/test_recompute.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+
+from ..core.blocks import find_blocks
+from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
+from ..core.parity import Parity, compare, record_step
+from ..core.untouched import seeded
+from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.workload import Case
+from ..plan.profiler import MemoryProfiler
+from ..plan.strategies import STRATEGIES, Sample
+from ..primitives.recompute import recompute_blocks
+
+Apply = Callable[[nn.Module, Sample], list[str]]
+FULL = STRATEGIES["full"].apply
+AT_MOST = 0.7  # of the bytes that the model holds, and has at its peak, without recompute
+ENOUGH_BYTES = 256 * 2**20  # a batch that holds so much is large enough for any model
+OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
+    """Held and peak bytes, at a batch where activations are what matters."""
+    gate, required = "recompute/memory", f"held and peak at most {AT_MOST:.0%}"
+    case, plain = _large_enough(case)
+    loss, module = case.workload.mean_loss, case.build()
+    profile = MemoryProfiler(module).profile(case.batch(), 1, loss=loss, blocks=case.blocks)
+    blocks = find_blocks(module, case.blocks)
+    saved = sum(max(0, layer.bytes - layer.boundary_bytes) for layer in profile.layers if layer.name in blocks)
+    if saved < (1 - AT_MOST) * plain.held_bytes:
+        kept = 1 - saved / plain.held_bytes
+        why = f"recompute would keep {kept:.0%}, the blocks' inputs; take larger blocks (--blocks)"
+        return not_applicable(gate, required=required, why=why)
+    apply(module, _sample(case))
+    found = measure_memory(module, case.batch(), loss)
+    held, peak = found.held_bytes / plain.held_bytes, found.peak_bytes / plain.peak_bytes
+    hint = ""
+    if held > AT_MOST:
+        hint = "nothing that matters is recomputed: are the blocks the right ones (--blocks), in training mode?"
+    elif peak > AT_MOST:
+        hint = "the peak is not the blocks': logits, gradients or one large layer own it; `memory` shows who"
+    measured = f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+    """One step with and without: loss, gradients, buffers and generators."""
+    gate, apply = f"recompute/parity-{strategy}", apply or STRATEGIES[strategy].apply
+    reference, calls, _ = _step(case, lambda module, sample: [])
+    again, _, _ = _step(case, lambda module, sample: [])
+    repeats = compare(reference, again).bit_equal
+    tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
+    required = "bit-equal" if repeats else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
+    try:
+        candidate, calls_again, names = _step(case, apply)
+    except CheckpointError as error:
+        said = f"CheckpointError: {str(error).splitlines()[0]}"
+        return Verdict(gate, False, said, required, _where(case, "computes other tensors the second time"))
+    found = compare(reference, candidate, tolerance=tolerance)
+    if not names:
+        return not_applicable(gate, required=required, why=f"{strategy} finds nothing worth recomputing")
+    hint = "" if found.holds else _where(case, _cause(found))
+    if not hint and calls_again <= calls:
+        hint = f"nothing ran twice, though {len(names)} modules should have: is the wrapper in the model's forward?"
+    return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
+
+
+def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
+    """What backward does again is the forward of the recomputed blocks, no more; early stop may save some of it."""
+    loss, batch = case.workload.mean_loss, case.batch()
+    plain, module = case.build(), case.build()
+    per_block = _forward_flops(case, plain)
+    before = count_flops(plain, batch, loss)
+    names = apply(module, _sample(case))
+    with seeded(case.seed), set_checkpoint_early_stop(False):
+        whole = recompute_flops(before, count_flops(module, batch, loss))
+    stopped = recompute_flops(before, count_flops(module, batch, loss))
+    expected = sum(per_block.get(name, 0) for name in names)
+    held = names != [] and whole == expected and 0 <= stopped <= whole
+    measured = f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop"
+    hint = "" if held else "a block runs less or more than once again: is it wrapped twice, or not in the forward?"
+    return Verdict("recompute/flops", held, measured, "as predicted; with early stop at most that", hint)
+
+
+def off(case: Case, *, apply: Apply = FULL) -> Verdict:
+    """In eval mode and without grad mode nothing runs twice, and the output is the bare model's."""
+    plain, module, batch = case.build().eval(), case.build(), case.batch()
+    apply(module, _sample(case))
+    module.eval()
+    with _calls(plain) as expected:
+        _ = case.workload.mean_loss(plain, batch).backward()
+    with _calls(module) as counted:
+        value = case.workload.mean_loss(module, batch)
+        value.backward()
+    module.train()
+    with torch.no_grad(), _calls(module) as without_grad:
+        _ = case.workload.mean_loss(module, batch)
+    equal = torch.equal(value, case.workload.mean_loss(plain, batch))
+    held = equal and counted[0] == expected[0] == without_grad[0]
+    return Verdict(
+        "recompute/off",
+        held,
+        f"{counted[0]} calls in eval, {without_grad[0]} without grad; output {'' if equal else 'not '}equal",
+        f"{expected[0]} calls, output equal",
+        "" if held else "recompute only while module.training and torch.is_grad_enabled()",
+    )
+
+
+def profiler(case: Case, *, profiled: Callable[..., Any] = MemoryProfiler) -> Verdict:
+    """The layers' bytes add up to what is held, and say what full recompute will leave."""
+    loss, module = case.workload.mean_loss, case.build()
+    report = profiled(module).profile(case.batch(), 3, loss=loss, blocks=case.blocks)
+    held = measure_memory(module, case.batch(), loss).held_bytes
+    blocks = recompute_blocks(module, blocks=case.blocks, preserve_rng_state=False)
+    predicted = held - sum(layer.bytes - layer.boundary_bytes for layer in report.layers if layer.name in blocks)
+    left = measure_memory(module, case.batch(), loss).held_bytes
+    total, exact = sum(layer.bytes for layer in report.layers), case.device.type == "cpu"
+    # A block's output may be alive only for the block's own backward: the prediction is on the safe side by that much.
+    slack = max((layer.boundary_bytes for layer in report.layers if layer.name in blocks), default=0)
+    rounding, most_spread = (0.0, 0.0) if exact else (0.02, 0.1)
+    good = report.spread <= most_spread and abs(total - held) <= rounding * held
+    good = good and -0.02 * held <= predicted - left <= slack + 0.02 * held
+    return Verdict(
+        "recompute/profiler",
+        good,
+        f"layers sum to {total:,} of {held:,}; full leaves {left:,}, predicted {predicted:,}",
+        f"sum within {rounding:.0%}; predicted at most {slack:,} above, 2% below; spread {most_spread:.0%} at most",
+        "" if good else "a storage is counted twice, not at all, or for the wrong layer",
+    )
+
+
+GATES = (
+    Gate("recompute/memory", memory),
+    Gate("recompute/parity-full", partial(parity, strategy="full")),
+    Gate("recompute/parity-sequential", partial(parity, strategy="sequential")),
+    Gate("recompute/parity-selective", partial(parity, strategy="selective")),
+    Gate("recompute/flops", flops),
+    Gate("recompute/off", off),
+    Gate("recompute/profiler", profiler),
+)
+
+
+def _sample(case: Case) -> Sample:
+    return Sample(case.batch(), case.workload.mean_loss, case.blocks)
+
+
+def _large_enough(case: Case) -> tuple[Case, Memory]:
+    """Double the batch until its activations are four times the parameters, or many bytes."""
+    module = case.build()
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    while True:
+        plain = measure_memory(module, case.batch(), case.workload.mean_loss)
+        if plain.held_bytes >= min(4 * parameters, ENOUGH_BYTES):
+            return case, plain
+        case = replace(case, batch_size=2 * case.batch_size)
+
+
+@contextmanager
+def _calls(module: nn.Module) -> Iterator[list[int]]:
+    """Counts the calls of the layers inside the blocks and outside."""
+    counted = [0]
+
+    def count(*_: Any) -> None:
+        counted[0] += 1
+
+    leaves = [layer for layer in module.modules() if not any(True for _ in layer.children())]
+    handles = [layer.register_forward_pre_hook(count) for layer in leaves]
+    try:
+        yield counted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _step(case: Case, apply: Apply) -> tuple[Any, int, list[str]]:
+    module, batch = case.build(), case.batch()
+    names = apply(module, _sample(case))
+    with seeded(case.seed), _calls(module) as calls:
+        step = record_step(module, batch, case.workload.mean_loss)
+    return step, calls[0], names
+
+
+def _forward_flops(case: Case, module: nn.Module) -> dict[str, int]:
+    """FLOPs of one forward, by block."""
+    spent: dict[str, int] = {}
+    counter = FlopCount()
+    handles = []
+    for name, block in find_blocks(module, case.blocks).items():
+        spent[name] = 0
+
+        def before(*_: Any, name: str = name) -> None:
+            spent[name] -= counter.flops
+
+        def after(*_: Any, name: str = name) -> None:
+            spent[name] += counter.flops
+
+        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+    with counter:
+        case.workload.loss(module, case.batch())
+    for handle in handles:
+        handle.remove()
+    return spent
+
+
+def _cause(found: Parity) -> str:
+    """What the differences point at."""
+    kinds = {difference.kind: difference.name for difference in found.differences}
+    if kinds.get("generator") in ("python", "numpy"):
+        return f"draws from {kinds['generator']}'s generator, which recompute does not put back: draw with torch"
+    if "generator" in kinds:
+        return "leaves torch's generator elsewhere: keep preserve_rng_state=True"
+    if found.without_gradient:
+        return "gets no gradient: an input is detached, or reentrant checkpointing sees no input that requires grad"
+    if "buffer" in kinds:
+        return f"updates buffer {kinds['buffer']} twice, or from its own last value: update it outside the block"
+    return "computes another value the second time: it keeps state between calls, or draws random numbers of its own"
+
+
+def _where(case: Case, cause: str) -> str:
+    """The blocks which break parity each by itself, and the cause."""
+    reference, _, _ = _step(case, lambda module, sample: [])
+    guilty = []
+    for name in find_blocks(case.build(), case.blocks):
+        try:
+            alone, _, _ = _step(replace(case, blocks=name), FULL)
+            if not compare(reference, alone, tolerance=OUTER_BOUND[case.dtype]).holds:
+                guilty.append(name)
+        except CheckpointError:
+            guilty.append(name)
+    blocks = ", ".join(guilty[:4]) + (f" and {len(guilty) - 4} more" if len(guilty) > 4 else "")
+    return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"

@@ -1,0 +1,62 @@
+"""The options, and the exit statuses, that mean the same in every command.
+
+Proof: `python -m pytest tests/test_cli.py`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DeviceMissing(click.ClickException):
+    """The device asked for is not there."""
+
+    exit_code = 3
+
+
+class UnusableInput(click.ClickException):
+    """What was typed can't be used."""
+
+    exit_code = 2
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        raise DeviceMissing(f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu")
+    return torch.device(name)
+
+
+def writable(path: str | None) -> str | None:
+    """A path whose folder exists, so that a long run does not end in nothing."""
+    if path not in (None, "-") and not Path(path).parent.is_dir():
+        raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
+    return path
+
+
+def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that mean the same in every command."""
+    for option in (
+        click.option(
+            "--json",
+            "json_path",
+            type=click.Path(dir_okay=False, allow_dash=True, writable=True),
+            callback=lambda context, option, path: writable(path),
+            help="Write the figures; - is standard output.",
+        ),
+        click.option("--seed", default=0, type=click.IntRange(0), show_default=True),
+        click.option("--batch-size", default=4, type=click.IntRange(1), show_default=True),
+        click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True),
+        click.option("--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names."),
+        click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True),
+    ):
+        command = option(command)
+    return command

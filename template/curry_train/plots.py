@@ -1,0 +1,103 @@
+"""Pictures of what was measured. They need matplotlib, which nothing else does.
+
+    plot_timeline(measure_timeline(model, batch, loss), "timeline.png")
+
+Proof: `python -m pytest tests/test_timeline.py -k plot`.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from .plan.report import MEGABYTE, PHASES, Timeline
+
+# Of Paul Tol's palette for colour-blind readers; what stays through the step is at the bottom and grey or blue.
+COLOURS = {
+    "parameters": "#BBBBBB",
+    "buffers and batch": "#DDDDDD",
+    "optimizer state": "#77AADD",
+    "gradients": "#44BB99",
+    "activations": "#EE8866",
+    "temporaries": "#EEDD88",
+    "allocator": "#FFAABB",
+}
+SHADES = {"forward": "#F4F4F4", "backward": "#FFFFFF", "step": "#F4F4F4"}
+
+
+def require_matplotlib() -> None:
+    """Say what to install where it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError("a plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'")
+
+
+def plot_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Write a PNG: bytes alive by owner over the step's operations, and whose the peak is."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    course, owners = figure.subplots(1, 2, width_ratios=(2.7, 1))
+    figure.suptitle(
+        f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}", x=0.01, ha="left"
+    )
+    _draw_course(course, timeline)
+    _draw_owners(owners, timeline)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _draw_course(axes: Any, timeline: Timeline) -> None:
+    places = [point.index for point in timeline.points]
+    shown = [group for group in COLOURS if any(timeline.owners.get(group, ()))]
+    layers = [[owned / MEGABYTE for owned in timeline.owners[group]] for group in shown]
+    peak = timeline.peak
+    highest = peak.bytes_alive / MEGABYTE
+    axes.stackplot(places, layers, colors=[COLOURS[group] for group in shown], step="post", linewidth=0, zorder=2)
+    axes.set_xlim(0, timeline.num_operations - 1)
+    axes.set_ylim(0, highest * 1.22)
+    start = 0
+    for phase in PHASES:
+        end = max(point.index for point in timeline.points if point.phase == phase)
+        axes.axvspan(start, end, color=SHADES[phase], zorder=0)
+        axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
+        axes.text((start + end) / 2, highest * 1.19, phase, ha="center", va="top", fontsize=9, color="#333333")
+        start = end
+    left = peak.index < timeline.num_operations / 2
+    axes.plot([peak.index], [highest], marker="v", color="black", markersize=6, zorder=4, clip_on=False)
+    axes.annotate(
+        f"peak {_figure(peak.bytes_alive)} MiB, {peak.phase}",
+        (peak.index, highest),
+        xytext=(8 if left else -8, 4),
+        textcoords="offset points",
+        ha="left" if left else "right",
+        va="bottom",
+        fontsize=9,
+        fontweight="bold",
+    )
+    axes.set_xlabel("operation")
+    axes.set_ylabel("MiB alive")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_owners(axes: Any, timeline: Timeline) -> None:
+    """One bar for each owner of the other picture, in the order in which they are stacked there."""
+    owned = {group: timeline.peak.owners[group] for group in COLOURS if any(timeline.owners.get(group, ()))}
+    widths = [held / MEGABYTE for held in owned.values()]
+    colours, longest = [COLOURS[group] for group in owned], max(widths)
+    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours)  # the key
+    bars = axes.barh(list(owned), widths, color=colours)
+    whole = timeline.peak.bytes_alive
+    labels = [f"{_figure(held)}  ({held / whole:.0%})" for held in owned.values()]
+    axes.bar_label(bars, labels, padding=3, fontsize=9)
+    axes.set_xlim(-0.1 * longest, 1.55 * longest)
+    axes.set_title("MiB at the peak, by owner", fontsize=10, loc="left")
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+
+
+def _figure(owned: int) -> str:
+    """Mebibytes to three digits, or to the whole number."""
+    size = owned / MEGABYTE
+    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"

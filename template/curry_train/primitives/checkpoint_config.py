@@ -1,0 +1,91 @@
+"""The configuration block for recompute, checked when it is made.
+
+    CheckpointConfig.from_config({"enabled": True, "strategy": "sequential", "sequential_segments": 4})
+
+Proof: `python -m pytest tests/test_recompute_contract.py`.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+STRATEGIES = ("none", "full", "selective", "sequential", "sac", "offload", "memory_budget", "plan")
+
+
+@dataclass
+class CheckpointConfig:
+    """What to recompute. `strategy` only counts when `enabled`; patterns are globs over module names."""
+
+    enabled: bool = False
+    strategy: str = "selective"
+    memory_threshold_mb: float = 50.0
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    snn_timestep_checkpoint: bool = False
+    snn_chunk_size: int = 1
+    sequential_segments: int | None = None
+    profile_before_apply: bool = True
+    profile_num_runs: int = 3
+    exclude_patterns: tuple[str, ...] = ()
+    include_patterns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is bool:
+                value = getattr(self, field.name)
+                _require(isinstance(value, bool), field.name, value, "True or False")
+        nearest = difflib.get_close_matches(str(self.strategy), STRATEGIES, n=1)
+        known = f"one of {', '.join(STRATEGIES)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        _require(self.strategy in STRATEGIES, "strategy", self.strategy, known)
+        threshold = self.memory_threshold_mb
+        _require(_is_number(threshold) and threshold >= 0, "memory_threshold_mb", threshold, "a number of MB from 0 up")
+        for name in ("snn_chunk_size", "profile_num_runs"):
+            _require(_is_count(getattr(self, name)), name, getattr(self, name), "a whole number from 1 up")
+        segments = self.sequential_segments
+        _require(
+            segments is None or _is_count(segments),
+            "sequential_segments",
+            segments,
+            "a whole number from 1 up, or None to choose the one with the lowest measured peak",
+        )
+        for name in ("exclude_patterns", "include_patterns"):
+            patterns = getattr(self, name)
+            listed = isinstance(patterns, list | tuple) and all(isinstance(item, str) and item for item in patterns)
+            _require(listed, name, patterns, "a list of globs over module names, such as ['layers.*']")
+            setattr(self, name, tuple(patterns))
+        _require(
+            not (self.use_reentrant and self.strategy == "sequential"),
+            "use_reentrant",
+            True,
+            "False with strategy 'sequential', whose segments pass more than positional tensors",
+        )
+
+    @classmethod
+    def from_config(cls, config: Any) -> "CheckpointConfig":
+        """From a mapping, whose unknown keys are errors, or from any object with attributes of these names."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(config, Mapping):
+            return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        for key in config:
+            if key not in names:
+                nearest = difflib.get_close_matches(str(key), names, n=1)
+                raise ValueError(f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
+        values = {str(key): config[key] for key in config}
+        for name in ("exclude_patterns", "include_patterns"):
+            if name in values and not isinstance(values[name], str):
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _require(held: bool, name: str, value: Any, wanted: str) -> None:
+    if not held:
+        raise ValueError(f"{name} must be {wanted}; got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

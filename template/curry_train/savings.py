@@ -1,0 +1,239 @@
+"""What every strategy saves on a model and what it costs: bytes, FLOPs done again, step time, largest batch, parity.
+
+    rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
+
+`none` is measured beside them, because the others are held against it. All models share one set of weights, and steps
+are timed in turns, so that a machine that drifts drifts for all. Proof: `python -m pytest tests/test_savings.py`.
+"""
+
+import difflib
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from .core.builtin import BUILTIN
+from .core.load import load_workload
+from .core.measure import Flops, Memory, count_flops, measure_memory, recompute_flops, time_step
+from .core.parity import StepRecord, compare, record_step
+from .core.untouched import seeded
+from .core.workload import Case, Workload, WorkloadError
+from .gates.recompute import OUTER_BOUND
+from .largest_batch import is_out_of_memory, largest_batch
+from .plan.strategies import STRATEGIES, Sample
+
+PLAIN = "none"
+MEASURED, REFUSED, FAILED, TOO_LARGE = "measured", "refused", "failed", "out of memory"
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one strategy's steps, and their ratios to the plain step of the same round with its quartiles."""
+
+    median: float
+    fastest: float
+    slowest: float
+    ratio: float | None
+    ratio_lower: float | None
+    ratio_upper: float | None
+
+
+@dataclass
+class Row:
+    """One strategy on one case. `outcome` is measured, refused, failed or out of memory, and `why` says more; a figure
+    that was not measured is None. Ratios are to `none`; `recompute_ratio` is to the FLOPs of one forward."""
+
+    workload: str
+    strategy: str
+    batch_size: int
+    depth: int | None
+    outcome: str = MEASURED
+    why: str = ""
+    modules: list[str] = field(default_factory=list)
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+    held_ratio: float | None = None
+    peak_ratio: float | None = None
+    forward_flops: int | None = None
+    recompute_flops: int | None = None
+    recompute_ratio: float | None = None
+    seconds: StepSeconds | None = None
+    largest_batch: int | None = None
+    parity: str = ""
+    worst_error: float | None = None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it would not be the same training."""
+        return self.outcome == FAILED or self.parity.startswith("differs")
+
+    @property
+    def label(self) -> str:
+        """The case that the row is about."""
+        depth = f", depth {self.depth}" if self.depth else ""
+        return f"{self.workload}{depth}, batch size {self.batch_size}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The step that the others are held against."""
+
+    record: StepRecord
+    memory: Memory
+    flops: Flops
+
+
+def load_with_depth(spec: str, depth: int | None) -> Workload:
+    """A workload as `load_workload` finds it; with `depth` a built-in one of so many blocks."""
+    if depth is None:
+        return load_workload(spec)
+    if spec not in BUILTIN:
+        raise WorkloadError(f"depth is that of a built-in workload ({', '.join(BUILTIN)}); set it in {spec} itself")
+    factory: Callable[..., Workload] = BUILTIN[spec]
+    return replace(factory(depth=depth), spec=spec)
+
+
+def choose_strategies(names: Sequence[str]) -> list[str]:
+    """The strategies of these names, or all of them; `none` comes first in any case."""
+    for name in names:
+        if name not in STRATEGIES:
+            near = difflib.get_close_matches(name, STRATEGIES, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(STRATEGIES)}"
+            raise ValueError(f"no strategy is called {name!r}; {advice}")
+    return list(dict.fromkeys([PLAIN, *(names or STRATEGIES)]))
+
+
+def count_steps(num_strategies: int, *, repeats: int, limit: int | None) -> int:
+    """How often `measure_savings` says what it does next."""
+    return num_strategies * (2 + repeats + (limit is not None))
+
+
+def measure_savings(
+    case: Case,
+    strategies: Sequence[str] = (),
+    *,
+    depth: int | None = None,
+    repeats: int = 5,
+    limit: int | None = None,
+    hints: dict[str, int] | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> list[Row]:
+    """One row for each strategy, `none` first. With `limit` in bytes the largest batch that fits it is sought too.
+
+    `depth` only goes into the rows. `hints` are the largest batches of a case that differs in its batch size alone, and
+    are renewed.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    rows = [Row(case.workload.name, name, case.batch_size, depth) for name in choose_strategies(strategies)]
+    weights = case.build()
+    plain, models = _measure_plain(case, weights), []
+    for row in rows:
+        tell(f"{row.strategy}: memory, FLOPs, parity")
+        models.append(_measure(row, case, weights, plain))
+    _time_in_turns(rows, models, case, repeats, tell)
+    for row, model in zip(rows, models, strict=True):
+        if limit is not None:
+            tell(f"{row.strategy}: largest batch")
+            if model is not None and row.outcome in (MEASURED, TOO_LARGE):
+                _find_largest(row, case, model, limit, {} if hints is None else hints)
+    return rows
+
+
+def _measure_plain(case: Case, model: nn.Module) -> _Plain | None:
+    """None where the plain step does not fit into the device."""
+    try:
+        return _Plain(*_figures(case, model))
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            return None
+        raise WorkloadError(f"{case.workload.name}, batch size {case.batch_size}: a step raised {error}") from error
+
+
+def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
+    """The first step of a model comes first, as long as its buffers are new."""
+    batch, loss = case.batch(), case.workload.mean_loss
+    with seeded(case.seed):
+        record = record_step(model, batch, loss)
+    with seeded(case.seed):
+        return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
+
+
+def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> nn.Module | None:
+    """Fill in all that no other strategy is needed for; None where there is nothing to train."""
+    model = case.build()
+    for parameter, shared in zip(model.parameters(), weights.parameters(), strict=True):
+        parameter.data = shared.data
+    applied = None
+    try:
+        with seeded(case.seed):
+            sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
+            row.modules = list(STRATEGIES[row.strategy].apply(model, sample))
+        applied = model
+        record, memory, flops = _figures(case, model)
+    except ValueError as error:
+        row.outcome, row.why = REFUSED, " ".join(str(error).split())
+        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            row.outcome, row.why = TOO_LARGE, f"{row.batch_size} samples do not fit into the memory of {case.device}"
+            return applied
+        row.outcome, row.why = FAILED, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return None
+    row.held_bytes, row.peak_bytes, row.forward_flops = memory.held_bytes, memory.peak_bytes, flops.forward
+    if plain is not None:
+        row.held_ratio = _ratio(memory.held_bytes, plain.memory.held_bytes)
+        row.peak_ratio = _ratio(memory.peak_bytes, plain.memory.peak_bytes)
+        row.recompute_flops = recompute_flops(plain.flops, flops)
+        row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
+        found = compare(plain.record, record, tolerance=OUTER_BOUND[case.dtype])
+        row.worst_error = found.worst if math.isfinite(found.worst) else None
+        row.parity = found.describe(most=1) if found.holds else f"differs: {found.describe(most=1)}"
+    return model
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _time_in_turns(
+    rows: Sequence[Row], models: Sequence[nn.Module | None], case: Case, repeats: int, tell: Callable[[str], None]
+) -> None:
+    """Rounds of one step each, the first of them to warm up, every round opened by another strategy."""
+    batch = case.batch()
+    seconds: list[list[float]] = [[] for _ in rows]
+    for turn in range(repeats + 1):
+        for place in range(len(rows)):
+            index = (place + turn) % len(rows)
+            row, model = rows[index], models[index]
+            tell(f"{row.strategy}: step {turn} of {repeats}")
+            if model is not None and row.outcome == MEASURED:
+                timed = time_step(model, batch, case.workload.mean_loss, repeats=1, warmup=0)
+                seconds[index].append(timed.median)
+    for row, taken in zip(rows, (steps[1:] for steps in seconds), strict=True):
+        if taken:
+            ratios = [step / plain for step, plain in zip(taken, seconds[0][1:], strict=False)]
+            lower, middle, upper = _quartiles(ratios) if ratios else (None, None, None)
+            row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken), middle, lower, upper)
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, middle, upper
+
+
+def _find_largest(row: Row, case: Case, model: nn.Module, limit: int, hints: dict[str, int]) -> None:
+    try:
+        row.largest_batch = largest_batch(case, model, limit, hint=hints.get(row.strategy))
+    except ValueError as error:
+        row.why = str(error)
+    else:
+        hints[row.strategy] = row.largest_batch

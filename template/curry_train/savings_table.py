@@ -1,0 +1,101 @@
+"""The rows of `measure_savings` as text of at most 80 columns.
+
+Proof: `python -m pytest tests/test_savings.py -k table`.
+"""
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from .core.sizes import format_bytes
+from .savings import MEASURED, PLAIN, Row, StepSeconds
+
+WIDTH = 80
+MEGABYTE = 2**20
+LEGEND = (
+    "of none: the peak of forward and backward, gradients included, against that of none",
+    "again: FLOPs computed again in backward, as a part of one forward's",
+    "time: the median ratio to the step of none in the same round; middle: half of the steps lie there",
+)
+
+
+def table(rows: Sequence[Row], *, limit: int | None = None) -> str:
+    """One block for each case, and below them what the columns mean."""
+    legend = list(LEGEND)
+    if limit is not None:
+        legend.append(f"fits: the largest batch whose step, parameters included, fits {format_bytes(limit)}")
+    blocks = [_block(label, list(group), limit) for label, group in itertools.groupby(rows, key=lambda row: row.label)]
+    return "\n\n".join([*blocks, "\n".join(legend)])
+
+
+def _block(label: str, rows: list[Row], limit: int | None) -> str:
+    plain = rows[0].seconds
+    title = f"{label}: a step of {rows[0].strategy} takes {_seconds(plain.median)}" if plain else label
+    heads = ["strategy", "modules", "held MiB", "peak MiB", "of none", "again", "time", "middle", "fits", "parity"]
+    cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED)]
+    if limit is None:
+        cells = [line[:8] + line[9:] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    gap = "  " if sum(widths) + 2 * len(widths) - 2 <= WIDTH else " "
+    lines = [title[:WIDTH]]
+    for first, *others in cells:
+        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(gap.join([first.ljust(widths[0]), *right]).rstrip())
+    return "\n".join(lines + list(_remarks(rows)))
+
+
+def _cells(row: Row) -> list[str]:
+    seconds = row.seconds
+    return [
+        row.strategy,
+        str(len(row.modules)),
+        _mebibytes(row.held_bytes),
+        _mebibytes(row.peak_bytes),
+        _percent(row.peak_ratio),
+        _percent(row.recompute_ratio),
+        _time(seconds),
+        "" if row.strategy == PLAIN else _middle(seconds),
+        "" if row.largest_batch is None else str(row.largest_batch),
+        {"bit-equal": "equal"}.get(row.parity, "DIFFERS" if row.is_wrong else f"{row.worst_error or 0:.0e}"),
+    ]
+
+
+def _remarks(rows: Sequence[Row]) -> Iterator[str]:
+    """What the columns leave open, folded."""
+    for row in rows:
+        said = []
+        if row.outcome != MEASURED:
+            said.append(f"{row.outcome}: {row.why}" if row.why else row.outcome)
+        elif row.why:
+            said.append(row.why)
+        if row.parity.startswith("differs"):
+            said.append(f"is another training than none; {row.parity}")
+        for text in said:
+            yield textwrap.fill(f"{row.strategy} {text}", WIDTH, subsequent_indent="    ")
+
+
+def _time(seconds: StepSeconds | None) -> str:
+    if seconds is None:
+        return ""
+    return _seconds(seconds.median) if seconds.ratio is None else f"{seconds.ratio:.2f}x"
+
+
+def _middle(seconds: StepSeconds | None) -> str:
+    if seconds is None or seconds.ratio_lower is None or seconds.ratio_upper is None:
+        return ""
+    return f"{seconds.ratio_lower:.2f}-{seconds.ratio_upper:.2f}"
+
+
+def _mebibytes(size: int | None) -> str:
+    if size is None:
+        return ""
+    number = size / MEGABYTE
+    return f"{number:.0f}" if number >= 1000 else f"{number:.1f}" if number >= 100 else f"{number:.2f}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.0%}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -1,0 +1,233 @@
+"""A pytest file for a model of one's own, in which every gate is a test.
+
+    recipe = Recipe("my_model:build", out=Path("tests/test_gates.py"))
+    text = render(recipe, script="scripts/gen_checkpoint_tests.py")
+
+What is rendered depends on the recipe alone, so that a file can be held against a fresh one. Proof:
+`python -m pytest tests/test_gen_checkpoint_tests.py`.
+"""
+
+import difflib
+import fnmatch
+import importlib
+import json
+import os
+import re
+import shlex
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePath
+from string import Template
+
+from . import __version__
+from .core.blocks import find_blocks
+from .core.builtin import BUILTIN
+from .core.load import load_workload
+from .core.workload import Case, WorkloadError
+
+PACKAGE = "curry_train"
+MARK = "Written by gen_checkpoint_tests.py of curry-train"
+SCRIPT = re.compile(r"python '?[^\n]*?gen_checkpoint_tests\.py'?")
+WIDTH = 88  # lines no longer than this stay as they are under the formatters' usual settings
+DEVICES = {
+    "auto": 'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+    "cpu": 'torch.device("cpu")',
+    "cuda": 'torch.device("cuda")',
+}
+WITHOUT_CUDA = '    if not torch.cuda.is_available():\n        pytest.skip("no CUDA device")\n'
+
+TEXT = Template('''\
+r"""The gates of $package, one test each, on
+$model
+
+$mark $version.
+Change the command instead of this file: it renders the file again, and with --check it
+says whether the file is still what it renders.
+
+$command
+"""
+
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+
+$paths
+from $package.core import Case, load_workload
+from $package.gates import discover
+
+MODEL = $literal
+PATTERNS = $patterns
+
+
+def is_chosen(gate):
+    return any(fnmatch(gate.name, pattern) for pattern in PATTERNS)
+
+
+GATES = {gate.name: gate for gate in discover() if is_chosen(gate)}
+
+
+@pytest.fixture(scope="module")
+def case():
+${skip}    return Case(
+        load_workload(MODEL),
+        device=$device,
+        dtype=torch.$dtype,
+        batch_size=$batch_size,
+        seed=$seed,
+        blocks=$blocks,
+    )
+
+
+def test_gates_are_found():
+    assert GATES, f"no gate of $package matches {PATTERNS}"
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gate_holds(name, case):
+    verdict = GATES[name].run(case)
+    if verdict.passed is None:
+        pytest.skip(verdict.hint)
+    said = [
+        f"{name} does not hold for {MODEL}",
+        f"measured: {verdict.measured}",
+        f"required: {verdict.required}",
+        f"what to do: {verdict.hint}",
+    ]
+    if not verdict.passed:
+        pytest.fail("\\n".join(said), pytrace=False)
+''')
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the tests of a file are about; the options are those of the gates' own command."""
+
+    model: str
+    out: Path
+    package: str = PACKAGE
+    gates: tuple[str, ...] = ()
+    blocks: str | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    batch_size: int = 4
+    seed: int = 0
+
+    def words(self) -> list[str]:
+        """The options that make this recipe again, those left out that are the defaults."""
+        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        words = ["--model", self.model, "--out", PurePath(os.path.relpath(given.pop("out")[0])).as_posix()]
+        given.pop("model")
+        for name, (value, default) in given.items():
+            option = "--" + name.removesuffix("s" if name == "gates" else "").replace("_", "-")
+            for one in value if isinstance(value, tuple) else [value]:
+                words += [] if value == default else [option, str(one)]
+        return words
+
+
+def render(recipe: Recipe, *, script: str) -> str:
+    """The text of the file. What the recipe names is loaded and run once first; a ValueError says what is wrong."""
+    workload = load_workload(recipe.model)
+    if recipe.blocks is not None:
+        find_blocks(Case(workload).build(), recipe.blocks)
+    patterns = _checked_patterns(recipe)
+    roots = {Path.cwd().resolve(), *filter(None, map(import_root, _imported(recipe)))}
+    return TEXT.substitute(
+        package=recipe.package,
+        model=recipe.model,
+        mark=MARK,
+        version=__version__,
+        command=_wrapped(["python", script, *recipe.words()]),
+        paths="".join(_path_line(root, recipe.out) for root in sorted(roots)),
+        literal=_literal(recipe.model),
+        patterns=_tuple(patterns),
+        skip=WITHOUT_CUDA if recipe.device == "cuda" else "",
+        device=DEVICES[recipe.device],
+        dtype=recipe.dtype,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        blocks="None" if recipe.blocks is None else _literal(recipe.blocks),
+    )
+
+
+def is_rendered(text: str) -> bool:
+    """Whether a file is one of ours, and may be written anew."""
+    return MARK in text
+
+
+def differences(found: str, expected: str) -> list[str]:
+    """Lines of a diff from `found` to `expected`; where the script itself lies does not count."""
+    before, after = (SCRIPT.sub("python gen_checkpoint_tests.py", text).splitlines() for text in (found, expected))
+    return list(difflib.unified_diff(before, after, "the file", "rendered now", lineterm="", n=1))
+
+
+def import_root(name: str) -> Path | None:
+    """The folder that a module is imported from, None where that is the environment's own."""
+    top = sys.modules[name.partition(".")[0]]
+    places = list(getattr(top, "__path__", [])) or [top.__file__]
+    if places[0] is None:
+        return None
+    root = Path(places[0]).resolve().parent
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+    return None if root in installed else root
+
+
+def _imported(recipe: Recipe) -> Iterator[str]:
+    if recipe.model not in BUILTIN:
+        yield recipe.model.partition(":")[0]
+    if recipe.package != PACKAGE:  # our own is installed or on PYTHONPATH, wherever the file is used
+        yield recipe.package
+
+
+def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
+    """The globs over names of gates; a technique is all of its gates, and what matches none is an error."""
+    try:
+        discover = importlib.import_module(f"{recipe.package}.gates").discover
+    except ModuleNotFoundError as error:
+        raise WorkloadError(
+            f"can't import {recipe.package}.gates ({error}): --package names the package that scaffold.py add filled, "
+            "such as mylib.training; run from the folder that holds it"
+        ) from None
+    names = [gate.name for gate in discover()]
+    globs = [f"{gate}/*" if any(name.startswith(f"{gate}/") for name in names) else gate for gate in recipe.gates]
+    for pattern in globs:
+        if not fnmatch.filter(names, pattern):
+            raise WorkloadError(f"no gate matches {pattern!r}; there are {', '.join(names) or 'none'}")
+    return tuple(globs) or ("*",)
+
+
+def _path_line(root: Path, out: Path) -> str:
+    """The statement that makes modules in `root` importable from a file at `out`, wherever the two lie together."""
+    parts = PurePath(os.path.relpath(root, out.resolve().parent)).parts
+    down = PurePath(*[part for part in parts if part != ".."]).as_posix()
+    folder = f"Path(__file__).resolve().parents[{parts.count('..')}]" + ("" if down == "." else f" / {_literal(down)}")
+    line = f"sys.path.insert(0, str({folder}))\n"
+    return line if len(line) <= WIDTH else f"sys.path.insert(\n    0,\n    str({folder}),\n)\n"
+
+
+def _wrapped(words: Sequence[str]) -> str:
+    """A shell command over several lines, the first for the script, so that the others do not depend on where it is."""
+    lines = [shlex.join(words[:2])]
+    for word, following in zip(words[2::2], words[3::2], strict=True):
+        pair = shlex.join([word, following])
+        if len(lines) > 1 and len(lines[-1]) + len(pair) + 11 <= WIDTH:
+            lines[-1] += f" {pair}"
+        else:
+            lines.append(pair)
+    return textwrap.indent(" \\\n    ".join(lines), "    ")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _tuple(texts: Sequence[str]) -> str:
+    """As formatters leave it: several on a line of their own each."""
+    if len(texts) == 1:
+        return f"({_literal(texts[0])},)"
+    return "(\n" + "".join(f"    {_literal(text)},\n" for text in texts) + ")"
