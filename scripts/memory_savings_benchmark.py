@@ -116,7 +116,7 @@ def main(
     console = partial(click.echo, err=json_path == "-")
     console(f"{facts['device']}, torch {facts['torch']}, {options['dtype']}, seed {options['seed']}\n")
     console(table(rows, limit=limit))
-    console(f"\nwrote {out / 'savings.json'} and {picture}")
+    console(f"\nwrote {out / 'savings.json'}\n{picture}")
     if any(row.is_wrong for row in rows):
         sys.exit(1)
 
@@ -155,9 +155,11 @@ def _measure(cases: Sequence[Measured], names: Sequence[str], *, repeats: int, l
 def _draw(rows: Sequence[Row], path: Path, *, device: str) -> str:
     """What to call the picture."""
     if not any(row.outcome == MEASURED for row in rows):
-        return "no picture, because nothing was measured"
+        return "drew no picture, because nothing was measured"
     drawn = plot_savings(rows, path, device=device)
-    return f"{path}" + (f" (of {', '.join(drawn)})" if len(drawn) < len({row.label for row in rows}) else "")
+    others = len({row.label for row in rows}) - len(drawn)
+    said = f"wrote {path}, which leaves out {others} and shows" if others else f"wrote {path}"
+    return "\n  ".join([said, *(drawn if others else [])])
 
 
 if __name__ == "__main__":

@@ -49,6 +49,15 @@ def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch)
     assert "0 held, 0 failed, 1 not applicable" in ended.output
 
 
+def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, monkeypatch):
+    (tmp_path / "flat_model.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 8)\n")
+    monkeypatch.chdir(tmp_path)
+    ended = run("--model", "flat_model:build", "--gate", "recompute/memory", "--gate", "grad-accum/equal")
+    assert ended.exit_code == 0, ended.output
+    assert "the model repeats no block: name some" in ended.output
+    assert "1 held, 0 failed, 1 not applicable" in ended.output
+
+
 def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch):
     def broken(case):
         raise KeyError("no layer 'blocks'")

@@ -148,6 +148,12 @@ def test_a_hugging_face_causal_model_is_trained_on_its_tokens(factory, name, hea
     assert workload.mean_loss(module, masked).item() == pytest.approx(module(**masked).loss.item(), rel=1e-6)
 
 
+def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
+    spec = factory("def build(): return nn.Linear(5, 1)")
+    first, second = (Case(load_workload(spec)).batch() for _ in range(2))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -19,7 +19,11 @@ MEGABYTE = 2**20
 COLOURS = ("#555555", "#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#EE8866", "#999933", "#882255")
 SHAPES = "osD^vP<X>h"
 # Where a label may stand, in points from its mark, the best place first.
-OFFSETS = ((8, 5), (8, -12), (-8, 5), (-8, -12), (8, 17), (8, -24), (-8, 17), (-8, -24), (8, 29), (8, -36))
+OFFSETS = [
+    offset
+    for lines in range(0, 84, 12)
+    for offset in ((8, 5 + lines), (8, -12 - lines), (-8, 5 + lines), (-8, -12 - lines))
+]
 FRONT = "dashed: the Pareto front; on grey, another strategy is better in both"
 
 Cost = Callable[[Row], float | None]
@@ -91,7 +95,9 @@ def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> l
         index = names.index(row.strategy)
         colour, shape = COLOURS[index % len(COLOURS)], SHAPES[index % len(SHAPES)]
         if cost is _time and row.seconds:
-            axes.hlines(peak / MEGABYTE, row.seconds.ratio_lower, row.seconds.ratio_upper, colour, linewidth=1.2)
+            axes.hlines(
+                peak / MEGABYTE, row.seconds.ratio_lower, row.seconds.ratio_upper, colour, linewidth=2, alpha=0.45
+            )
         axes.plot([place], [peak / MEGABYTE], shape, color=colour, markersize=8, markeredgecolor="white", zorder=4)
         share = "" if row.peak_ratio is None or row.strategy == PLAIN else f" {row.peak_ratio:.0%}"
         nothing = " (changes nothing)" if not row.modules and row.strategy != PLAIN else ""
@@ -106,6 +112,7 @@ def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> l
     axes.set_ylim(0, 1.22 * highest)
     if front:
         left, right = axes.get_xlim()
+        left = max(left, 0.0) if cost is _time else left
         across = [front[0][0], *(place for place, _ in front), right]
         up = [1.22 * highest, *(peak for _, peak in front), front[-1][1]]
         axes.plot(across, up, color="#999999", linewidth=1.0, linestyle="--", drawstyle="steps-post", zorder=2)
@@ -119,7 +126,8 @@ def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> l
 
 
 def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: Any) -> None:
-    """Put each label at the first of its places where it covers no mark and no other label."""
+    """Put each label at the first of its places where it covers nothing, or else where it covers least."""
+    from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
     inside = axes.get_window_extent(renderer)
@@ -138,10 +146,11 @@ def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: 
                 color=colour,
                 fontsize=9,
                 zorder=5,
+                path_effects=[withStroke(linewidth=2.5, foreground="white")],
             )
             box = label.get_window_extent(renderer)
             covered = sum(1 for other in taken if box.overlaps(other))
-            covered += 2 * (box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0)
+            covered += 2 * (box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1)
             if best is None or covered < best[0]:
                 if best is not None:
                     best[1].remove()

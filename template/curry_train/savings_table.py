@@ -13,9 +13,9 @@ from .savings import MEASURED, PLAIN, Row, StepSeconds
 WIDTH = 80
 MEGABYTE = 2**20
 LEGEND = (
-    "of none: the peak of forward and backward, gradients included, against that of none",
+    "of none: the peak of forward and backward, gradients included, against none's",
     "again: FLOPs computed again in backward, as a part of one forward's",
-    "time: the median ratio to the step of none in the same round; middle: half of the steps lie there",
+    "time: median ratio to none's step in the same round; middle: its quartiles",
 )
 
 
@@ -30,8 +30,8 @@ def table(rows: Sequence[Row], *, limit: int | None = None) -> str:
 
 def _block(label: str, rows: list[Row], limit: int | None) -> str:
     plain = rows[0].seconds
-    title = f"{label}: a step of {rows[0].strategy} takes {_seconds(plain.median)}" if plain else label
-    heads = ["strategy", "modules", "held MiB", "peak MiB", "of none", "again", "time", "middle", "fits", "parity"]
+    title = f"{label} (MiB; a step of {rows[0].strategy} takes {_seconds(plain.median)})" if plain else f"{label} (MiB)"
+    heads = ["strategy", "modules", "held", "peak", "of none", "again", "time", "middle", "fits", "parity"]
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
@@ -77,20 +77,22 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
 def _time(seconds: StepSeconds | None) -> str:
     if seconds is None:
         return ""
-    return _seconds(seconds.median) if seconds.ratio is None else f"{seconds.ratio:.2f}x"
+    return _seconds(seconds.median) if seconds.ratio is None else f"{_figure(seconds.ratio)}x"
 
 
 def _middle(seconds: StepSeconds | None) -> str:
     if seconds is None or seconds.ratio_lower is None or seconds.ratio_upper is None:
         return ""
-    return f"{seconds.ratio_lower:.2f}-{seconds.ratio_upper:.2f}"
+    return f"{_figure(seconds.ratio_lower)}-{_figure(seconds.ratio_upper)}"
+
+
+def _figure(number: float) -> str:
+    """Three digits at least."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _mebibytes(size: int | None) -> str:
-    if size is None:
-        return ""
-    number = size / MEGABYTE
-    return f"{number:.0f}" if number >= 1000 else f"{number:.1f}" if number >= 100 else f"{number:.2f}"
+    return "" if size is None else _figure(size / MEGABYTE)
 
 
 def _percent(ratio: float | None) -> str:

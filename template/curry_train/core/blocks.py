@@ -9,6 +9,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
+
+class NoBlocks(ValueError):
+    """The model repeats no block, and none was named."""
+
+
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -56,7 +61,7 @@ def _repeated(module: nn.Module) -> list[str]:
         found += [f"{prefix}.{name}".lstrip(".") for name, child in children.items() if kinds[_kind(child)] > 1]
     if not found:
         tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
-        raise ValueError(
+        raise NoBlocks(
             f"{type(module).__name__} repeats no block in a ModuleList or Sequential; name the blocks to work on with "
             f"a pattern (--blocks). Its children are {tops or 'none'}"
         )

@@ -66,7 +66,22 @@ def run_checkpointed(
 
 
 def _contexts(modules: Sequence[nn.Module]) -> tuple[contextlib.AbstractContextManager[Any], ...]:
-    return contextlib.nullcontext(), _statistics_kept(modules)
+    return contextlib.nullcontext(), _EachRecompute(modules)
+
+
+class _EachRecompute(contextlib.AbstractContextManager[None]):
+    """`_statistics_kept` as often as it is entered: with `create_graph=True` one forward is recomputed twice."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self.entered.append(_statistics_kept(self.modules))
+        self.entered[-1].__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self.entered.pop().__exit__(*raised)
 
 
 @contextlib.contextmanager

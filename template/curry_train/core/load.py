@@ -29,14 +29,14 @@ def load_workload(spec: str) -> Workload:
     if ":" not in spec:
         raise WorkloadError(f"no workload is called {spec!r}: use one of {', '.join(BUILTIN)} or pkg.module:factory")
     factory = _import_factory(spec)
-    with seeded(0):
+    with seeded(0):  # an example batch is drawn here, and every process has to draw the same
         made = _call(factory, spec)
-    if isinstance(made, Workload):
-        return replace(made, spec=spec)
-    try:
-        parts = workload_parts(made)
-    except ValueError as error:
-        raise WorkloadError(f"{spec}: {error}") from None
+        if isinstance(made, Workload):
+            return replace(made, spec=spec)
+        try:
+            parts = workload_parts(made)
+        except ValueError as error:
+            raise WorkloadError(f"{spec}: {error}") from None
 
     def build() -> nn.Module:
         again = _call(factory, spec)

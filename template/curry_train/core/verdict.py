@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .blocks import NoBlocks
 from .workload import Case
 
 
@@ -40,6 +41,10 @@ class Gate:
         """The verdict on a case; a check that breaks on the user's model is a gate that does not hold."""
         try:
             return self.check(case)
+        except NoBlocks:
+            return not_applicable(
+                self.name, required="blocks", why="the model repeats no block: name some with --blocks"
+            )
         except ValueError as error:  # ours, and it says what to do
             return Verdict(self.name, False, "could not be measured", "to run", str(error))
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on
