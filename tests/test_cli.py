@@ -58,6 +58,18 @@ def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, m
     assert "1 held, 0 failed, 1 not applicable" in ended.output
 
 
+def test_gates_hold_on_a_hugging_face_model(run, tmp_path, monkeypatch):
+    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4"
+    source = (
+        f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
+    )
+    (tmp_path / "llama_model.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    ended = run("--model", "llama_model:build", "--gate", "recompute", "--gate", "grad-accum/two-ranks")
+    assert ended.exit_code == 0, ended.output
+    assert "3 blocks, model.layers.0 to" in ended.output
+
+
 def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch):
     def broken(case):
         raise KeyError("no layer 'blocks'")
@@ -130,3 +142,48 @@ def test_every_technique_has_gates_and_every_built_in_workload_is_named_in_the_h
     assert len(discover()) >= 6
     assert len({gate.name for gate in discover()}) == len(discover())
     assert all(name in run("--help").output for name in BUILTIN)
+
+
+MODELS = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+    def forward(self, x):
+        return x + self.dropout(torch.relu(self.linear(x)))
+class Model(nn.Module):
+    def __init__(self, recurrent):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.recurrent = nn.LSTM(16, 16, 2, batch_first=True, dropout=0.1) if recurrent else None
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.head.weight = self.embedding.weight
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.recurrent is not None:
+            x = self.recurrent(x)[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+def tied():
+    return Model(False), torch.randint(50, (4, 7))
+def frozen():
+    model = Model(False)
+    model.layers[0].requires_grad_(False)
+    return model, torch.randint(50, (4, 7))
+def recurrent():
+    return Model(True), torch.randint(50, (4, 7))
+def two_stacks():
+    return nn.Transformer(32, 4, 2, 2, 64, batch_first=True), (torch.randn(4, 5, 32), torch.randn(4, 6, 32))
+"""
+
+
+@pytest.mark.parametrize("factory", ["tied", "frozen", "recurrent", "two_stacks"])
+def test_no_gate_fails_on_a_sound_model(run, tmp_path, monkeypatch, factory):
+    (tmp_path / "sound_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    quick = [part for name in ("equal", "uneven", "short-window", "once") for part in ("--gate", f"grad-accum/{name}")]
+    ended = run("--model", f"sound_models:{factory}", "--gate", "recompute", *quick)
+    assert ended.exit_code == 0, ended.output

@@ -109,3 +109,18 @@ def test_blocks_are_read_with_their_language_and_line():
 def test_a_block_that_is_never_closed_is_not_skipped():
     with pytest.raises(ValueError, match="opens on line 2 is never closed"):
         fenced_blocks("text\n```bash\nmake test\n")
+
+
+def test_the_output_that_the_readme_shows_is_the_recorded_one():
+    record = json.loads((ROOT / "evidence/gates_cpu.json").read_text())
+    shown = next(block.text for block in fenced_blocks((ROOT / "README.md").read_text(), language="text"))
+    words = " ".join(shown.split())
+    rows = [result for result in record["results"] if result["workload"] == "transformer"]
+    assert len(rows) >= 13
+    for row in rows:
+        assert row["passed"]
+        opening, *rest = row["measured"].split()  # the terminal breaks long lines between columns
+        assert f"{row['gate']} held {opening}" in words
+        assert all(word in words for word in rest)
+    counts = [sum(result["passed"] is answer for result in record["results"]) for answer in (True, False, None)]
+    assert "{} held, {} failed, {} not applicable".format(*counts) in words

@@ -9,8 +9,9 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from curry_train.core.measure import measure_memory
+from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.plan.selective import SelectiveCheckpointer
@@ -136,6 +137,17 @@ def test_a_compiled_model_recomputes_the_same(block, batch, compiled):
     plain, found = step(block, batch), step(run, batch)
     names = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.gradients.items()}
     assert all(torch.allclose(names[name], gradient, rtol=1e-5) for name, gradient in plain.gradients.items())
+
+
+def test_bytes_and_flops_are_those_of_torch_wrapping_the_same_blocks(batch):
+    def costs(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[wrap(Block()) for _ in range(4)])
+        args = model, batch.repeat(64, 1), lambda module, batch: module(batch).square().sum()
+        return measure_memory(*args), count_flops(*args)
+
+    assert costs(Recompute) == costs(checkpoint_wrapper)
+    assert costs(Recompute) != costs(lambda block: block)
 
 
 def test_blocks_are_wrapped_in_place_and_back(batch):
@@ -336,6 +348,7 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
         ({"strategy": "selective"}, "needs a profile"),
         ({"strategy": "sequential"}, "needs a batch"),
         ({"strategy": "sac"}, "is not one that SelectiveCheckpointer applies"),
+        ({"snn_timestep_checkpoint": True}, "is not applied here"),
     ],
 )
 def test_selective_says_what_it_needs(config, said):

@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 
 import fnmatch
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,11 +97,13 @@ def gates_command(
     console.print(
         f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}", style="dim"
     )
+    start = time.perf_counter()
     rows = list(_measure(cases, gates))
+    run = {"dtype": dtype, "batch_size": batch_size, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
     _print_table(console, rows, blocks=shown)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
-        write_json(json_path, facts | {"dtype": dtype, "batch_size": batch_size, "seed": seed, "results": results})
+        write_json(json_path, facts | run | {"results": results})
     if any(row.verdict.passed is False for row in rows):
         sys.exit(1)
 

@@ -144,7 +144,7 @@ FROZEN_START = Workload(
     [
         (gates.memory, no_op, "transformer", "nothing that matters is recomputed"),
         (gates.memory, first_block_only, "transformer", "nothing that matters is recomputed"),
-        (parity, no_op, "transformer", "nothing ran twice"),
+        (parity, no_op, "transformer", "nothing ran twice or was freed"),
         (parity, no_generator_kept, transformer(dropout=0.1), "computes another value|preserve_rng_state"),
         (parity, detached, "transformer", "gets no gradient|another value"),
         (parity, value_drift, "resnet", "buffer|computes another value"),

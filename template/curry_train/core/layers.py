@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from .blocks import find_blocks
-from .measure import Life
+from .measure import FlopCount, Life
 
 REST = "(rest)"  # what runs in no layer: the model's own forward between its layers, and the loss
 
@@ -128,3 +128,25 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, int]:
+    """FLOPs that each block spends while `run` runs, all its calls together."""
+    spent = dict.fromkeys(blocks, 0)
+    counter, handles = FlopCount(), []
+    for name, block in blocks.items():
+
+        def before(*_: Any, name: str = name) -> None:
+            spent[name] -= counter.flops
+
+        def after(*_: Any, name: str = name) -> None:
+            spent[name] += counter.flops
+
+        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+    try:
+        with counter:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return spent

@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/test_grad_accum.py`.
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.batches import batch_size, take
 from ..core.load import load_workload
-from ..core.parity import Parity, StepRecord, compare, record, record_step
+from ..core.parity import Parity, StepRecord, compare, record
 from ..core.ranks import GradientSyncs, load_function, run_on_ranks
 from ..core.verdict import Gate, Verdict, not_applicable
 from ..core.workload import Case, Workload
@@ -141,9 +142,8 @@ def _parity(
     case = replace(case, dtype=torch.float32)
     workload, steps, batch = case.workload, steps or len(sizes), case.batch(sum(sizes))
     batch = workload.mask(batch) if masked and workload.mask else batch
-    microbatches, candidate, reference = case.split(batch, sizes), case.build().eval(), case.build().eval()
-    _same_twice(case, reference)
-
+    microbatches, candidate = case.split(batch, sizes), case.build().eval()
+    _same_twice(case, candidate)
     optimizer, scheduler = _optimizer(candidate)
     if counted is not None:
         optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
@@ -152,30 +152,35 @@ def _parity(
     if counted is not None:
         counted["schedule steps"] = scheduler.last_epoch
 
-    plain, schedule = _optimizer(reference)
-    for start in range(0, len(sizes), steps):
-        first, end = sum(sizes[:start]), sum(sizes[: start + steps])
-        large = take(batch, slice(first, end))
-        plain.zero_grad()
-        value = workload.mean_loss(reference, large)
-        value.backward()
+    ends = [sum(sizes[:end]) for end in [*range(0, len(sizes), steps), len(sizes)]]
+    large = [take(batch, slice(start, end)) for start, end in itertools.pairwise(ends)]
+    reference, tolerance = _reference(case, large, clip=clip)
+    last = torch.tensor(loss, dtype=reference.loss.dtype, device=reference.loss.device)
+    return compare(reference, record(candidate, last), tolerance=tolerance), tolerance
+
+
+def _reference(case: Case, windows: Sequence[Any], *, clip: float | None = None) -> tuple[StepRecord, float]:
+    """The last of these large batches, trained by hand; and the tolerance, which is 1e-6 or more for a model that
+    parts further when each batch is summed by hand over its two halves."""
+    whole, halved = (_by_hand(case, windows, parts=parts, clip=clip) for parts in (1, 2))
+    return whole, max(TOLERANCE, ROUNDING * compare(whole, halved).worst)
+
+
+def _by_hand(case: Case, windows: Sequence[Any], *, parts: int, clip: float | None) -> StepRecord:
+    module = case.build().eval()
+    optimizer, scheduler = _optimizer(module)
+    for batch in windows:
+        optimizer.zero_grad()
+        rows, count, total = -(-batch_size(batch) // parts), case.workload.count(batch), torch.zeros(())
+        for start in range(0, batch_size(batch), rows):
+            value = case.workload.loss(module, take(batch, slice(start, start + rows))) / count
+            value.backward()
+            total = total.to(value) + value.detach()
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
-        plain.step()
-        schedule.step()
-    losses = value.detach(), torch.tensor(loss, dtype=value.dtype, device=value.device)
-    tolerance = _tolerance(case, batch)
-    return compare(record(reference, losses[0]), record(candidate, losses[1]), tolerance=tolerance), tolerance
-
-
-def _tolerance(case: Case, batch: Any) -> float:
-    """1e-6, or more for a model whose gradients of one batch, summed by hand over its two halves, part further."""
-    module, size, count = case.build().eval(), batch_size(batch), case.workload.count(batch)
-    whole = record_step(module, batch, case.workload.mean_loss)
-    module.zero_grad()
-    for rows in (slice(0, size // 2), slice(size // 2, size)):
-        (case.workload.loss(module, take(batch, rows)) / count).backward()
-    return max(TOLERANCE, ROUNDING * compare(whole, record(module, whole.loss)).worst)
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+    return record(module, total)
 
 
 def _optimizer(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -209,8 +214,7 @@ def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]
     case, batch = Case(workload, seed=seed), Case(workload, seed=seed).batch(8 * ranks)
     batch = workload.mask(batch) if workload.mask else batch
     mine = case.split(batch, [1, 4, 3] * ranks)[3 * dist.get_rank() :][:3]
-    reference = record_step(case.build().eval(), batch, workload.mean_loss)
-    tolerance = _tolerance(case, batch)
+    reference, tolerance = _reference(case, [batch])
     mesh = init_device_mesh("cpu", (ranks,))
     wraps: dict[str, Callable[[nn.Module], Any]] = {
         "DDP": DistributedDataParallel,

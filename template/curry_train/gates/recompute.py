@@ -6,7 +6,7 @@ Proof: `python -m pytest tests/test_recompute.py`.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
 
 from ..core.blocks import find_blocks
-from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
-from ..core.parity import Parity, compare, record_step
-from ..core.untouched import seeded
+from ..core.layers import forward_flops
+from ..core.measure import LiveStorages, Loss, Memory, count_flops, measure_memory, recompute_flops
+from ..core.parity import Parity, StepRecord, compare, record_step
+from ..core.untouched import seeded, untouched
 from ..core.verdict import Gate, Verdict, not_applicable
 from ..core.workload import Case
 from ..plan.profiler import MemoryProfiler
@@ -38,10 +39,10 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
     loss, module = case.workload.mean_loss, case.build()
     profile = MemoryProfiler(module).profile(case.batch(), 1, loss=loss, blocks=case.blocks)
     blocks = find_blocks(module, case.blocks)
-    saved = sum(max(0, layer.bytes - layer.boundary_bytes) for layer in profile.layers if layer.name in blocks)
-    if saved < (1 - AT_MOST) * plain.held_bytes:
-        kept = 1 - saved / plain.held_bytes
-        why = f"recompute would keep {kept:.0%}, the blocks' inputs; take larger blocks (--blocks)"
+    savings = [max(0, layer.saving_bytes) for layer in profile.layers if layer.name in blocks]
+    best = 1 - sum(savings) / plain.held_bytes, 1 - (sum(savings) - max(savings)) / plain.peak_bytes
+    if max(best) > AT_MOST:  # one block is back while it is computed again
+        why = f"at best held {best[0]:.0%}, peak {best[1]:.0%} here: the blocks are few, or other things own the memory"
         return not_applicable(gate, required=required, why=why)
     apply(module, _sample(case))
     found = measure_memory(module, case.batch(), loss)
@@ -58,13 +59,13 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """One step with and without: loss, gradients, buffers and generators."""
     gate, apply = f"recompute/parity-{strategy}", apply or STRATEGIES[strategy].apply
-    reference, calls, _ = _step(case, lambda module, sample: [])
+    reference, plain, _ = _step(case, lambda module, sample: [])
     again, _, _ = _step(case, lambda module, sample: [])
     repeats = compare(reference, again).bit_equal
     tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
     required = "bit-equal" if repeats else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
     try:
-        candidate, calls_again, names = _step(case, apply)
+        candidate, ours, names = _step(case, apply)
     except CheckpointError as error:
         said = f"CheckpointError: {str(error).splitlines()[0]}"
         return Verdict(gate, False, said, required, _where(case, "computes other tensors the second time"))
@@ -72,8 +73,8 @@ def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     if not names:
         return not_applicable(gate, required=required, why=f"{strategy} finds nothing worth recomputing")
     hint = "" if found.holds else _where(case, _cause(found))
-    if not hint and calls_again <= calls:
-        hint = f"nothing ran twice, though {len(names)} modules should have: is the wrapper in the model's forward?"
+    if not hint and ours.calls <= plain.calls and ours.held_bytes >= plain.held_bytes:
+        hint = f"nothing ran twice or was freed, though {len(names)} modules changed: is the wrapper in the forward?"
     return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
 
 
@@ -81,7 +82,7 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
     """What backward does again is the forward of the recomputed blocks, no more; early stop may save some of it."""
     loss, batch = case.workload.mean_loss, case.batch()
     plain, module = case.build(), case.build()
-    per_block = _forward_flops(case, plain)
+    per_block = forward_flops(find_blocks(plain, case.blocks), lambda: case.workload.loss(plain, batch))
     before = count_flops(plain, batch, loss)
     names = apply(module, _sample(case))
     with seeded(case.seed), set_checkpoint_early_stop(False):
@@ -184,34 +185,27 @@ def _calls(module: nn.Module) -> Iterator[list[int]]:
             handle.remove()
 
 
-def _step(case: Case, apply: Apply) -> tuple[Any, int, list[str]]:
-    module, batch = case.build(), case.batch()
+@dataclass(frozen=True)
+class Activity:
+    """What shows that a technique does something: layers called, and bytes held."""
+
+    calls: int
+    held_bytes: int
+
+
+def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
     names = apply(module, _sample(case))
     with seeded(case.seed), _calls(module) as calls:
-        step = record_step(module, batch, case.workload.mean_loss)
-    return step, calls[0], names
+        step = record_step(module, batch, loss)
+    return step, Activity(calls[0], _held_bytes(module, batch, loss)), names
 
 
-def _forward_flops(case: Case, module: nn.Module) -> dict[str, int]:
-    """FLOPs of one forward, by block."""
-    spent: dict[str, int] = {}
-    counter = FlopCount()
-    handles = []
-    for name, block in find_blocks(module, case.blocks).items():
-        spent[name] = 0
-
-        def before(*_: Any, name: str = name) -> None:
-            spent[name] -= counter.flops
-
-        def after(*_: Any, name: str = name) -> None:
-            spent[name] += counter.flops
-
-        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
-    with counter:
-        case.workload.loss(module, case.batch())
-    for handle in handles:
-        handle.remove()
-    return spent
+def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
+    """After forward alone: a technique that cuts every gradient off has no backward."""
+    with untouched(module), LiveStorages() as storages:
+        value = loss(module, batch)
+        return storages.bytes_alive if value.requires_grad else 0
 
 
 def _cause(found: Parity) -> str:

@@ -39,6 +39,8 @@ class SelectiveCheckpointer:
         """
         config = self.config
         self._layers = []
+        if config.enabled and config.snn_timestep_checkpoint:
+            raise ValueError("snn_timestep_checkpoint is not applied here: it has no technique in this version")
         if not config.enabled or config.strategy == "none":
             return model
         if config.strategy == "full":
