@@ -20,21 +20,14 @@ from typing import Any
 
 import click
 
-from curry_train.core.builtin import BUILTIN
-from curry_train.options import DTYPES, UnusableInput
+from curry_train.options import DTYPES, UnusableInput, model_option
 from curry_train.testgen import PACKAGE, Recipe, differences, is_rendered, render
 
 LONGEST_DIFF = 24
 
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
-@click.option(
-    "--model",
-    required=True,
-    metavar="NAME|PKG.MODULE:FACTORY",
-    help=f"Your own factory, which returns a module, a (module, batch) pair or a Workload, or a built-in workload "
-    f"({', '.join(BUILTIN)}).",
-)
+@model_option("model", required=True)
 @click.option(
     "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="The file to write."
 )

@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from curry_train.core.blocks import find_blocks
-from curry_train.core.builtin import BUILTIN
 from curry_train.core.provenance import provenance, write_json
 from curry_train.core.sizes import parse_bytes
 from curry_train.core.workload import Case
 from curry_train.largest_batch import check_limit
-from curry_train.options import DTYPES, UnusableInput, choose_device, writable
+from curry_train.options import DTYPES, UnusableInput, choose_device, model_option, writable
 from curry_train.plan.strategies import STRATEGIES
 from curry_train.savings import MEASURED, Row, choose_strategies, count_steps, load_with_depth, measure_savings
 from curry_train.savings_plot import plot_savings
@@ -56,13 +55,7 @@ def whole_numbers(context: click.Context, option: click.Parameter, values: Seque
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    metavar="NAME|PKG.MODULE:FACTORY",
-    help=f"A built-in workload ({', '.join(BUILTIN)}) or your own factory. Repeatable; transformer if left out.",
-)
+@model_option("models", multiple=True, more="Repeatable; transformer if left out.")
 @click.option(
     "--strategy",
     "strategies",

@@ -22,7 +22,7 @@ from .core.provenance import provenance, write_json
 from .core.verdict import Gate, Verdict
 from .core.workload import Case
 from .gates import discover
-from .options import DTYPES, UnusableInput, choose_device, run_options, writable
+from .options import DTYPES, UnusableInput, choose_device, model_option, run_options, writable
 from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
@@ -57,14 +57,7 @@ def main() -> None:
 
 
 @main.command("gates")
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    metavar="NAME|PKG.MODULE:FACTORY",
-    help=f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, which returns a module, a (module, batch) "
-    "pair or a Workload. Repeatable; all built-in ones if left out.",
-)
+@model_option("models", multiple=True, more="Repeatable; all built-in ones if left out.")
 @click.option("--gate", "patterns", multiple=True, metavar="PATTERN", help="Only these gates: a technique or a glob.")
 @run_options
 @click.option("--list", "list_only", is_flag=True, help="Name the gates and stop.")
@@ -166,13 +159,7 @@ def _print_detail(console: Console, row: Row) -> None:
 
 
 @main.command("memory")
-@click.option(
-    "--model",
-    "spec",
-    required=True,
-    metavar="NAME|PKG.MODULE:FACTORY",
-    help=f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, as for gates.",
-)
+@model_option("spec", required=True)
 @run_options
 @click.option(
     "--plot",

@@ -10,6 +10,8 @@ from typing import Any
 import click
 import torch
 
+from .core.builtin import BUILTIN
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -40,6 +42,15 @@ def writable(path: str | None) -> str | None:
     if path not in (None, "-") and not Path(path).parent.is_dir():
         raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
     return path
+
+
+def model_option(name: str, *, more: str = "", **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--model`, which takes the same everywhere; `more` says what this command does with it."""
+    told = (
+        f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, which returns a module, a (module, batch) "
+        f"pair or a Workload. {more}"
+    )
+    return click.option("--model", name, metavar="NAME|PKG.MODULE:FACTORY", help=told.strip(), **settings)
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
