@@ -48,6 +48,26 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
         assert verdict.passed is not False, verdict
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale)
+
+
+def test_flops_do_not_hold_where_there_is_nothing_to_count():
+    workload = Workload(
+        "no products",
+        lambda: nn.Sequential(Scale(), Scale()),
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).sum(),
+    )
+    assert gates.flops(Case(workload)).passed is None
+    assert gates.parity(Case(workload), strategy="full").passed
+
+
 # The saboteurs among techniques.
 
 

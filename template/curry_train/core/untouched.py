@@ -39,17 +39,25 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Start without gradients; put buffers and generators back and drop the gradients afterwards."""
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Put every buffer back afterwards, its value and, where forward assigns another tensor, the tensor itself."""
     owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
     before = [(owner, name, owner._buffers[name]) for owner, name in owners]
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in before]
-    module.zero_grad(set_to_none=True)
+    values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in before]
     try:
-        with generators_kept():
-            yield
+        yield
     finally:
-        module.zero_grad(set_to_none=True)
         with torch.no_grad():
             for (owner, name, buffer), value in zip(before, values, strict=True):
                 owner._buffers[name] = buffer if buffer is None or value is None else buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Start without gradients; put buffers and generators back and drop the gradients afterwards."""
+    module.zero_grad(set_to_none=True)
+    try:
+        with generators_kept(), buffers_kept(module):
+            yield
+    finally:
+        module.zero_grad(set_to_none=True)

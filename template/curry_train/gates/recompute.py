@@ -83,6 +83,9 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
     loss, batch = case.workload.mean_loss, case.batch()
     plain, module = case.build(), case.build()
     per_block = forward_flops(find_blocks(plain, case.blocks), lambda: case.workload.loss(plain, batch))
+    if not sum(per_block.values()):
+        why = "the blocks have no matrix product, convolution or attention whose FLOPs could be counted"
+        return not_applicable("recompute/flops", required="as predicted", why=why)
     before = count_flops(plain, batch, loss)
     names = apply(module, _sample(case))
     with seeded(case.seed), set_checkpoint_early_stop(False):

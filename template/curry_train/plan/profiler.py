@@ -20,7 +20,7 @@ from ..core.adapt import call
 from ..core.batches import map_tensors
 from ..core.layers import REST, Boundaries, divide, tensors_in
 from ..core.measure import LiveStorages
-from ..core.untouched import seeded
+from ..core.untouched import buffers_kept, seeded
 from .report import LayerMemory, ProfileReport
 
 __all__ = ["LayerMemory", "MemoryProfiler", "ProfileReport"]
@@ -109,17 +109,14 @@ def as_trained(model: nn.Module) -> Iterator[None]:
     """A model in eval mode is put into training mode; modes and buffers are put back. A model in training mode stays
     as it is, so that norms that were frozen by `eval()` stay frozen."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         if not model.training:
             model.train()
-        yield
+        with buffers_kept(model):
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
 
 def _forward(model: nn.Module, sample: Any, loss: Loss) -> Tensor:
