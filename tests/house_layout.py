@@ -54,9 +54,9 @@ def modules_belong_to_a_skill(root: Path) -> list[str]:
     same_name = [path for path in (root / PACKAGE / "gates").glob("*.py") if path.name != "__init__.py"]
     same_name += (root / "template/tests").glob("test_*.py")
     return violations + [
-        f"{relative(path, root)} has no skill of its name: write the skill, or move the file out of this folder"
+        f"{relative(path, root)} has no skill of its name, nor does one bring it: write the skill, or name it in one"
         for path in same_name
-        if path.stem.removeprefix("test_") not in techniques
+        if path.stem.removeprefix("test_") not in techniques and relative(path, root) not in named
     ]
 
 

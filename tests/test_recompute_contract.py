@@ -347,8 +347,7 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
     [
         ({"strategy": "selective"}, "needs a profile"),
         ({"strategy": "sequential"}, "needs a batch"),
-        ({"strategy": "sac"}, "is not one that SelectiveCheckpointer applies"),
-        ({"snn_timestep_checkpoint": True}, "is not applied here"),
+        ({"strategy": "plan"}, "is not in this project, which has none, full"),
     ],
 )
 def test_selective_says_what_it_needs(config, said):

@@ -21,9 +21,9 @@ from .core.measure import Flops, Memory, count_flops, measure_memory, recompute_
 from .core.parity import StepRecord, compare, record_step
 from .core.untouched import seeded
 from .core.workload import Case, Workload, WorkloadError
-from .gates.recompute import OUTER_BOUND
 from .largest_batch import is_out_of_memory, largest_batch
-from .plan.strategies import STRATEGIES, Sample
+from .plan.same_training import OUTER_BOUND, sample_of
+from .plan.strategies import STRATEGIES
 
 PLAIN = "none"
 MEASURED, REFUSED, FAILED, TOO_LARGE = "measured", "refused", "failed", "out of memory"
@@ -173,8 +173,7 @@ def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> 
     applied = None
     try:
         with seeded(case.seed):
-            sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
-            row.modules = list(STRATEGIES[row.strategy].apply(model, sample))
+            row.modules = list(STRATEGIES[row.strategy].apply(model, sample_of(case)))
         applied = model
         record, memory, flops = _figures(case, model)
     except ValueError as error:

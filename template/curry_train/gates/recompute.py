@@ -4,32 +4,29 @@ Each gate takes the technique as `apply`, so that its tests can plant a wrong on
 Proof: `python -m pytest tests/test_recompute.py`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointError, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..core.blocks import find_blocks
 from ..core.layers import forward_flops
-from ..core.measure import LiveStorages, Loss, Memory, count_flops, measure_memory, recompute_flops
-from ..core.parity import Parity, StepRecord, compare, record_step
-from ..core.untouched import seeded, untouched
+from ..core.measure import Memory, count_flops, measure_memory, recompute_flops
+from ..core.untouched import seeded
 from ..core.verdict import Gate, Verdict, not_applicable
 from ..core.workload import Case
 from ..plan.profiler import MemoryProfiler
-from ..plan.strategies import STRATEGIES, Sample
+from ..plan.same_training import calls_counted, same_training, sample_of
+from ..plan.strategies import STRATEGIES
+from ..plan.strategy import Apply
 from ..primitives.recompute import recompute_blocks
 
-Apply = Callable[[nn.Module, Sample], list[str]]
 FULL = STRATEGIES["full"].apply
 AT_MOST = 0.7  # of the bytes that the model holds, and has at its peak, without recompute
 ENOUGH_BYTES = 256 * 2**20  # a batch that holds so much is large enough for any model
-OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
@@ -44,7 +41,7 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
     if max(best) > AT_MOST:  # one block is back while it is computed again
         why = f"at best held {best[0]:.0%}, peak {best[1]:.0%} here: the blocks are few, or other things own the memory"
         return not_applicable(gate, required=required, why=why)
-    apply(module, _sample(case))
+    apply(module, sample_of(case))
     found = measure_memory(module, case.batch(), loss)
     held, peak = found.held_bytes / plain.held_bytes, found.peak_bytes / plain.peak_bytes
     hint = ""
@@ -58,24 +55,7 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
 
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """One step with and without: loss, gradients, buffers and generators."""
-    gate, apply = f"recompute/parity-{strategy}", apply or STRATEGIES[strategy].apply
-    reference, plain, _ = _step(case, lambda module, sample: [])
-    again, _, _ = _step(case, lambda module, sample: [])
-    repeats = compare(reference, again).bit_equal
-    tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
-    required = "bit-equal" if repeats else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
-    try:
-        candidate, ours, names = _step(case, apply)
-    except CheckpointError as error:
-        said = f"CheckpointError: {str(error).splitlines()[0]}"
-        return Verdict(gate, False, said, required, _where(case, "computes other tensors the second time"))
-    found = compare(reference, candidate, tolerance=tolerance)
-    if not names:
-        return not_applicable(gate, required=required, why=f"{strategy} finds nothing worth recomputing")
-    hint = "" if found.holds else _where(case, _cause(found))
-    if not hint and ours.calls <= plain.calls and ours.held_bytes >= plain.held_bytes:
-        hint = f"nothing ran twice or was freed, though {len(names)} modules changed: is the wrapper in the forward?"
-    return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
+    return same_training(f"recompute/parity-{strategy}", case, apply or STRATEGIES[strategy].apply, alone=FULL)
 
 
 def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
@@ -87,7 +67,7 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
         why = "the blocks have no matrix product, convolution or attention whose FLOPs could be counted"
         return not_applicable("recompute/flops", required="as predicted", why=why)
     before = count_flops(plain, batch, loss)
-    names = apply(module, _sample(case))
+    names = apply(module, sample_of(case))
     with seeded(case.seed), set_checkpoint_early_stop(False):
         whole = recompute_flops(before, count_flops(module, batch, loss))
     stopped = recompute_flops(before, count_flops(module, batch, loss))
@@ -101,15 +81,15 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
 def off(case: Case, *, apply: Apply = FULL) -> Verdict:
     """In eval mode and without grad mode nothing runs twice, and the output is the bare model's."""
     plain, module, batch = case.build().eval(), case.build(), case.batch()
-    apply(module, _sample(case))
+    apply(module, sample_of(case))
     module.eval()
-    with _calls(plain) as expected:
+    with calls_counted(plain) as expected:
         _ = case.workload.mean_loss(plain, batch).backward()
-    with _calls(module) as counted:
+    with calls_counted(module) as counted:
         value = case.workload.mean_loss(module, batch)
         value.backward()
     module.train()
-    with torch.no_grad(), _calls(module) as without_grad:
+    with torch.no_grad(), calls_counted(module) as without_grad:
         _ = case.workload.mean_loss(module, batch)
     equal = torch.equal(value, case.workload.mean_loss(plain, batch))
     held = equal and counted[0] == expected[0] == without_grad[0]
@@ -156,10 +136,6 @@ GATES = (
 )
 
 
-def _sample(case: Case) -> Sample:
-    return Sample(case.batch(), case.workload.mean_loss, case.blocks)
-
-
 def _large_enough(case: Case) -> tuple[Case, Memory]:
     """Double the batch until its activations are four times the parameters, or many bytes."""
     module = case.build()
@@ -169,72 +145,3 @@ def _large_enough(case: Case) -> tuple[Case, Memory]:
         if plain.held_bytes >= min(4 * parameters, ENOUGH_BYTES):
             return case, plain
         case = replace(case, batch_size=2 * case.batch_size)
-
-
-@contextmanager
-def _calls(module: nn.Module) -> Iterator[list[int]]:
-    """Counts the calls of the layers inside the blocks and outside."""
-    counted = [0]
-
-    def count(*_: Any) -> None:
-        counted[0] += 1
-
-    leaves = [layer for layer in module.modules() if not any(True for _ in layer.children())]
-    handles = [layer.register_forward_pre_hook(count) for layer in leaves]
-    try:
-        yield counted
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What shows that a technique does something: layers called, and bytes held."""
-
-    calls: int
-    held_bytes: int
-
-
-def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
-    names = apply(module, _sample(case))
-    with seeded(case.seed), _calls(module) as calls:
-        step = record_step(module, batch, loss)
-    return step, Activity(calls[0], _held_bytes(module, batch, loss)), names
-
-
-def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    """After forward alone: a technique that cuts every gradient off has no backward."""
-    with untouched(module), LiveStorages() as storages:
-        value = loss(module, batch)
-        return storages.bytes_alive if value.requires_grad else 0
-
-
-def _cause(found: Parity) -> str:
-    """What the differences point at."""
-    kinds = {difference.kind: difference.name for difference in found.differences}
-    if kinds.get("generator") in ("python", "numpy"):
-        return f"draws from {kinds['generator']}'s generator, which recompute does not put back: draw with torch"
-    if "generator" in kinds:
-        return "leaves torch's generator elsewhere: keep preserve_rng_state=True"
-    if found.without_gradient:
-        return "gets no gradient: an input is detached, or reentrant checkpointing sees no input that requires grad"
-    if "buffer" in kinds:
-        return f"updates buffer {kinds['buffer']} twice, or from its own last value: update it outside the block"
-    return "computes another value the second time: it keeps state between calls, or draws random numbers of its own"
-
-
-def _where(case: Case, cause: str) -> str:
-    """The blocks which break parity each by itself, and the cause."""
-    reference, _, _ = _step(case, lambda module, sample: [])
-    guilty = []
-    for name in find_blocks(case.build(), case.blocks):
-        try:
-            alone, _, _ = _step(replace(case, blocks=name), FULL)
-            if not compare(reference, alone, tolerance=OUTER_BOUND[case.dtype]).holds:
-                guilty.append(name)
-        except CheckpointError:
-            guilty.append(name)
-    blocks = ", ".join(guilty[:4]) + (f" and {len(guilty) - 4} more" if len(guilty) > 4 else "")
-    return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"

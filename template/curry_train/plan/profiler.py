@@ -54,7 +54,7 @@ class MemoryProfiler:
         if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
             raise ValueError(f"num_runs must be a whole number of at least 1, got {num_runs!r}")
         sample = map_tensors(sample_input, lambda tensor: tensor.to(self.device))
-        layers, loss = divide(self.model, blocks=blocks), loss or _sum_of_output
+        layers, loss = divide(self.model, blocks=blocks), loss or sum_of_output
         with as_trained(self.model):
             self._run(sample, loss, layers)  # fills caches and allocates workspaces, which stay
             runs = [self._run(sample, loss, layers) for _ in range(num_runs)]
@@ -134,7 +134,7 @@ def _forward(model: nn.Module, sample: Any, loss: Loss) -> Tensor:
     return value
 
 
-def _sum_of_output(model: nn.Module, sample: Any) -> Tensor:
+def sum_of_output(model: nn.Module, sample: Any) -> Tensor:
     """A loss where there is none: the sum of all that the model returns and that has a gradient."""
     parts = [tensor.sum().float() for tensor in tensors_in(call(model, sample)) if tensor.requires_grad]
     return torch.stack(parts).sum() if len(parts) != 1 else parts[0]

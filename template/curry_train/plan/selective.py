@@ -10,11 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import primitives
 from ..core.blocks import find_blocks, match_names
 from ..primitives.checkpoint_config import CheckpointConfig
 from ..primitives.recompute import recompute_blocks
 from ..primitives.segments import choose_segments, recompute_segments
-from .profiler import MemoryProfiler, ProfileReport
+from .profiler import MemoryProfiler, ProfileReport, sum_of_output
+from .strategies import STRATEGIES
+from .strategy import Sample
 
 
 class SelectiveCheckpointer:
@@ -39,21 +42,24 @@ class SelectiveCheckpointer:
         """
         config = self.config
         self._layers = []
-        if config.enabled and config.snn_timestep_checkpoint:
-            raise ValueError("snn_timestep_checkpoint is not applied here: it has no technique in this version")
-        if not config.enabled or config.strategy == "none":
+        if not config.enabled:
             return model
-        if config.strategy == "full":
+        if config.snn_timestep_checkpoint:
+            self._layers = primitives.recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+        elif config.strategy == "full":
             self._recompute(model, self._filter(list(find_blocks(model))))
         elif config.strategy == "sequential":
             self._segment(model, batch, loss)
         elif config.strategy == "selective":
             report = profile_report or self._profile(model, batch, loss)
             self._recompute(model, self._largest(report))
-        else:
+        elif config.strategy in STRATEGIES:
+            names = self._filter(list(find_blocks(model)))
+            self._layers = STRATEGIES[config.strategy].apply(model, Sample(batch, loss or sum_of_output, names))
+        elif config.strategy != "none":
             raise ValueError(
-                f"strategy {config.strategy!r} is not one that SelectiveCheckpointer applies; it knows none, full, "
-                "selective and sequential"
+                f"strategy {config.strategy!r} is not in this project, which has {', '.join(STRATEGIES)}; "
+                "`scripts/scaffold.py list` names the techniques that can be added"
             )
         return model
 

@@ -1,71 +1,24 @@
-"""Every way to use less memory that this project has, by name; registered here once, it appears in every command.
+"""Every way to use less memory that this project has, by name; what is registered here appears in every command.
 
-Proof: `python -m pytest tests/test_recompute_contract.py`.
+A technique registers in a module `plan/<technique>_strategies.py` of its own, with a tuple `FOUND`, so that a project
+that holds only some techniques has the strategies of those. Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import importlib
+import pkgutil
+from pathlib import Path
 
-from torch import Tensor, nn
+from .strategy import Sample, Strategy
 
-from ..primitives.checkpoint_config import CheckpointConfig
-from ..primitives.recompute import recompute_blocks
-from .profiler import MemoryProfiler
-from .selective import SelectiveCheckpointer
-
-Loss = Callable[[nn.Module, Any], Tensor]
-SELECTIVE_SHARE = 0.6  # of the held bytes, as the example that the commands show; a user sets a threshold or a budget
+__all__ = ["STRATEGIES", "Sample", "Strategy"]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a strategy may measure before it chooses."""
-
-    batch: Any
-    loss: Loss
-    blocks: str | Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """`apply` changes a model in place and returns the names of the modules that it changed."""
-
-    name: str
-    summary: str
-    apply: Callable[[nn.Module, Sample], list[str]]
+def _discover() -> dict[str, Strategy]:
+    names = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    modules = [
+        importlib.import_module(f".{name}", __package__) for name in sorted(names) if name.endswith("_strategies")
+    ]
+    return {strategy.name: strategy for module in modules for strategy in module.FOUND}
 
 
-def _none(model: nn.Module, sample: Sample) -> list[str]:
-    return []
-
-
-def _full(model: nn.Module, sample: Sample) -> list[str]:
-    return recompute_blocks(model, blocks=sample.blocks)
-
-
-def _sequential(model: nn.Module, sample: Sample) -> list[str]:
-    patterns = [sample.blocks] if isinstance(sample.blocks, str) else list(sample.blocks or [])
-    config = CheckpointConfig(enabled=True, strategy="sequential", include_patterns=tuple(patterns))
-    checkpointer = SelectiveCheckpointer(config)
-    checkpointer.apply(model, batch=sample.batch, loss=sample.loss)
-    return checkpointer.get_checkpointed_layers()
-
-
-def _selective(model: nn.Module, sample: Sample) -> list[str]:
-    report = MemoryProfiler(model).profile(sample.batch, 1, loss=sample.loss, blocks=sample.blocks)
-    savings = sum(max(0, layer.bytes - layer.boundary_bytes) for layer in report.layers)
-    target = max(SELECTIVE_SHARE * report.held_bytes, report.held_bytes - savings)
-    names = report.recommend_layers((target + 1) / 2**20) if savings else []
-    return recompute_blocks(model, blocks=names) if names else []
-
-
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("none", "keep every activation", _none),
-        Strategy("full", "recompute every block", _full),
-        Strategy("sequential", "recompute runs of blocks, the count with the lowest peak", _sequential),
-        Strategy("selective", "recompute the largest blocks until 60% of the bytes are held", _selective),
-    )
-}
+STRATEGIES = _discover()

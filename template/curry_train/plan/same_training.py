@@ -1,0 +1,125 @@
+"""One step with a technique and one without: are they the same training, and if not, which block is to blame?
+
+    same_training("sac/parity", case, STRATEGIES["sac"].apply)
+
+Proof: `python -m pytest tests/test_recompute.py`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from ..core.blocks import find_blocks
+from ..core.measure import LiveStorages, Loss
+from ..core.parity import Parity, StepRecord, compare, record_step
+from ..core.untouched import seeded, untouched
+from ..core.verdict import Verdict, not_applicable
+from ..core.workload import Case
+from .strategy import Apply, Sample
+
+OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
+
+def sample_of(case: Case) -> Sample:
+    """What a strategy is given of a case."""
+    return Sample(case.batch(), case.workload.mean_loss, case.blocks)
+
+
+def same_training(gate: str, case: Case, apply: Apply, *, alone: Apply | None = None) -> Verdict:
+    """Loss, gradients, buffers and generators; equal bit for bit wherever the plain step repeats bit for bit.
+
+    Blocks are blamed by `alone`, or by `apply` where a block by itself is enough for it.
+    """
+    reference, plain, _ = _step(case, lambda module, sample: [])
+    again, _, _ = _step(case, lambda module, sample: [])
+    repeats = compare(reference, again).bit_equal
+    tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
+    required = "bit-equal" if repeats else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
+    try:
+        candidate, ours, names = _step(case, apply)
+    except CheckpointError as error:
+        said = f"CheckpointError: {str(error).splitlines()[0]}"
+        return Verdict(
+            gate, False, said, required, _where(case, alone or apply, "computes other tensors the second time")
+        )
+    found = compare(reference, candidate, tolerance=tolerance)
+    if not names:
+        return not_applicable(gate, required=required, why="the strategy finds nothing worth changing")
+    hint = "" if found.holds else _where(case, alone or apply, _cause(found))
+    if not hint and ours.calls <= plain.calls and ours.held_bytes >= plain.held_bytes:
+        hint = f"nothing ran twice or was freed, though {len(names)} modules changed: is the wrapper in the forward?"
+    return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
+
+
+@contextmanager
+def calls_counted(module: nn.Module) -> Iterator[list[int]]:
+    """Counts the calls of the layers inside the blocks and outside."""
+    counted = [0]
+
+    def count(*_: Any) -> None:
+        counted[0] += 1
+
+    leaves = [layer for layer in module.modules() if not any(True for _ in layer.children())]
+    handles = [layer.register_forward_pre_hook(count) for layer in leaves]
+    try:
+        yield counted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What shows that a technique does something: layers called, and bytes held."""
+
+    calls: int
+    held_bytes: int
+
+
+def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    names = apply(module, sample_of(case))
+    with seeded(case.seed), calls_counted(module) as calls:
+        step = record_step(module, batch, loss)
+    return step, Activity(calls[0], _held_bytes(module, batch, loss)), names
+
+
+def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
+    """After forward alone: a technique that cuts every gradient off has no backward."""
+    with untouched(module), LiveStorages() as storages:
+        value = loss(module, batch)
+        return storages.bytes_alive if value.requires_grad else 0
+
+
+def _cause(found: Parity) -> str:
+    """What the differences point at."""
+    kinds = {difference.kind: difference.name for difference in found.differences}
+    if kinds.get("generator") in ("python", "numpy"):
+        return f"draws from {kinds['generator']}'s generator, which recompute does not put back: draw with torch"
+    if "generator" in kinds:
+        return "leaves torch's generator elsewhere: keep preserve_rng_state=True"
+    if found.without_gradient:
+        return "gets no gradient: an input is detached, or reentrant checkpointing sees no input that requires grad"
+    if "buffer" in kinds:
+        return f"updates buffer {kinds['buffer']} twice, or from its own last value: update it outside the block"
+    return "computes another value the second time: it keeps state between calls, or draws random numbers of its own"
+
+
+def _where(case: Case, apply: Apply, cause: str) -> str:
+    """The blocks which break parity each by itself, and the cause."""
+    reference, _, _ = _step(case, lambda module, sample: [])
+    guilty = []
+    for name in find_blocks(case.build(), case.blocks):
+        try:
+            alone, _, _ = _step(replace(case, blocks=name), apply)
+            if not compare(reference, alone, tolerance=OUTER_BOUND[case.dtype]).holds:
+                guilty.append(name)
+        except CheckpointError:
+            guilty.append(name)
+    blocks = ", ".join(guilty[:4]) + (f" and {len(guilty) - 4} more" if len(guilty) > 4 else "")
+    return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"
