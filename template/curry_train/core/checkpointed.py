@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 DETERMINISM_CHECKS = ("default", "none")
 
 
@@ -43,8 +44,12 @@ def run_checkpointed(
     *,
     modules: Sequence[nn.Module],
     options: Options,
+    contexts: Callable[[], Pair] | None = None,
 ) -> Any:
-    """`run(*args, **kwargs)`, keeping the inputs alone; `modules` are what `run` runs."""
+    """`run(*args, **kwargs)`, keeping the inputs alone; `modules` are what `run` runs.
+
+    `contexts` makes the two contexts of the first run and of the second, as `torch.utils.checkpoint` takes them.
+    """
     bound = functools.partial(run, **kwargs) if kwargs else run  # a keyword such as `debug` is the module's own
     if options.use_reentrant:
         if not _gradients_flow(modules[0], args, kwargs):
@@ -52,33 +57,41 @@ def run_checkpointed(
         return checkpoint(
             _once_in_two(bound, modules), *args, use_reentrant=True, preserve_rng_state=options.preserve_rng_state
         )
-    contexts: dict[str, Any] = (
-        {} if torch.compiler.is_compiling() else {"context_fn": functools.partial(_contexts, modules)}
-    )
+    chosen: dict[str, Any] = {}
+    if not torch.compiler.is_compiling():
+        chosen["context_fn"] = functools.partial(_contexts, modules, contexts)
+    elif contexts is not None:
+        chosen["context_fn"] = contexts
     return checkpoint(
         bound,
         *args,
         use_reentrant=False,
         preserve_rng_state=options.preserve_rng_state,
         determinism_check=options.determinism_check,
-        **contexts,
+        **chosen,
     )
 
 
-def _contexts(modules: Sequence[nn.Module]) -> tuple[contextlib.AbstractContextManager[Any], ...]:
-    return contextlib.nullcontext(), _EachRecompute(modules)
+def _contexts(modules: Sequence[nn.Module], contexts: Callable[[], Pair] | None) -> Pair:
+    if contexts is None:
+        return contextlib.nullcontext(), _EachRecompute(modules)
+    first, second = contexts()
+    return first, _EachRecompute(modules, inside=second)
 
 
 class _EachRecompute(contextlib.AbstractContextManager[None]):
     """`_statistics_kept` as often as it is entered: with `create_graph=True` one forward is recomputed twice."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.entered: list[contextlib.AbstractContextManager[None]] = []
+    def __init__(self, modules: Sequence[nn.Module], *, inside: contextlib.AbstractContextManager[Any] | None = None):
+        self.modules, self.inside = modules, inside
+        self.entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
-        self.entered.append(_statistics_kept(self.modules))
-        self.entered[-1].__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_statistics_kept(self.modules))
+            if self.inside is not None:
+                stack.enter_context(self.inside)
+            self.entered.append(stack.pop_all())
 
     def __exit__(self, *raised: Any) -> bool | None:
         return self.entered.pop().__exit__(*raised)

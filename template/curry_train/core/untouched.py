@@ -27,6 +27,12 @@ def generators_kept() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+def generator_states(module: nn.Module) -> list[torch.Tensor]:
+    """Torch's generators that a module's operations may draw from."""
+    devices = {parameter.device for parameter in module.parameters()} if torch.cuda.is_initialized() else set()
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(place) for place in devices if place.type == "cuda")]
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed every generator, and put them back afterwards."""

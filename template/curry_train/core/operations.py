@@ -1,0 +1,118 @@
+"""Kinds of operations as the dispatcher sees them: what is expensive, what draws random numbers, what writes in place.
+
+Proof: `python -m pytest tests/test_operations.py`.
+"""
+
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+Operation = OpOverload | HigherOrderOperator
+
+
+def _overloads(namespace: str, *names: str) -> frozenset[Operation]:
+    """Those of them that this version of torch has."""
+    space = getattr(torch.ops, namespace)
+    packets = [getattr(space, name) for name in names if hasattr(space, name)]
+    return frozenset(operation for packet in packets for operation in _functional(packet))
+
+
+def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
+    """The overloads that write nothing in place; `aten.mul_` has none, and stands for itself."""
+    overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
+    return [overload for overload in overloads if not overload._schema.is_mutable] or overloads
+
+
+def _higher_order(*names: str) -> frozenset[Operation]:
+    return frozenset(getattr(torch.ops.higher_order, name) for name in names if hasattr(torch.ops.higher_order, name))
+
+
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+_OTHERS = "_scaled_dot_product_fused_attention_overrideable"
+MATMULS = _overloads("aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+ATTENTION = _overloads(
+    "aten",
+    *(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS),
+    "_scaled_dot_product_fused_attention_overrideable",
+) | _higher_order("flex_attention")
+CONVOLUTIONS = _overloads("aten", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
+COLLECTIVES = _overloads(
+    "_c10d_functional",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
+EXPENSIVE = MATMULS | ATTENTION | CONVOLUTIONS | COLLECTIVES
+
+
+def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
+    """The operations that a user names: overloads, packets, or text such as `aten.mm` and `aten.mm.default`."""
+    found: set[Operation] = set()
+    for item in named:
+        operation = _by_name(item) if isinstance(item, str) else item
+        if isinstance(operation, OpOverloadPacket):
+            found.update(_functional(operation))
+        elif isinstance(operation, Operation):
+            found.add(operation)
+        else:
+            raise ValueError(f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}")
+    return frozenset(found)
+
+
+def _by_name(text: str) -> Any:
+    parts = text.removeprefix("torch.ops.").split(".")
+    if len(parts) not in (2, 3):
+        raise ValueError(f"an operation is named as 'aten.mm' or 'aten.mm.default', got {text!r}")
+    space = getattr(torch.ops, parts[0])
+    if not hasattr(space, parts[1]):
+        near = difflib.get_close_matches(parts[1], dir(space), n=3)
+        raise ValueError(f"torch has no operation {text!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+    packet = getattr(space, parts[1])
+    if len(parts) == 2:
+        return packet
+    if parts[2] not in packet.overloads():
+        raise ValueError(f"{parts[0]}.{parts[1]} has no overload {parts[2]!r}; it has {', '.join(packet.overloads())}")
+    return getattr(packet, parts[2])
+
+
+def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call draws random numbers: attention does with dropout alone."""
+    known, index, default = _drawing(operation)
+    if index is None:
+        return known
+    return bool(kwargs.get("dropout_p", args[index] if index < len(args) else default))
+
+
+@functools.cache
+def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
+    """Whether an operation draws, and where it depends on an argument, which one and its default."""
+    if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False, None, None
+    for index, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return True, index, argument.default_value
+    return True, None, None
+
+
+def writes_in_place(operation: Operation) -> bool:
+    """Whether the operation changes one of its arguments."""
+    return isinstance(operation, OpOverload) and operation._schema.is_mutable
+
+
+def is_cheap(operation: Operation) -> bool:
+    """Elementwise operations, reductions and normalizations: little arithmetic for each value that they write."""
+    if not isinstance(operation, OpOverload):
+        return False
+    kinds = {"pointwise", "reduction"}
+    return any(tag.name in kinds for tag in operation.tags) or operation in _NORMALIZATIONS
+
+
+_NORMALIZATIONS = _overloads(
+    "aten", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "native_batch_norm"
+)

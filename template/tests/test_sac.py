@@ -1,0 +1,324 @@
+"""Selective recompute keeps what its policy says, and each gate fails on what goes wrong in practice.
+
+python -m pytest tests/test_sac.py
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from curry_train.core.blocks import find_blocks
+from curry_train.core.builtin import BUILTIN, transformer
+from curry_train.core.load import load_workload
+from curry_train.core.ranks import GradientSyncs, run_on_ranks
+from curry_train.core.verdict import Gate
+from curry_train.core.workload import Case, Workload
+from curry_train.gates import sac as gates
+from curry_train.primitives.regions import apply_regions
+from curry_train.primitives.sac import apply_sac
+
+aten = torch.ops.aten
+CHECKS = {gate.name: gate.check for gate in gates.GATES}
+
+# The gates hold on what is right.
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN)
+def test_gates_hold_on_built_in_workloads(name, check):
+    verdict = CHECKS[check](Case(load_workload(name)))
+    assert verdict.passed in ((True,) if name == "transformer" else (True, None)), verdict
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    case = Case(transformer(dropout=0.1, depth=2), device=torch.device(device), dtype=dtype)
+    for check in CHECKS.values():
+        verdict = check(case)
+        assert verdict.passed is not False, verdict
+
+
+# The saboteurs.
+
+
+def torch_policy(policy):
+    """A technique: torch's selective checkpointing with this policy or list, as it is."""
+
+    def apply(model, ignored=None, *, blocks=None):
+        names = list(find_blocks(model, getattr(ignored, "blocks", blocks)))
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        for name in names:
+            block = model.get_submodule(name)
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        return names
+
+    return apply
+
+
+def any_policy(model, policy):
+    """`apply_sac` without its checks."""
+    return torch_policy(policy if callable(policy) else [aten.linear.default])(model)
+
+
+def miscounting():
+    """Counts the products of the first run and of the second in one go, over all blocks."""
+    seen = [0]
+
+    def policy(context, operation, *args, **kwargs):
+        if operation not in (aten.mm.default, aten.addmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[0] += 1
+        return CheckpointPolicy.MUST_SAVE if seen[0] % 3 == 1 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def keeps_drawn(context, operation, *args, **kwargs):
+    return operation in (aten.mm.default, aten.randn_like.default)
+
+
+def no_op(model, *ignored, **also_ignored):
+    return list(find_blocks(model))
+
+
+def detached(model, *ignored, **also_ignored):
+    names = apply_sac(model)
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+    return names
+
+
+def reads_changed_boundary(model, *ignored, **also_ignored):
+    """Regions whose input is written over after the block has read it, unnoticed."""
+    names = apply_regions(model)
+
+    def write_over(module, args, output):
+        args[0].data.mul_(1.5)  # by .data no version is counted
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(write_over)
+    return names
+
+
+def regions_of_everything(model, *, blocks=None):
+    """All of a block runs again, products too."""
+    return torch_policy([aten._softmax.default])(model, blocks=blocks)
+
+
+class Noisy(nn.Module):
+    """Draws, multiplies, draws: a kept first draw shifts the second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        noisy = torch.sin(self.linear(x + 0.5 * torch.randn_like(x)))
+        return x + F.dropout(noisy, 0.5) * noisy
+
+
+NOISY = Workload(
+    "noisy",
+    lambda: nn.Sequential(*[Noisy() for _ in range(3)]),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+class ThreeProducts(nn.Module):
+    """Products of one shape, so that one kept output fits where another belongs; the last never runs twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for linear in self.linears[:2]:
+            x = x + torch.sin(linear(x))
+        return self.linears[2](x)
+
+
+SQUARE = Workload(
+    "square",
+    lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+class Shared(nn.Module):
+    """Blocks that share one weight, under autocast, which casts it once for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16, bias=False), nn.SiLU()) for _ in range(3)])
+        for layer in self.layers:
+            layer[0].weight = self.layers[0][0].weight
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x)
+        return x.float()
+
+
+SHARED = Workload(
+    "shared", Shared, lambda size: torch.randn(size, 16), lambda module, batch: module(batch).square().sum()
+)
+
+
+def parity(case, *, apply):
+    return gates.parity(case, strategy="sac", apply=apply)
+
+
+def keeps_casts(context, operation, *args, **kwargs):
+    return operation in (aten.mm.default, aten._to_copy.default)
+
+
+@pytest.mark.parametrize(
+    ("check", "saboteur", "workload", "said"),
+    [
+        (parity, no_op, "transformer", "nothing ran twice or was freed"),
+        (parity, detached, "transformer", "gets no gradient"),
+        (parity, torch_policy(keeps_drawn), NOISY, "computes another value"),
+        (parity, reads_changed_boundary, "transformer", "computes another value"),
+        (gates.products, no_op, "transformer", "names operations that never run"),
+        (gates.products, any_policy, "transformer", "names operations that never run"),
+        (gates.products, lambda model, policy: torch_policy(miscounting())(model), SQUARE, "counts the second"),
+        (gates.regions, no_op, "transformer", "nothing is freed"),
+        (gates.regions, regions_of_everything, "transformer", "a product runs again"),
+        (gates.regions, torch_policy([aten.mm.default, aten.bmm.default]), "transformer", "a dispatch mode is on"),
+        (gates.refusals, any_policy, "transformer", "matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD"),
+        (gates.refusals, no_op, "transformer", "matches nothing"),
+    ],
+)
+def test_gate_catches(check, saboteur, workload, said):
+    case = Case(load_workload(workload) if isinstance(workload, str) else workload)
+    verdict = check(case, apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert said in verdict.hint, verdict
+
+
+@pytest.mark.skipif(torch.__version__ >= "2.13", reason="torch 2.13 asks a policy in the first run alone")
+def test_parity_catches_a_policy_that_counts_both_runs():
+    verdict = parity(Case(SQUARE), apply=torch_policy(miscounting()))
+    assert verdict.passed is False
+    assert "computes another value" in verdict.hint
+
+
+def test_a_policy_that_counts_both_runs_is_right_here():
+    def apply(model, sample):
+        return apply_sac(model, miscounting(), blocks=sample.blocks)
+
+    verdict = parity(Case(SQUARE), apply=apply)
+    assert verdict.passed, verdict
+
+
+def test_parity_catches_a_shared_weight_under_autocast():
+    verdict = Gate("sac/parity", functools.partial(parity, apply=torch_policy(keeps_casts))).run(Case(SHARED))
+    assert verdict.passed is False, verdict
+    assert parity(Case(SHARED), apply=None).passed
+
+
+def test_random_operations_are_replayed_though_a_policy_names_them():
+    def apply(model, sample):
+        return apply_sac(model, ["aten.mm", "aten.randn_like"], blocks=sample.blocks)
+
+    assert parity(Case(NOISY), apply=apply).passed
+
+
+# Under DDP and FSDP2 nothing else changes.
+
+
+def gradients_on_ranks():
+    workload = load_workload("transformer")
+    case, rank = Case(workload), dist.get_rank()
+    batch = case.split(case.batch(4), [2, 2])[rank]
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        syncs, gradients = [], []
+        for technique in (lambda model: [], apply_sac, apply_regions):
+            model = case.build()
+            technique(model)
+            if kind == "ddp":
+                model = DistributedDataParallel(model)
+            else:
+                mesh = init_device_mesh("cpu", (2,))
+                for layer in model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            for _ in range(2):
+                model.zero_grad()
+                with GradientSyncs() as counted:
+                    workload.mean_loss(model, batch).backward()
+            syncs.append(counted.num_calls)
+            gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()])
+        worst = [
+            max((a - b).abs().max().item() for a, b in zip(gradients[0], other, strict=True)) for other in gradients[1:]
+        ]
+        found[kind] = [syncs, worst]
+    return found
+
+
+def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
+    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
+        for syncs, worst in found.values():
+            assert syncs[0] == syncs[1] == syncs[2] > 0
+            assert worst == [0.0, 0.0]
+
+
+class Reducing(nn.Module):
+    """A block with a collective of its own, as under tensor parallelism."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        total = torch.distributed._functional_collectives.all_reduce(
+            torch.sin(self.linear(x)).detach(), "sum", dist.group.WORLD
+        )
+        return x + torch.sin(self.linear(x) * total)
+
+
+def collectives_on_ranks():
+    calls, gradients = [], []
+    reduce = torch.ops._c10d_functional.all_reduce.default
+    for policy in (None, "save_expensive", ["aten.mm"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Reducing() for _ in range(2)])
+        if policy:
+            apply_sac(model, policy)
+        with Counted(reduce) as counted:
+            model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
+        calls.append(counted.calls)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    equal = [all(map(torch.equal, gradients[0], other)) for other in gradients[1:]]
+    return [calls, equal]
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.calls = operation, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is self.operation
+        return func(*args, **(kwargs or {}))
+
+
+def test_collectives_are_kept_or_run_again_on_all_ranks():
+    for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
+        assert calls == [2, 2, 4]
+        assert equal == [True, True]
