@@ -29,8 +29,9 @@ from curry_train.core.workload import Case
 from curry_train.largest_batch import check_limit
 from curry_train.options import DTYPES, UnusableInput, choose_device, model_option, writable
 from curry_train.plan.strategies import STRATEGIES
-from curry_train.savings import MEASURED, Row, choose_strategies, count_steps, load_with_depth, measure_savings
+from curry_train.savings import choose_strategies, count_steps, load_with_depth, measure_savings
 from curry_train.savings_plot import plot_savings
+from curry_train.savings_row import MEASURED, Row
 from curry_train.savings_table import table
 
 Measured = tuple[Case, int | None]

@@ -23,6 +23,7 @@ FLOORS = {
     "largest_batch": 4,
     "savings": 4,
     "savings_plot": 4,
+    "savings_row": 4,
     "savings_table": 4,
     "testgen": 4,
     "__main__": 4,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from curry_train.core.builtin import Block, transformer
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
+from curry_train.core.python_calls import python_calls
 from curry_train.core.workload import Case, Workload
 from curry_train.gates import sac as gates
 from curry_train.primitives.recompute import recompute_blocks
@@ -92,7 +93,7 @@ def test_regions_hold_what_torchs_own_policy_holds_for_a_fraction_of_its_calls()
     gates.torch_sac(models[1], case)
     held = [measure_memory(model, case.batch(), case.workload.mean_loss).held_bytes for model in models]
     assert held[0] == held[1]
-    counts = [gates.python_calls(case, change) for change in (nothing, regions, gates.torch_sac)]
+    counts = [python_calls(case, change) for change in (nothing, regions, gates.torch_sac)]
     assert 0 < counts[1] - counts[0] <= 0.4 * (counts[2] - counts[0])
 
 

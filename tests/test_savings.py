@@ -22,9 +22,12 @@ from curry_train.core.workload import Case, Workload, WorkloadError
 from curry_train.largest_batch import check_limit, largest_batch, search, step_bytes
 from curry_train.plan.strategies import STRATEGIES, Strategy
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.savings import MEASURED, Row, StepSeconds, choose_strategies, measure_savings
+from curry_train.savings import choose_strategies, measure_savings
 from curry_train.savings_plot import choose_cases, pareto, plot_savings
+from curry_train.savings_row import MEASURED, Row, StepSeconds
 from curry_train.savings_table import table
+
+RECOMPUTE = ["full", "sequential", "selective"]
 
 
 def chain(depth=4, width=16):
@@ -98,7 +101,7 @@ def test_steps_are_timed_in_turns_against_the_same_round(monkeypatch):
         return StepTime(seconds, seconds, seconds)
 
     monkeypatch.setattr(savings, "time_step", timed)
-    rows = measure_savings(Case(chain()), repeats=4)
+    rows = measure_savings(Case(chain()), RECOMPUTE, repeats=4)
     assert order == [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2, 0, 1, 2, 3]
     assert rows[0].seconds.ratio == 1.0
     assert rows[0].seconds.slowest > rows[0].seconds.fastest
@@ -111,6 +114,9 @@ def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch)
     assert [row.strategy for row in rows] == list(STRATEGIES)
     assert rows[0].strategy == "none"
     assert rows[-1].modules == ["0", "1"]
+    refused = {row.strategy for row in rows if row.outcome != MEASURED}
+    assert refused == {"timesteps", "timesteps_nested"}, [(row.strategy, row.why) for row in rows if row.why]
+    assert all(row.held_bytes <= rows[0].held_bytes for row in rows if row.outcome == MEASURED)
     assert choose_strategies(["halves"]) == ["none", "halves"]
 
 
@@ -124,8 +130,8 @@ def test_weights_are_shared_and_left_as_they_were():
 
 def test_batch_norm_and_dropout_are_still_bit_equal():
     workload = transformer(depth=2, dim=32, length=8, dropout=0.2)
-    assert {row.parity for row in measure_savings(Case(workload), repeats=1)} == {"bit-equal"}
-    rows = measure_savings(Case(savings.load_with_depth("resnet", 2), batch_size=2), repeats=1)
+    assert {row.parity for row in measure_savings(Case(workload), RECOMPUTE, repeats=1)} == {"bit-equal"}
+    rows = measure_savings(Case(savings.load_with_depth("resnet", 2), batch_size=2), RECOMPUTE, repeats=1)
     assert {row.parity for row in rows} == {"bit-equal"}
 
 
@@ -278,7 +284,8 @@ def run(monkeypatch, tmp_path):
 
 def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):
     register(monkeypatch, "planted", lambda model, sample: recompute_blocks(model))
-    ended = run("--model", "mlp", "--depth", "2,3", "--batch-size", "1,2", "--batch-size", "4")
+    names = [part for name in (*RECOMPUTE, "planted") for part in ("--strategy", name)]
+    ended = run("--model", "mlp", "--depth", "2,3", "--batch-size", "1,2", "--batch-size", "4", *names)
     assert ended.exit_code == 0, ended.output
     assert ended.stderr == ""
     assert max(map(len, ended.output.splitlines())) <= 80

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from curry_train.core.builtin import transformer
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
+from curry_train.core.python_calls import python_calls
 from curry_train.core.workload import Case
-from curry_train.gates.sac import python_calls
 from curry_train.plan.strategies import STRATEGIES, Sample
 from curry_train.primitives.regions import apply_regions, report_regions
 from curry_train.primitives.sac import PolicyError, apply_sac

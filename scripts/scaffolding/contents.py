@@ -12,7 +12,7 @@ import jinja2
 
 from .bundle import PACKAGE, Bundle, Technique
 from .errors import ScaffoldError
-from .imports import reached_files, rewrite_imports
+from .imports import handed_out_names, reached_files, rewrite_imports
 
 # What every project runs, where the bundle has it.
 COMMANDS = ("loop.py", "benchmark.py", "config.py", "plots.py", "__main__.py")
@@ -86,7 +86,8 @@ def _code_of(
     bundle: Bundle, techniques: Iterable[Technique], more: Iterable[str], *, rendered: dict[str, bytes]
 ) -> set[str]:
     roots = [path for technique in techniques for path in (*technique.modules, technique.gate, technique.test)]
-    core = [_relative(bundle, path) for path in (bundle.template / PACKAGE / "core").glob("*.py")]  # always whole
+    handed_out = handed_out_names((bundle.template / PACKAGE / "core/__init__.py").read_bytes())
+    core = [f"{PACKAGE}/core/{module}.py" for module in set(handed_out.values())]  # what core promises to everyone
     scripts = {path: content for path, content in rendered.items() if path.endswith(".py")}
     return reached_files(bundle.template, [*roots, *core, *more], rendered=scripts)
 

@@ -4,10 +4,12 @@ Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 """
 
 import fnmatch
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import click
 from rich.console import Console
@@ -131,10 +133,12 @@ def _print_table(console: Console, rows: Sequence[Row], *, blocks: Mapping[str, 
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     last = None
-    for row in rows:
+    for alike in _together(rows):
+        row = alike[0]
         if row.workload != last:
             table.add_row(f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]")
-        table.add_row(f"  {row.verdict.gate}", MARKS[row.verdict.passed], escape(_short(row.verdict)))
+        name = row.verdict.gate if len(alike) == 1 else f"{row.verdict.gate.split('/')[0]}: {len(alike)} gates"
+        table.add_row(f"  {name}", MARKS[row.verdict.passed], escape(_short(row.verdict)))
         last = row.workload
     console.print(table)
     for row in rows:
@@ -144,6 +148,17 @@ def _print_table(console: Console, rows: Sequence[Row], *, blocks: Mapping[str, 
     skipped = sum(row.verdict.passed is None for row in rows)
     held = len(rows) - failed - skipped
     console.print(f"\n{held} held, {failed} failed, {skipped} not applicable")
+
+
+def _together(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Each row by itself, but those of one technique together that do not apply for one reason."""
+
+    def reason(row: Row) -> tuple[Any, ...]:
+        technique, name = row.verdict.gate.split("/", 1)
+        return row.workload, technique, row.verdict.hint if row.verdict.passed is None else name
+
+    for _, alike in itertools.groupby(rows, key=reason):
+        yield list(alike)
 
 
 def _short(verdict: Verdict) -> str:

@@ -10,74 +10,25 @@ import difflib
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from .core.allocated import count_executed_flops, measure_allocated
+from .core.blocks import NoBlocks, find_blocks
 from .core.builtin import BUILTIN
+from .core.compiled import holds_compiled_code
 from .core.load import load_workload
 from .core.measure import Flops, Memory, count_flops, measure_memory, recompute_flops, time_step
 from .core.parity import StepRecord, compare, record_step
+from .core.python_calls import python_calls
 from .core.untouched import seeded
 from .core.workload import Case, Workload, WorkloadError
 from .largest_batch import is_out_of_memory, largest_batch
+from .plan.profiler import MemoryProfiler
 from .plan.same_training import OUTER_BOUND, sample_of
 from .plan.strategies import STRATEGIES
-
-PLAIN = "none"
-MEASURED, REFUSED, FAILED, TOO_LARGE = "measured", "refused", "failed", "out of memory"
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """Seconds of one strategy's steps, and their ratios to the plain step of the same round with its quartiles."""
-
-    median: float
-    fastest: float
-    slowest: float
-    ratio: float | None
-    ratio_lower: float | None
-    ratio_upper: float | None
-
-
-@dataclass
-class Row:
-    """One strategy on one case. `outcome` is measured, refused, failed or out of memory, and `why` says more; a figure
-    that was not measured is None. Ratios are to `none`; `recompute_ratio` is to the FLOPs of one forward."""
-
-    workload: str
-    strategy: str
-    batch_size: int
-    depth: int | None
-    outcome: str = MEASURED
-    why: str = ""
-    modules: list[str] = field(default_factory=list)
-    held_bytes: int | None = None
-    peak_bytes: int | None = None
-    held_ratio: float | None = None
-    peak_ratio: float | None = None
-    forward_flops: int | None = None
-    recompute_flops: int | None = None
-    recompute_ratio: float | None = None
-    seconds: StepSeconds | None = None
-    largest_batch: int | None = None
-    parity: str = ""
-    worst_error: float | None = None
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether it would not be the same training."""
-        return self.outcome == FAILED or self.parity.startswith("differs")
-
-    @property
-    def label(self) -> str:
-        """The case that the row is about."""
-        depth = f", depth {self.depth}" if self.depth else ""
-        return f"{self.workload}{depth}, batch size {self.batch_size}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+from .savings_row import FAILED, MEASURED, PLAIN, REFUSED, TOO_LARGE, Row, StepSeconds
 
 
 @dataclass(frozen=True)
@@ -87,6 +38,7 @@ class _Plain:
     record: StepRecord
     memory: Memory
     flops: Flops
+    blocks_held: int
 
 
 def load_with_depth(spec: str, depth: int | None) -> Workload:
@@ -149,7 +101,7 @@ def measure_savings(
 def _measure_plain(case: Case, model: nn.Module) -> _Plain | None:
     """None where the plain step does not fit into the device."""
     try:
-        return _Plain(*_figures(case, model))
+        return _Plain(*_figures(case, model), _held_in_blocks(case, model))
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             return None
@@ -162,7 +114,20 @@ def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
     with seeded(case.seed):
         record = record_step(model, batch, loss)
     with seeded(case.seed):
+        if holds_compiled_code(model):  # which runs as eager code while a dispatch mode watches
+            return record, measure_allocated(model, batch, loss), count_executed_flops(model, batch, loss)
         return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
+
+
+def _held_in_blocks(case: Case, model: nn.Module) -> int:
+    """Nothing where the model repeats no block."""
+    try:
+        blocks = find_blocks(model, case.blocks)
+    except NoBlocks:
+        return 0
+    with seeded(case.seed):
+        report = MemoryProfiler(model).profile(case.batch(), 1, loss=case.workload.mean_loss, blocks=list(blocks))
+    return sum(layer.bytes for layer in report.layers if layer.name in blocks)
 
 
 def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> nn.Module | None:
@@ -173,9 +138,13 @@ def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> 
     applied = None
     try:
         with seeded(case.seed):
-            row.modules = list(STRATEGIES[row.strategy].apply(model, sample_of(case)))
+            row.modules = _apply(row.strategy, model, case)
         applied = model
         record, memory, flops = _figures(case, model)
+        facts = STRATEGIES[row.strategy].facts
+        row.facts = {} if facts is None else facts(model)
+        row.python_calls = python_calls(case, lambda module, small: _apply(row.strategy, module, small))
+        blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
     except ValueError as error:
         row.outcome, row.why = REFUSED, " ".join(str(error).split())
         return None
@@ -187,6 +156,7 @@ def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> 
         return None
     row.held_bytes, row.peak_bytes, row.forward_flops = memory.held_bytes, memory.peak_bytes, flops.forward
     if plain is not None:
+        row.blocks_held_ratio = None if blocks_held is None else _ratio(blocks_held, plain.blocks_held)
         row.held_ratio = _ratio(memory.held_bytes, plain.memory.held_bytes)
         row.peak_ratio = _ratio(memory.peak_bytes, plain.memory.peak_bytes)
         row.recompute_flops = recompute_flops(plain.flops, flops)
@@ -195,6 +165,10 @@ def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> 
         row.worst_error = found.worst if math.isfinite(found.worst) else None
         row.parity = found.describe(most=1) if found.holds else f"differs: {found.describe(most=1)}"
     return model
+
+
+def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:
+    return list(STRATEGIES[strategy].apply(model, sample_of(case)))
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -11,19 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from .plots import require_matplotlib
-from .savings import MEASURED, PLAIN, Row
+from .savings_row import MEASURED, PLAIN, Row
 
 MOST_CASES = 4
 MEGABYTE = 2**20
 # Of Paul Tol's palettes for colour-blind readers; the shapes tell the strategies apart without colour as well.
-COLOURS = ("#555555", "#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#EE8866", "#999933", "#882255")
-SHAPES = "osD^vP<X>h"
+COLOURS = (
+    *("#555555", "#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE"),
+    *("#EE8866", "#999933", "#882255", "#117733", "#332288", "#AA4499", "#DDAA33"),
+)
+SHAPES = "osD^vP<X>hpd8H"
 # Where a label may stand, in points from its mark, the best place first.
 OFFSETS = [
     offset
     for lines in range(0, 84, 12)
     for offset in ((8, 5 + lines), (8, -12 - lines), (-8, 5 + lines), (-8, -12 - lines))
 ]
+FAR = 14  # points from which on a line leads from the label to its mark
 FRONT = "dashed: the Pareto front; on grey, another strategy is better in both"
 
 Cost = Callable[[Row], float | None]
@@ -37,7 +41,7 @@ def plot_savings(rows: Sequence[Row], path: str | Path, *, device: str = "") -> 
 
     cases = choose_cases(rows)
     names = list(dict.fromkeys(row.strategy for row in rows))
-    figure = Figure(figsize=(10.5, 0.5 + 3.4 * len(cases)), layout="constrained")
+    figure = Figure(figsize=(10.5, 0.5 + 4.0 * len(cases)), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
@@ -154,10 +158,13 @@ def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: 
             if best is None or covered < best[0]:
                 if best is not None:
                     best[1].remove()
-                best = (covered, label, box)
+                best = (covered, label, box, (right, up))
             else:
                 label.remove()
             if covered == 0:
                 break
         if best is not None:
             taken.append(best[2])
+            if abs(best[3][1]) > FAR:
+                line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
+                axes.annotate("", (place, peak), xytext=best[3], textcoords="offset points", arrowprops=line)

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from .core.sizes import format_bytes
-from .savings import MEASURED, PLAIN, Row, StepSeconds
+from .savings_row import MEASURED, PLAIN, Row, StepSeconds
 
 WIDTH = 80
 MEGABYTE = 2**20

@@ -4,15 +4,11 @@ Each gate takes the technique as an argument, so that its tests can plant a wron
 `python -m pytest tests/test_sac.py`.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -26,6 +22,7 @@ from ..core import operations
 from ..core.blocks import find_blocks
 from ..core.layers import REST, RunningLayers
 from ..core.measure import FlopCount, count_flops, measure_memory, recompute_flops
+from ..core.python_calls import python_calls
 from ..core.untouched import seeded, untouched
 from ..core.verdict import Gate, Verdict, not_applicable
 from ..core.workload import Case
@@ -180,30 +177,3 @@ def torch_sac(module: nn.Module, case: Case) -> None:
     contexts = partial(create_selective_checkpoint_contexts, policy)
     for block in find_blocks(module, case.blocks).values():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-
-
-def python_calls(case: Case, change: Callable[[nn.Module, Case], Any]) -> int:
-    """Calls of Python functions in one step of a changed model, on the CPU, where backward stays in this thread."""
-    case = replace(case, device=torch.device("cpu"), batch_size=1)
-    module, batch = case.build(), case.batch()
-    change(module, case)
-    with untouched(module):
-        case.workload.mean_loss(module, batch).backward()  # what is done once is done now
-        with _calls_counted() as counted:
-            case.workload.mean_loss(module, batch).backward()
-    return counted[0]
-
-
-@contextmanager
-def _calls_counted() -> Iterator[list[int]]:
-    counted = [0]
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        counted[0] += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        yield counted
-    finally:
-        sys.setprofile(before)

@@ -1,7 +1,7 @@
 """Every way to use less memory that this project has, by name; what is registered here appears in every command.
 
-A technique registers in a module `plan/<technique>_strategies.py` of its own, with a tuple `FOUND`, so that a project
-that holds only some techniques has the strategies of those. Proof: `python -m pytest tests/test_recompute_contract.py`.
+A module `plan/*_strategies.py` registers with a tuple `FOUND`, so that a project that holds only some techniques has
+the strategies of those. Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
 import importlib
@@ -13,11 +13,13 @@ from .strategy import Sample, Strategy
 __all__ = ["STRATEGIES", "Sample", "Strategy"]
 
 
+FIRST = "recompute_strategies"  # nothing, and whole blocks: what the others are read against
+
+
 def _discover() -> dict[str, Strategy]:
-    names = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    modules = [
-        importlib.import_module(f".{name}", __package__) for name in sorted(names) if name.endswith("_strategies")
-    ]
+    found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    names = sorted((name for name in found if name.endswith("_strategies")), key=lambda name: (name != FIRST, name))
+    modules = [importlib.import_module(f".{name}", __package__) for name in names]
     return {strategy.name: strategy for module in modules for strategy in module.FOUND}
 
 

@@ -7,10 +7,26 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "checkpoint_config": ("CheckpointConfig",),
         "grad_accum": ("GradientAccumulation", "NonFiniteWindow", "Window", "WindowResult", "train_window"),
+        "memory_budget": ("BudgetUnsafe", "memory_budget", "remove_memory_budget"),
+        "offload": ("HostMemoryShort", "offload_blocks", "offload_report", "remove_offload"),
         "recompute": ("CheckpointWrapper", "Recompute", "recompute_blocks", "remove_recompute"),
         "regions": ("apply_regions", "remove_regions", "report_regions"),
         "sac": ("POLICIES", "apply_sac", "remove_sac"),
         "segments": ("choose_segments", "recompute_segments", "remove_segments"),
+        "snn_timesteps": (
+            "HiddenState",
+            "checkpoint_timesteps",
+            "choose_chunk_size",
+            "recompute_timesteps",
+            "remove_timesteps",
+            "run_timesteps",
+        ),
     },
-    technique_of={"checkpoint_config": "recompute", "regions": "sac", "segments": "recompute"},
+    technique_of={
+        "checkpoint_config": "recompute",
+        "memory_budget": "recompute",
+        "offload": "recompute",
+        "regions": "sac",
+        "segments": "recompute",
+    },
 )

@@ -1,0 +1,137 @@
+"""A memory budget for compiled blocks: the gradients are the same, fewer bytes are saved, and no other model notices.
+
+Tracing is what takes the time, so the gates compile with `aot_eager`, which divides forward from backward as inductor
+does, and one block of each class. Proof: `python -m pytest tests/test_memory_budget.py`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..core.allocated import saved_bytes
+from ..core.blocks import find_blocks
+from ..core.compiled import (
+    CompileFailed,
+    current_budget,
+    holds_compiled_code,
+    warnings_of_the_compiler_ignored,
+    with_own_code,
+)
+from ..core.parity import Parity, StepRecord, compare, record_step
+from ..core.untouched import seeded
+from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.workload import Case
+from ..plan.same_training import OUTER_BOUND, sample_of
+from ..plan.strategy import Sample
+
+Bounded = Callable[[nn.Module, Sample, float], list[str]]
+BUDGETS = (1.0, 0.5)  # what compiled code saves by itself, and what the strategy takes
+STEPS = (1.0, 0.5, 0.0)  # on the small model, where compiling costs little
+MOST_CLASSES = 2
+
+
+def _bounded(module: nn.Module, sample: Sample, budget: float) -> list[str]:
+    from ..primitives.memory_budget import memory_budget  # imports the compiler, which takes seconds
+
+    on = {} if sample.batch is None else {"batch": sample.batch, "loss": sample.loss}
+    return memory_budget(module, budget, blocks=sample.blocks, backend="aot_eager", **on)
+
+
+@warnings_of_the_compiler_ignored()
+def parity(case: Case, *, apply: Bounded = _bounded) -> Verdict:
+    """A step with a budget is that of the same code without one, and that of the model as it is."""
+    gate, outer = "recompute/budget-parity", OUTER_BOUND[case.dtype]
+    eager, again = (_step(case, case.build()) for _ in range(2))
+    inner = 0.0 if compare(eager, again).bit_equal else outer
+    required = f"{'bit-equal' if not inner else f'within {inner:.0e}'} to budget 1.0, within {outer:.0e} of eager"
+    sample, steps, names = _shortened(case), list[StepRecord](), list[str]()
+    for budget in BUDGETS:
+        module = case.build()
+        try:
+            names = apply(module, sample, budget)
+            steps.append(_step(case, module))
+        except CompileFailed as failure:
+            return not_applicable(gate, required=required, why=str(failure))
+        if not holds_compiled_code(module):
+            return Verdict(gate, False, "nothing compiled", required, "uncompiled blocks have no budget: compile them")
+    whole, plain = compare(*steps, tolerance=inner), _worst(compare(eager, step, tolerance=outer) for step in steps)
+    hint = ""
+    if not whole.holds:
+        hint = "what is computed again differs: it draws other random numbers, which memory_budget keeps from happening"
+    elif not plain.holds:
+        hint = "compiled code computes another step, whatever the budget: see what torch.compile does to the model"
+    measured = f"{whole.describe(most=1)}; eager: {plain.describe(most=1)}; {', '.join(names)}"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+@warnings_of_the_compiler_ignored()
+def scope(case: Case, *, apply: Bounded = _bounded) -> Verdict:
+    """Saved bytes fall with the budget, and a model that somebody else compiles saves what it saved before."""
+    gate, required = "recompute/budget-scope", "fewer bytes with a budget, and as many as before elsewhere"
+    setting, others, steps, saved = current_budget(), [_others_bytes()], list[int](), list[int]()
+    for budget in STEPS:
+        small = _small()
+        apply(small, Sample(None, _sum, blocks="0"), budget)
+        if budget == STEPS[-1]:
+            others.append(_others_bytes())
+        steps.append(saved_bytes(small, torch.ones(64, 16), _sum))
+    others.append(_others_bytes())
+    try:
+        for budget in BUDGETS:
+            module = case.build()
+            apply(module, _shortened(case), budget)
+            saved.append(saved_bytes(module, case.batch(), case.workload.mean_loss))
+    except CompileFailed as failure:
+        return not_applicable(gate, required=required, why=str(failure))
+    hint = ""
+    if len(set(others)) > 1 or current_budget() != setting:
+        hint = f"the setting was {setting:g}, is {current_budget():g}, and reaches others: set it while compiling"
+    elif not steps[0] > steps[1] > steps[2]:
+        hint = "the budget does not reach the compiler: it is torch._functorch.config.activation_memory_budget"
+    elif saved[1] > saved[0]:
+        hint = "a budget saves more than none here: choose other blocks, or recompute_blocks"
+    elif saved[1] == saved[0]:
+        why = f"{saved[0]:,} bytes with and without: the blocks have nothing to compute again that they would save"
+        return not_applicable(gate, required=required, why=why)
+    measured = f"{_listed(saved)} at {_listed(BUDGETS)}; small model {_listed(steps)}; another {_listed(others)}"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+GATES = (Gate("recompute/budget-parity", parity), Gate("recompute/budget-scope", scope))
+
+
+def _shortened(case: Case) -> Sample:
+    """The last block of each class: gradients flow into it, as they do into most blocks."""
+    last = {type(block): name for name, block in find_blocks(case.build(), case.blocks).items()}
+    return replace(sample_of(case), blocks=list(last.values())[-MOST_CLASSES:])
+
+
+def _step(case: Case, module: nn.Module) -> StepRecord:
+    with seeded(case.seed):
+        return record_step(module, case.batch(), case.workload.mean_loss)
+
+
+def _worst(found: Iterable[Parity]) -> Parity:
+    return max(found, key=lambda parity: (not parity.holds, parity.worst))
+
+
+def _small() -> nn.Module:
+    """A model whose saved bytes fall in two steps."""
+    return nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()))
+
+
+def _sum(module: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    return module(batch).sum()
+
+
+def _others_bytes() -> int:
+    """What the small model saves that somebody else compiles now."""
+    model = _small()
+    compiled = torch.compile(with_own_code(model, name="another_model"), backend="aot_eager")
+    return saved_bytes(model, torch.ones(64, 16), lambda _, batch: _sum(compiled, batch))
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:,}" for value in values)

@@ -1,0 +1,214 @@
+"""Recomputing chunks of timesteps saves what the formula says, at the FLOPs that it says, and is the same training.
+
+Each gate takes the technique as `apply`, and the last one its detector as `check`, so that tests can plant wrong ones.
+They apply to models whose loop over time is a method `unroll(step, inputs, state)`. Proof:
+`python -m pytest tests/test_snn_timesteps.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from ..core.blocks import NoBlocks
+from ..core.hidden_state import HiddenState, check_step
+from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
+from ..core.timestep_schedule import Costs, Schedule, best_schedule, measure_costs, peak_bytes, times_again
+from ..core.timesteps import Step, slice_time, steppers, take_step
+from ..core.untouched import seeded, untouched
+from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.workload import Case
+from ..plan.same_training import same_training, sample_of
+from ..plan.strategies import STRATEGIES
+from ..plan.strategy import Apply
+
+NO_LOOP = "no module steps through time by a method unroll(step, inputs, state), so there is no loop to replace"
+AT_MOST = 0.8  # of the plain peak: where the formula promises less than that, there is nothing to gain
+ENOUGH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """One loop over time, as the model calls it."""
+
+    name: str
+    step: Step
+    timesteps: Sequence[Any]
+    state: Any
+
+    def costs(self) -> Costs:
+        return measure_costs(self.step, self.timesteps, self.state)
+
+    def schedule(self, costs: Costs, levels: int) -> Schedule:
+        """What the formula chooses."""
+        return best_schedule(len(self.timesteps), costs, levels)
+
+
+def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
+    """The peak, at a batch where activations are what matters, is what boundaries and one chunk of steps come to."""
+    gate, case = "snn-timesteps/memory", replace(case, blocks=None)  # the whole loop, whatever the blocks are
+    if not _has_loop(case):
+        return not_applicable(gate, required="the predicted peak", why=NO_LOOP)
+    case, plain = _large_enough(case)
+    module, allowed = case.build(), plain.peak_bytes
+    for loop in _loops(case):
+        costs = loop.costs()
+        allowed += peak_bytes(loop.schedule(costs, 1), costs) - len(loop.timesteps) * costs.step_bytes
+        allowed += costs.step_bytes + costs.boundary_bytes  # a step in the making, and the gradient of the state
+    allowed += sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    if case.device.type != "cpu":
+        allowed += plain.peak_bytes // 20  # an allocator rounds up, and the formula counts bytes
+    required = f"peak at most {allowed / plain.peak_bytes:.0%} of plain"
+    if allowed > AT_MOST * plain.peak_bytes:
+        why = "the formula promises little here: there are few timesteps, or other things own the memory"
+        return not_applicable(gate, required=required, why=why)
+    (apply or STRATEGIES["timesteps"].apply)(module, sample_of(case))
+    loss, batch = case.workload.mean_loss, case.batch()
+    with untouched(module):
+        loss(module, batch)  # the first call measures
+    found = measure_memory(module, batch, loss)
+    held = found.peak_bytes <= allowed
+    hint = "" if held else "the chunks are of another size, or something is held for each timestep: outputs?"
+    measured = f"peak {found.peak_bytes / plain.peak_bytes:.0%} of plain, batch {case.batch_size}"
+    return Verdict(gate, held, measured, required, hint)
+
+
+def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+    """One step with and without: loss, gradients, buffers and generators."""
+    gate, case = _named("parity", strategy), replace(case, blocks=None)
+    if not _has_loop(case):
+        return not_applicable(gate, required="bit-equal", why=NO_LOOP)
+    try:
+        found = same_training(gate, case, apply or STRATEGIES[strategy].apply, alone=lambda model, sample: [])
+    except NoBlocks:  # asked for only where something differs, to look for the block to blame
+        return Verdict(gate, False, "differs", "bit-equal", "what is computed again is not what was computed first")
+    return replace(found, hint=found.hint.removesuffix("; or leave it out with --blocks"))
+
+
+def flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+    """Backward does every timestep but the last chunks' again, once for each level; early stop may save some."""
+    gate, required = _named("flops", strategy), "as predicted; with early stop at most that"
+    case = replace(case, blocks=None)
+    levels = 2 if strategy.endswith("nested") else 1
+    if not _has_loop(case):
+        return not_applicable(gate, required=required, why=NO_LOOP)
+    expected = 0
+    for loop in _loops(case):
+        again = times_again(loop.schedule(loop.costs(), levels))
+        expected += sum(times * cost for times, cost in zip(again, _step_flops(loop), strict=True))
+    if not expected:
+        why = "a step has no matrix product, convolution or attention whose FLOPs could be counted"
+        return not_applicable(gate, required=required, why=why)
+    loss, batch, module = case.workload.mean_loss, case.batch(), case.build()
+    plain = count_flops(case.build(), batch, loss)
+    (apply or STRATEGIES[strategy].apply)(module, sample_of(case))
+    with untouched(module):
+        loss(module, batch)  # the first call looks for hidden state, and runs some steps for that
+    with seeded(case.seed), set_checkpoint_early_stop(False):
+        whole = recompute_flops(plain, count_flops(module, batch, loss))
+    stopped = recompute_flops(plain, count_flops(module, batch, loss))
+    held = whole == expected and 0 <= stopped <= whole <= levels * plain.forward
+    measured = f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop"
+    hint = "" if held else "timesteps run less or more often than once for each level: is the chunk size another one?"
+    return Verdict(gate, held, measured, required, hint)
+
+
+class Planted(nn.Module):
+    """A step that keeps a potential to itself, as modules of spiking networks do."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.potential: Any = 0.0
+
+    def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
+        output, state = take_step(self.step, x, state)
+        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        self.potential = 0.5 * self.potential + first
+        fires = (self.potential > 1e3).to(first.dtype)  # not in the steps that are tried
+        return tree_map(lambda leaf: leaf + fires if leaf is first else leaf, output), state
+
+
+def hidden_state(case: Case, *, check: Callable[[Step, Sequence[Any], Any], Any] = check_step) -> Verdict:
+    """A state that is planted inside a step is found and named, and the step as it is has none."""
+    gate, required = "snn-timesteps/hidden-state", "planted: potential; own step: none"
+    if not _has_loop(case):
+        return not_applicable(gate, required=required, why=NO_LOOP)
+    said, hints = [], []
+    for loop in _loops(case):
+        own, why = _found(check, loop.step, loop)
+        planted, _ = _found(check, Planted(loop.step), loop)
+        said.append(f"planted: {planted}; own step: {own}")
+        if own != "none":
+            hints.append(why)
+        elif planted != "potential":
+            hints.append("what is planted is not found: chunks of such a module would get wrong gradients, silently")
+    return Verdict(gate, not hints, " / ".join(dict.fromkeys(said)), required, "; ".join(dict.fromkeys(hints)))
+
+
+def _found(check: Callable[[Step, Sequence[Any], Any], Any], step: Step, loop: Unrolled) -> tuple[str, str]:
+    try:
+        check(step, loop.timesteps, loop.state)
+    except HiddenState as error:
+        return error.attribute or "state", str(error)
+    return "none", ""
+
+
+def _named(gate: str, strategy: str) -> str:
+    return f"snn-timesteps/{gate}{strategy.removeprefix('timesteps').replace('_', '-')}"
+
+
+GATES = (
+    Gate("snn-timesteps/memory", memory),
+    Gate("snn-timesteps/parity", partial(parity, strategy="timesteps")),
+    Gate("snn-timesteps/parity-nested", partial(parity, strategy="timesteps_nested")),
+    Gate("snn-timesteps/flops", partial(flops, strategy="timesteps")),
+    Gate("snn-timesteps/flops-nested", partial(flops, strategy="timesteps_nested")),
+    Gate("snn-timesteps/hidden-state", hidden_state),
+)
+
+
+def _has_loop(case: Case) -> bool:
+    return bool(steppers(case.build()))
+
+
+def _loops(case: Case) -> list[Unrolled]:
+    """The loops over time of one forward, with what they are given."""
+    module, found = case.build(), list[Unrolled]()
+    for name, stepper in steppers(module).items():
+        plain = stepper.unroll
+
+        def unroll(step: Step, inputs: Any, state: Any, name: str = name, run: Any = plain, **kept: Any) -> Any:
+            given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (inputs, state))
+            found.append(Unrolled(name, step, slice_time(given[0], kept.get("time_dim", 0)), given[1]))
+            return run(step, inputs, state, **kept)
+
+        stepper.unroll = unroll  # type: ignore[assignment]
+    with seeded(case.seed), untouched(module):
+        case.workload.mean_loss(module, case.batch())
+    return found
+
+
+def _step_flops(loop: Unrolled) -> list[int]:
+    counted, state = [], loop.state
+    for x in loop.timesteps:
+        with torch.no_grad(), FlopCount() as count:
+            _, state = take_step(loop.step, x, state)
+        counted.append(count.flops)
+    return counted
+
+
+def _large_enough(case: Case) -> tuple[Case, Memory]:
+    """A batch whose activations are eight times the parameters, or many bytes."""
+    module = case.build()
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    while True:
+        plain = measure_memory(module, case.batch(), case.workload.mean_loss)
+        if plain.held_bytes >= (wanted := min(8 * parameters, ENOUGH_BYTES)):
+            return case, plain
+        case = replace(case, batch_size=case.batch_size * max(2, wanted // max(1, plain.held_bytes)))

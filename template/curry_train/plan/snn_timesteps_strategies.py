@@ -1,0 +1,25 @@
+"""The strategies of the technique `snn-timesteps`.
+
+Proof: `python -m pytest tests/test_snn_timesteps.py`.
+"""
+
+from torch import nn
+
+from ..primitives.snn_timesteps import recompute_timesteps
+from .strategy import Sample, Strategy
+
+
+def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str]:
+    if sample.blocks is not None:
+        raise ValueError(f"timesteps are recomputed for the whole loop, and not for blocks {sample.blocks!r}")
+    return recompute_timesteps(model, levels=levels)
+
+
+def _nested(model: nn.Module, sample: Sample) -> list[str]:
+    return _timesteps(model, sample, levels=2)
+
+
+FOUND = (
+    Strategy("timesteps", "recompute a loop over time, chunks of it at once", _timesteps),
+    Strategy("timesteps_nested", "the same with chunks inside larger chunks", _nested),
+)

@@ -1,0 +1,249 @@
+"""Move what blocks hold for backward to CPU memory, and bring it back when backward comes.
+
+    offload_blocks(model)                              # all blocks but the last
+    offload_blocks(model, batch=batch, loss=loss)      # the host memory is counted and reserved before the first step
+    print(offload_report(model).table())
+
+Each storage is moved once, whatever views of it are saved; parameters, buffers and small tensors stay. Proof:
+`python -m pytest tests/test_offload.py`.
+"""
+
+import functools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ..core.blocks import find_blocks
+from ..core.derive import Derived, become, restore
+from ..core.host_memory import HostMemoryShort
+from ..core.host_storages import CastAgain, Lane, OffloadReport, Saved, Stays, Step
+from ..core.recipes import CAST
+from ..core.untouched import untouched
+
+__all__ = ["HostMemoryShort", "NothingToMove", "OffloadReport", "offload_blocks", "offload_report", "remove_offload"]
+
+OFFLOADER = "_offloader"
+PLAIN = (Tensor, nn.Parameter)
+VALUE = operator.methodcaller("value")
+PARAMETER, WEIGHT_CAST, DUPLICATE, SMALL = "parameter or buffer", "cast of a parameter", "duplicate", "too small"
+SLICE, ALIAS, OTHER = "slice of data", "alias of what moved", "no plain tensor of the device"
+
+
+class NothingToMove(ValueError):
+    """The blocks hold nothing that offload could move."""
+
+
+class Offloaded(Derived):
+    """A block whose saved tensors are on the host between forward and backward; in eval mode, without grad mode and in
+    compiled code the bare block."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with self.__dict__[OFFLOADER].hooks(self, (args, kwargs)):
+            return super().forward(*args, **kwargs)
+
+
+class Surroundings:
+    """What one call of a block finds there, and leaves where it is."""
+
+    def __init__(self, step: Step, block: nn.Module, inputs: Any) -> None:
+        self.owned = step.owned | _addresses(block)
+        self.device = next((parameter.device.type for parameter in block.parameters()), None)
+        leaves = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and leaf.layout is torch.strided]
+        data = {_address(leaf): leaf for leaf in leaves if not leaf.requires_grad}
+        # A part of something that the caller holds, such as a data set on the device, frees nothing.
+        self.slices = {address for address, leaf in data.items() if 2 * leaf.nbytes < _size(leaf)}
+
+    def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
+        """None for a tensor that moves, if its storage has not moved already."""
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+            return OTHER
+        if isinstance(base, nn.Parameter) or _address(tensor) in self.owned:
+            return PARAMETER
+        if self.device not in (None, tensor.device.type):  # such as the seed of a kernel, which is on the host
+            return OTHER
+        if tensor.is_conj() or tensor.is_neg() or _size(tensor) % tensor.itemsize:
+            return OTHER
+        if _size(tensor) < max(1, min_bytes):
+            return SMALL
+        if _weight_of_cast(base) is not None:
+            return WEIGHT_CAST
+        return SLICE if _address(tensor) in self.slices else None
+
+
+class Offloader:
+    """What the offloaded blocks of a model share."""
+
+    def __init__(self, model: nn.Module | None, min_bytes: int) -> None:
+        self.min_bytes = min_bytes
+        self.model = (lambda: None) if model is None else weakref.ref(model)
+        self.lanes: dict[torch.device, Lane] = {}
+        self.counted: list[tuple[torch.device, int]] | None = None
+        self.step: Callable[[], Step | None] = lambda: None
+        self.report = OffloadReport()
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> Any:
+        return self.model(), self.min_bytes
+
+    def __setstate__(self, state: Any) -> None:
+        Offloader.__init__(self, *state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
+        return Offloader(memo.get(id(self.model())), self.min_bytes)  # the model's own copy, if it is what is copied
+
+    def lane(self, device: torch.device) -> Lane:
+        if device not in self.lanes:
+            self.lanes[device] = Lane(device)
+        return self.lanes[device]
+
+    def hooks(self, block: nn.Module, inputs: Any) -> saved_tensors_hooks:
+        with self.lock:
+            step = self.step()
+            if step is None or step.unpacked:
+                model = self.model()
+                # Without the block's own: FSDP2 frees them after its forward, and their addresses are used again.
+                step = Step(frozenset() if model is None else _addresses(model) - _addresses(block))
+                self.step, self.report = weakref.ref(step), step.report
+        return saved_tensors_hooks(functools.partial(self.pack, step, Surroundings(step, block, inputs)), VALUE)
+
+    def pack(self, step: Step, around: "Surroundings", tensor: Tensor) -> Saved | Stays:
+        """What autograd holds in place of a tensor."""
+        base = tensor if tensor._base is None else tensor._base
+        reason = around.why_it_stays(tensor, base, self.min_bytes)
+        with self.lock:
+            moved = None
+            if reason in (None, SLICE):
+                moved = step.moved.get(_address(tensor))
+            if moved is not None and moved.source() is not None:
+                reason = DUPLICATE if moved.is_same(tensor, base) else ALIAS
+            if reason is None:
+                return self._move(step, tensor, base)
+            step.report.skip(tensor, reason)
+            if moved is not None and reason == DUPLICATE:
+                return step.save(moved, tensor)
+        weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
+        return Stays(tensor, step) if weight is None else CastAgain(tensor, weight, step)
+
+    def _move(self, step: Step, tensor: Tensor, base: Tensor) -> Saved:
+        if self.counted is None:
+            return step.move(tensor, base, self.lane(tensor.device))
+        self.counted.append((tensor.device, _size(tensor)))
+        return step.move(tensor, base, None)
+
+    def reserve(self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        """Count what one forward would move, without keeping any of it, and have the host memory for it."""
+        self.counted = []
+        try:
+            with untouched(model):
+                loss(model, batch)
+            sizes = self.counted
+        finally:
+            self.counted, self.step, self.report = None, lambda: None, OffloadReport()
+        if not sizes:
+            raise NothingToMove(
+                f"the blocks save nothing of {self.min_bytes:,} bytes or more that could move: use a larger batch, "
+                "lower min_bytes, name other blocks, or leave offload out"
+            )
+        for device in {device for device, _ in sizes}:
+            self.lane(device).pool.reserve(nbytes for on, nbytes in sizes if on == device)
+
+
+def offload_blocks(
+    model: nn.Module,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    min_bytes: int = 4096,
+    keep_last: int = 1,
+    batch: Any = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> list[str]:
+    """Have the blocks of a model, but the last ones, keep what they hold for backward on the host, in place; return
+    their names.
+
+    Backward begins with the last `keep_last` blocks, so they would be back at once. With `batch` and `loss` one forward
+    counts the bytes, and `HostMemoryShort` is raised here and not in a step. Before DDP, `fully_shard` and
+    `torch.compile`.
+    """
+    for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
+    if batch is not None and loss is None:
+        raise ValueError("batch is given and loss is not: to count the bytes of a step both are needed")
+    if any(isinstance(module, Offloaded) for module in model.modules()):
+        raise ValueError("blocks of this model are offloaded already: call remove_offload(model) first")
+    found = find_blocks(model, blocks)
+    names = list(found)[: len(found) - keep_last]
+    if not names:
+        raise ValueError(f"keep_last={keep_last} leaves none of the {len(found)} blocks to offload: lower it")
+    if batch is not None and not any(found[name].training for name in names):
+        raise ValueError("the blocks are in eval mode, where nothing is moved: call model.train() first")
+    offloader = Offloader(model, min_bytes)
+    for name in names:
+        become(Offloaded, found[name], **{OFFLOADER: offloader})
+    if batch is not None and loss is not None:
+        try:
+            offloader.reserve(model, batch, loss)
+        except BaseException:
+            remove_offload(model)
+            raise
+    return names
+
+
+def remove_offload(model: nn.Module) -> list[str]:
+    """Undo `offload_blocks`, free the host memory, and return the names of the blocks that were offloaded."""
+    names = [name for name, module in model.named_modules() if isinstance(module, Offloaded)]
+    for name in names:
+        module = model.get_submodule(name)
+        offloader: Offloader = module.__dict__[OFFLOADER]
+        restore(module, OFFLOADER)
+        for lane in offloader.lanes.values():
+            lane.pool.clear()
+    return names
+
+
+def offload_report(model: nn.Module) -> OffloadReport:
+    """What the last step of a model with offloaded blocks moved, up to now."""
+    for module in model.modules():
+        if isinstance(module, Offloaded):
+            offloader: Offloader = module.__dict__[OFFLOADER]
+            reserved = sum(lane.pool.reserved_bytes for lane in offloader.lanes.values())
+            return replace(offloader.report, reserved_bytes=reserved, skipped=dict(offloader.report.skipped))
+    raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
+
+
+def _addresses(module: nn.Module) -> frozenset[int]:
+    """Where the parameters and buffers of a module are."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return frozenset(_address(tensor) for tensor in tensors if type(tensor) in PLAIN)
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError as error:
+        raise RuntimeError("offloaded blocks can't run inside torch.func: call remove_offload(model) first") from error
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _weight_of_cast(base: Tensor) -> Tensor | None:
+    """The parameter that a tensor is a copy of in another precision."""
+    node = base.grad_fn
+    if node is None or node.name() != CAST or base._version:
+        return None
+    weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    if weight is None or type(weight) not in PLAIN or weight.device != base.device:
+        return None
+    return weight if weight.shape == base.shape and weight.stride() == base.stride() else None

@@ -1,0 +1,233 @@
+"""Recompute a loop over time in chunks: the state between chunks is kept, and what the steps held is computed again.
+
+    rate, state = checkpoint_timesteps(model.step, inputs, state, outputs="mean")    # in place of the loop
+    recompute_timesteps(model)    # a model whose loop is a method `unroll`, as it is
+
+`step(x_t, state) -> (output_t, state)` must be a function of its input and state: one that keeps state to itself is
+refused with `HiddenState`. Gradients flow through the state from the last timestep to the first; nothing is detached.
+Proof: `python -m pytest tests/test_snn_timesteps.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ..core.attributes import Place, code_of, places_of, roots_of
+from ..core.checkpointed import Options, run_checkpointed
+from ..core.derive import Derived, become, restore
+from ..core.generators import Generators
+from ..core.hidden_state import HiddenState, check_step
+from ..core.kept import Key, put_back_later
+from ..core.timestep_schedule import Costs, Schedule, best_chunk_size, best_schedule, even_schedule, measure_costs
+from ..core.timesteps import Collected, Step, run_timesteps, slice_time, steppers, take_step
+from ..core.untouched import generators_kept
+
+__all__ = [
+    "HiddenState",
+    "checkpoint_timesteps",
+    "choose_chunk_size",
+    "recompute_timesteps",
+    "remove_timesteps",
+    "run_timesteps",
+]
+
+OPTIONS = "_timesteps"
+
+
+@_disable_dynamo  # a loop that is traced is unrolled; torch.compiler.disable would import the compiler here
+def checkpoint_timesteps(
+    step: Step,
+    inputs: Any,
+    state: Any,
+    *,
+    chunk_size: int | None = None,
+    levels: int = 1,
+    time_dim: int = 0,
+    outputs: str = "stack",
+) -> tuple[Any, Any]:
+    """`run_timesteps`, bit for bit, holding one chunk of timesteps and the states between chunks.
+
+    `inputs` is a tensor with time in `time_dim`, or a sequence of timesteps. `outputs` is "stack", "sum", "mean" or
+    "last"; only "stack" holds an output for each timestep. `levels=1` computes each timestep once more at most;
+    `levels=2` puts chunks into larger chunks, and computes each twice more at most. Without `chunk_size` the first call
+    measures, and chunks get shorter towards the end (`core/timestep_schedule.py`); with it they are even. The first
+    call also looks for hidden state, and runs a few steps for that. In eval mode and without grad mode this is the
+    plain loop; so is one chunk that is as long as the whole.
+    """
+    _check(chunk_size, levels)
+    timesteps, roots = slice_time(inputs, time_dim), roots_of(step)
+    if not torch.is_grad_enabled() or (roots and not any(module.training for module in roots.values())):
+        return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
+    collected = Collected(outputs, time_dim)
+    known = _learn(step, roots, timesteps, state, costs=chunk_size is None)
+    if known.costs is not None and chunk_size is None:
+        schedule = best_schedule(len(timesteps), known.costs, levels)
+    else:
+        schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
+    left = known.left_behind
+    loop = _Loop(step, timesteps, collected, list(roots.values()), places_of(step) if left else (), left)
+    state = loop.run(state, 0, schedule, again=False)
+    return collected.finish(), state
+
+
+def choose_chunk_size(step: Step, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0) -> int:
+    """The size of even chunks with the lowest peak, from what the state and one timestep measure in bytes.
+
+    Near sqrt(T * state bytes / step bytes): a small state and a large step ask for short chunks.
+    """
+    _check(None, levels)
+    timesteps = slice_time(inputs, time_dim)
+    with generators_kept(), put_back_later(places_of(step)):
+        costs = measure_costs(step, timesteps, state)
+    return best_chunk_size(len(timesteps), costs, levels)
+
+
+class RecomputedTimesteps(Derived):
+    """A module that steps through time by `checkpoint_timesteps`."""
+
+    def unroll(self, step: Step, inputs: Any, state: Any, **kept: Any) -> tuple[Any, Any]:
+        return checkpoint_timesteps(step, inputs, state, **self.__dict__[OPTIONS], **kept)
+
+
+def recompute_timesteps(model: nn.Module, *, chunk_size: int | None = None, levels: int = 1) -> list[str]:
+    """Make the loops over time of a model recompute, in place, and return the names of the modules that have one.
+
+    A module has one where it calls `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
+    `unroll = staticmethod(run_timesteps)` or a method like it.
+    """
+    _check(chunk_size, levels)
+    found = steppers(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no method unroll(step, inputs, state), so its loop over time can't be "
+            "replaced from outside; replace the loop in its forward by one line: "
+            'outputs, state = checkpoint_timesteps(self.step, inputs, state, time_dim=0, outputs="stack")'
+        )
+    for module in found.values():
+        become(RecomputedTimesteps, module, **{OPTIONS: {"chunk_size": chunk_size, "levels": levels}})
+    return list(found)
+
+
+def remove_timesteps(model: nn.Module) -> list[str]:
+    """Undo `recompute_timesteps`, and return the names of the modules that were recomputing."""
+    names = [name for name, module in model.named_modules() if isinstance(module, RecomputedTimesteps)]
+    for name in names:
+        restore(model.get_submodule(name), OPTIONS)
+    return names
+
+
+def _check(chunk_size: int | None, levels: int) -> None:
+    if levels not in (1, 2) or isinstance(levels, bool):
+        raise ValueError(f"levels must be 1, or 2 for chunks inside larger chunks; got {levels!r}")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be a whole number from 1 up, or None to measure it; got {chunk_size!r}")
+
+
+@dataclass
+class _Known:
+    """What the first call with a step found out. Names only: a reference to a module would keep it alive."""
+
+    left_behind: Mapping[Key, bool]
+    costs: Costs | None = None
+
+
+_known: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
+
+
+def _learn(step: Step, roots: Mapping[str, nn.Module], timesteps: Sequence[Any], state: Any, *, costs: bool) -> _Known:
+    """Once for each function and its modules; each time for a function made anew that reaches no module."""
+    if costs and not roots:
+        raise ValueError(
+            "step reaches no module to remember a measurement by: give chunk_size, such as "
+            "choose_chunk_size(step, inputs, state), measured once"
+        )
+    owner = next(iter(roots.values()), step)
+    of_owner = _known.setdefault(owner, {})
+    key = code_of(step), tuple(map(id, roots.values()))
+    if key not in of_owner:
+        of_owner[key] = _Known(check_step(step, timesteps, state))
+    if costs and of_owner[key].costs is None:
+        with generators_kept(), put_back_later(places_of(step)):
+            of_owner[key].costs = measure_costs(step, timesteps, state)
+    return of_owner[key]
+
+
+@dataclass
+class _Loop:
+    """All that the chunks of one call share."""
+
+    step: Step
+    timesteps: Sequence[Any]
+    collected: Collected
+    modules: Sequence[nn.Module]
+    places: Sequence[Place]
+    left_behind: Mapping[Key, bool]
+    shape: TreeSpec | None = None
+
+    def run(self, state: Any, first: int, schedule: Schedule, *, again: bool) -> Any:
+        """The state after some timesteps; the last chunk of them is kept, because backward needs it first."""
+        if not schedule.chunks:
+            for index in range(first, first + schedule.num_steps):
+                output, state = take_step(self.step, self.timesteps[index], state)
+                if not again:
+                    self.collected.add(output)
+            return state
+        *before, last = schedule.chunks
+        for inside in before:
+            leaves, shape = tree_flatten(state)
+            chunk = _Chunk(self, shape, first, inside, again)
+            options = Options(preserve_rng_state=False)  # the chunk does that itself
+            made = run_checkpointed(chunk, tuple(leaves), {}, modules=self.modules, options=options)
+            state = tree_unflatten(list(made), self._check_shape(chunk.shape_after))
+            first += inside.num_steps
+        return self.run(state, first, last, again=again)
+
+    def _check_shape(self, shape: TreeSpec) -> TreeSpec:
+        if self.shape is not None and shape != self.shape:
+            raise ValueError(
+                "the state that step returns changes its structure with time: keep it as it is, and collect over time "
+                "with `outputs`"
+            )
+        self.shape = shape
+        return shape
+
+
+@dataclass
+class _Chunk:
+    """Timesteps under one checkpoint. Only the first run collects outputs, and leaves anything behind."""
+
+    loop: _Loop
+    shape: TreeSpec
+    first: int
+    inside: Schedule
+    again: bool
+    shape_after: TreeSpec = field(init=False)
+    runs: int = 0
+    drawn_from: Generators | None = None
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        self.runs += 1
+        if self.runs == 1:
+            before = Generators([*leaves, *tree_leaves(self.loop.timesteps[self.first])])
+            made = self._run(leaves, again=self.again)
+            self.drawn_from = before if before.moved() else None  # most steps draw nothing, and a state is 5 KB
+            return made
+        with ExitStack() as stack:
+            if self.loop.left_behind:
+                stack.enter_context(put_back_later(self.loop.places, only=self.loop.left_behind))
+            if self.drawn_from is not None:
+                stack.enter_context(self.drawn_from.again())
+            return self._run(leaves, again=True)
+
+    def _run(self, leaves: Sequence[Any], *, again: bool) -> tuple[Any, ...]:
+        state = tree_unflatten(list(leaves), self.shape)
+        state = self.loop.run(state, self.first, self.inside, again=again)
+        made, self.shape_after = tree_flatten(state)
+        return tuple(made)

@@ -1,0 +1,121 @@
+"""Symptoms of offload: reproduced, cured by the fix, and not by what only looks right.
+
+python -m pytest tests/test_symptoms_recompute_offload.py
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from curry_train.core import host_memory
+from curry_train.core.builtin import transformer
+from curry_train.core.host_memory import HostMemoryShort
+from curry_train.core.measure import count_flops, recompute_flops
+from curry_train.core.parity import compare
+from curry_train.core.workload import Case
+from curry_train.primitives.offload import offload_blocks, offload_report
+from symptoms import blocks, linear, mean_square, memory, rows, step, symptom
+
+
+@pytest.fixture
+def batch():
+    return rows(512)
+
+
+def everything_copied(module, batch, loss):
+    """The bytes that `save_on_cpu` around the whole step would copy: it copies each tensor that it is given."""
+    nbytes = 0
+
+    def pack(tensor):
+        nonlocal nbytes
+        nbytes += tensor.nbytes
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss(module, batch)
+    return nbytes
+
+
+@symptom("`HostMemoryShort`, or the host ends the process once offload is on")
+def test_host_memory_is_counted_before_a_step_and_fewer_blocks_or_larger_tensors_fit(batch, monkeypatch):
+    case = Case(transformer(), batch_size=16)
+    batch, loss = case.batch(), case.workload.mean_loss
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 24 * 2**20)
+    model = case.build()
+    with pytest.raises(HostMemoryShort, match=r"needs 31.6 MiB more of host memory and 24.0 MiB is available"):
+        offload_blocks(model, batch=batch, loss=loss)
+    assert everything_copied(model, batch, loss) > 1.9 * 31.6 * 2**20  # and would have said nothing
+    plain = memory(model, batch, loss=loss)
+    for options in ({"keep_last": 2}, {"min_bytes": 2**20}):
+        model = case.build()
+        offload_blocks(model, batch=batch, loss=loss, **options)
+        held = memory(model, batch, loss=loss).held_bytes
+        assert held < plain.held_bytes - 12 * 2**20
+        assert offload_report(model).reserved_bytes <= 24 * 2**20
+
+
+@symptom("`MUST_CPU_OFFLOAD` frees memory and each step computes more")
+def test_the_offload_policy_of_torch_recomputes_and_moves_nothing(batch):
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD
+    )
+
+    class Policy(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+
+    build = functools.partial(blocks, linear, nn.GELU, linear)
+    plain, theirs, ours = build(), nn.Sequential(*[Policy(block) for block in build()]), build()
+    offload_blocks(ours, batch=batch, loss=mean_square)
+    before, held = count_flops(plain, batch, mean_square), memory(plain, batch).held_bytes
+    assert memory(theirs, batch).held_bytes < 0.5 * held  # which is what makes it look right
+    assert recompute_flops(before, count_flops(theirs, batch, mean_square)) > 0.4 * before.forward
+    assert memory(ours, batch).held_bytes < 0.5 * held
+    assert recompute_flops(before, count_flops(ours, batch, mean_square)) == 0
+    assert compare(step(plain, batch), step(ours, batch)).bit_equal
+    assert offload_report(ours).moved_bytes > 0.5 * held
+
+
+class Collecting(nn.Module):
+    """Keeps what passes between its blocks, as models do that are asked for their hidden states."""
+
+    def __init__(self, layers, keep):
+        super().__init__()
+        self.layers, self.keep, self.hidden = nn.ModuleList(layers), keep, []
+
+    def forward(self, x):
+        self.hidden = []
+        for layer in self.layers:
+            x = layer(x)
+            if self.keep is not None:
+                self.hidden.append(self.keep(x))
+        return x
+
+
+@symptom("offload moves bytes, and the device holds nearly as much as before")
+def test_what_the_model_itself_collects_stays_on_the_device(batch):
+    build = functools.partial(blocks, linear, nn.Sigmoid)  # an output is all that a block holds
+    held = {}
+    for name, keep in {
+        "all": lambda x: x,
+        "detached": lambda x: x.detach(),
+        "mean": lambda x: x.detach().mean(),
+        "none": None,
+    }.items():
+        model = Collecting(build(), keep)
+        offload_blocks(model, keep_last=0, batch=batch, loss=mean_square)
+        model.hidden = []
+        held[name] = memory(model, batch).held_bytes
+        assert offload_report(model).moved_bytes == 8 * batch.nbytes + batch.nbytes
+    plain = memory(Collecting(build(), None), batch).held_bytes
+    assert held["all"] > 0.95 * plain
+    assert held["detached"] > 0.95 * plain  # the same storage
+    assert held["mean"] < 0.3 * plain
+    assert held["none"] < 0.3 * plain
