@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -70,6 +71,16 @@ def bounded(block: Callable[[], nn.Module], budget: float, **options: Any) -> Ne
     """The model of such blocks with a budget."""
     model = build(block)
     memory_budget(model, budget, backend="aot_eager", **options)
+    return model
+
+
+def by_torch_alone(block: Callable[[], nn.Module], budget: float, *, backend: str = "aot_eager") -> Net:
+    """The model of such blocks, compiled at the setting as torch documents it."""
+    model = build(block)
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
+    with functorch_config.patch(activation_memory_budget=budget):
+        loss(model, rows()).backward()
     return model
 
 

@@ -16,7 +16,19 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_models import TRACING, WIDTH, block_class, bounded, build, dropout, hidden, loss, rows, step
+from compiled_models import (
+    TRACING,
+    WIDTH,
+    block_class,
+    bounded,
+    build,
+    by_torch_alone,
+    dropout,
+    hidden,
+    loss,
+    rows,
+    step,
+)
 from curry_train.core import partition
 from curry_train.core.allocated import count_executed_flops, measure_allocated, saved_bytes
 from curry_train.core.compiled import BudgetUnsafe, CompileFailed
@@ -28,15 +40,6 @@ from curry_train.primitives.memory_budget import Budgeted, _compiled, memory_bud
 from curry_train.primitives.recompute import Recompute, recompute_blocks
 
 pytestmark = TRACING
-
-
-def by_torch_alone(model, budget, *, backend="aot_eager"):
-    """The setting as torch documents it."""
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, backend=backend)
-    with functorch_config.patch(activation_memory_budget=budget):
-        loss(model, rows()).backward()
-    return model
 
 
 # What torch does, so that a torch that changes it is noticed.
@@ -110,7 +113,7 @@ def test_where_a_block_saves_its_inputs_alone_a_budget_computes_again_for_nothin
 def test_torch_alone_draws_again_in_backward_so_the_draws_must_still_be_kept(budget):
     """The workaround is needed as long as this holds."""
     block = block_class(dropout)
-    found = compare(step(by_torch_alone(build(block), 1.0)), step(by_torch_alone(build(block_class(dropout)), budget)))
+    found = compare(step(by_torch_alone(block, 1.0)), step(by_torch_alone(block_class(dropout), budget)))
     errors = {difference.kind: difference.error for difference in found.differences}
     assert errors["generator"] == float("inf")
     assert errors["gradient"] > 0.05

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from compiled_models import TRACING, block_class, build, dropout, loss, rows, step
+from compiled_models import TRACING, block_class, build, by_torch_alone, dropout, loss, rows, step
 from curry_train.core.allocated import measure_allocated, saved_bytes
 from curry_train.core.builtin import transformer
 from curry_train.core.parity import compare
@@ -59,7 +59,7 @@ def test_two_ranks_have_the_same_gradients_and_fewer_bytes_under_ddp_and_fsdp2()
 
 @needs_cpp
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_inductor_draws_once_and_torch_alone_does_not(device):
+def test_inductor_draws_once_at_zero_and_torch_alone_draws_again(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     block = block_class(dropout)
@@ -69,6 +69,9 @@ def test_inductor_draws_once_and_torch_alone_does_not(device):
     batch = rows().to(device)
     assert compare(*[step(model, batch) for model in models]).holds
     assert saved_bytes(models[1], batch, loss) < 0.5 * saved_bytes(models[0], batch, loss)
+    if device == "cpu":  # as long as this holds the draws must be kept
+        alone = by_torch_alone(block_class(dropout), 0.0, backend="inductor")
+        assert not compare(step(models[0]), step(alone), tolerance=0.05).holds
 
 
 IN_A_PROCESS = """

@@ -11,9 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from curry_train.core.builtin import snn
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
+from curry_train.core.verdict import Gate
+from curry_train.core.workload import Case, Workload
 from curry_train.plan.profiler import MemoryProfiler
+from curry_train.plan.same_training import same_training
 from curry_train.plan.selective import SelectiveCheckpointer
 from curry_train.plan.strategies import STRATEGIES, Sample
 from curry_train.primitives.checkpoint_config import CheckpointConfig
@@ -358,6 +362,35 @@ def test_selective_says_what_it_needs(config, said):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_name_what_they_changed(name, batch):
     model = chain()
-    names = STRATEGIES[name].apply(model, Sample(batch.repeat(8, 1), lambda module, batch: module(batch).sum()))
+    sample = Sample(batch.repeat(8, 1), lambda module, batch: module(batch).sum())
+    if name.startswith("timesteps"):  # there is no loop over time
+        with pytest.raises(ValueError, match="has no method unroll"):
+            STRATEGIES[name].apply(model, sample)
+        return
+    names = STRATEGIES[name].apply(model, sample)
     assert (names == []) == (name == "none")
     assert all(type(model.get_submodule(found)) is not Block for found in names)
+
+
+def test_a_difference_in_a_model_without_blocks_is_a_failure_and_not_inapplicable():
+    def spoil(model, sample):
+        model.register_forward_hook(lambda module, args, output: 2 * output)
+        return ["0"]
+
+    workload = Workload(
+        "flat", lambda: nn.Linear(8, 8), lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
+    )
+    verdict = Gate("a/parity", lambda case: same_training("a/parity", case, spoil)).run(Case(workload))
+    assert verdict.passed is False, verdict
+
+
+@pytest.mark.parametrize("size", [1, 4, None])
+def test_timesteps_are_chunked_by_the_configuration(size):
+    model = snn().build()
+    config = CheckpointConfig(enabled=True, strategy="none", snn_timestep_checkpoint=True, snn_chunk_size=size)
+    checkpointer = SelectiveCheckpointer(config)
+    checkpointer.apply(model)
+    assert checkpointer.get_checkpointed_layers() == [""]
+    bare, case = snn().build(), Case(snn(), batch_size=64)
+    held = [measure_memory(net, case.batch(), case.workload.mean_loss).held_bytes for net in (bare, model)]
+    assert held[1] < 0.7 * held[0]

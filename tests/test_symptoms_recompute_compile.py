@@ -9,7 +9,7 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compiled_models import TRACING, block_class, bounded, build, dropout, loss, rows, step
+from compiled_models import TRACING, block_class, bounded, build, by_torch_alone, dropout, loss, rows, step
 from curry_train.core.allocated import count_executed_flops, saved_bytes
 from curry_train.core.compiled import with_own_code
 from curry_train.core.parity import compare
@@ -17,16 +17,6 @@ from curry_train.primitives.memory_budget import memory_budget
 from symptoms import symptom
 
 pytestmark = TRACING
-
-
-def compiled_blocks(block, budget=None):
-    """Blocks compiled by torch itself, at its setting."""
-    model = build(block)
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager")
-    with functorch_config.patch(activation_memory_budget=1.0 if budget is None else budget):
-        loss(model, rows()).backward()
-    return model
 
 
 def saved(model):
@@ -38,7 +28,7 @@ def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks(
     with pytest.raises(AttributeError, match=r"activation_memory_budget does not exist"):
         torch._dynamo.config.activation_memory_budget = 0.2
     torch._dynamo.activation_memory_budget = 0.2
-    model = compiled_blocks(block_class())
+    model = by_torch_alone(block_class(), 1.0)
     del torch._dynamo.activation_memory_budget
     before = saved(model)
     with functorch_config.patch(activation_memory_budget=0.2):
@@ -51,7 +41,7 @@ def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks(
 def test_another_budget_or_seed_leaves_the_mask_wrong_until_draws_are_kept():
     reference = step(build(block_class(dropout)))
     for budget in (0.0, 0.9):
-        found = compare(reference, step(compiled_blocks(block_class(dropout), budget)))  # with a seed before each step
+        found = compare(reference, step(by_torch_alone(block_class(dropout), budget)))  # with a seed before each step
         assert max(difference.error for difference in found.differences if difference.kind == "gradient") > 0.05
     for budget in (0.0, 0.5, 0.9):
         assert compare(reference, step(bounded(block_class(dropout), budget))).bit_equal

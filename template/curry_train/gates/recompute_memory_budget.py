@@ -1,7 +1,7 @@
 """A memory budget for compiled blocks: the gradients are the same, fewer bytes are saved, and no other model notices.
 
 Tracing is what takes the time, so the gates compile with `aot_eager`, which divides forward from backward as inductor
-does, and one block of each class. Proof: `python -m pytest tests/test_memory_budget.py`.
+does, and one block of each class. Proof: `python -m pytest tests/test_memory_budget_gates.py`.
 """
 
 from collections.abc import Callable, Iterable

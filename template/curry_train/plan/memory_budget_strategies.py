@@ -1,6 +1,6 @@
 """The strategy that leaves it to the compiler what is computed again.
 
-Proof: `python -m pytest tests/test_memory_budget.py`.
+Proof: `python -m pytest tests/test_memory_budget_gates.py`.
 """
 
 from typing import Any

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from ..core.blocks import find_blocks
+from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import LiveStorages, Loss
 from ..core.parity import Parity, StepRecord, compare, record_step
 from ..core.untouched import seeded, untouched
@@ -114,7 +114,11 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
     """The blocks which break parity each by itself, and the cause."""
     reference, _, _ = _step(case, lambda module, sample: [])
     guilty = []
-    for name in find_blocks(case.build(), case.blocks):
+    try:
+        names = list(find_blocks(case.build(), case.blocks))
+    except NoBlocks:  # and yet something was changed
+        names = []
+    for name in names:
         try:
             alone, _, _ = _step(replace(case, blocks=name), apply)
             if not compare(reference, alone, tolerance=OUTER_BOUND[case.dtype]).holds:

@@ -15,7 +15,10 @@ STRATEGIES = ("none", "full", "selective", "sequential", "sac", "offload", "memo
 
 @dataclass
 class CheckpointConfig:
-    """What to recompute. `strategy` only counts when `enabled`; patterns are globs over module names."""
+    """What to recompute. `strategy` only counts when `enabled`; patterns are globs over module names.
+
+    `snn_timestep_checkpoint` takes the place of `strategy`: layers and chunks of timesteps do not add up.
+    """
 
     enabled: bool = False
     strategy: str = "selective"
@@ -23,7 +26,7 @@ class CheckpointConfig:
     use_reentrant: bool = False
     preserve_rng_state: bool = True
     snn_timestep_checkpoint: bool = False
-    snn_chunk_size: int = 1
+    snn_chunk_size: int | None = 1
     sequential_segments: int | None = None
     profile_before_apply: bool = True
     profile_num_runs: int = 3
@@ -40,8 +43,10 @@ class CheckpointConfig:
         _require(self.strategy in STRATEGIES, "strategy", self.strategy, known)
         threshold = self.memory_threshold_mb
         _require(_is_number(threshold) and threshold >= 0, "memory_threshold_mb", threshold, "a number of MB from 0 up")
-        for name in ("snn_chunk_size", "profile_num_runs"):
-            _require(_is_count(getattr(self, name)), name, getattr(self, name), "a whole number from 1 up")
+        chunk, runs = self.snn_chunk_size, self.profile_num_runs
+        counted = "a whole number from 1 up, or None to take the size from measured bytes"
+        _require(chunk is None or _is_count(chunk), "snn_chunk_size", chunk, counted)
+        _require(_is_count(runs), "profile_num_runs", runs, "a whole number from 1 up")
         segments = self.sequential_segments
         _require(
             segments is None or _is_count(segments),
