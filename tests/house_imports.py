@@ -24,6 +24,7 @@ FLOORS = {
     "savings": 4,
     "savings_plot": 4,
     "savings_row": 4,
+    "gate_rows": 4,
     "savings_table": 4,
     "testgen": 4,
     "__main__": 4,

@@ -11,7 +11,10 @@ from click.testing import CliRunner
 
 from curry_train.__main__ import gates_command
 from curry_train.core.builtin import BUILTIN
+from curry_train.core.load import load_workload
 from curry_train.core.verdict import Gate, Verdict
+from curry_train.core.workload import Case
+from curry_train.gate_rows import measure_rows
 from curry_train.gates import discover
 
 QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
@@ -187,3 +190,19 @@ def test_no_gate_fails_on_a_sound_model(run, tmp_path, monkeypatch, factory):
     quick = [part for name in ("equal", "uneven", "short-window", "once") for part in ("--gate", f"grad-accum/{name}")]
     ended = run("--model", f"sound_models:{factory}", "--gate", "recompute", *quick)
     assert ended.exit_code == 0, ended.output
+
+
+def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_order():
+    gates = [gate for gate in discover() if gate.name in ("recompute/flops", "recompute/parity-full")]
+    cases = [Case(load_workload(name), batch_size=2) for name in ("snn", "mlp")]
+    alone, together = (list(measure_rows(cases, gates, num_processes=number)) for number in (1, 2))
+    assert [(row.workload, row.verdict.gate) for row in alone] == [
+        (name, gate.name) for name in ("snn", "mlp") for gate in gates
+    ]
+    assert together == alone
+
+
+def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
+    gates = [Gate("no/such-gate", lambda case: None)]
+    with pytest.raises(KeyError, match="no/such-gate"):
+        list(measure_rows([Case(load_workload("mlp"))] * 2, gates, num_processes=2))

@@ -117,8 +117,11 @@ def test_the_output_that_the_readme_shows_is_the_recorded_one():
     words = " ".join(shown.split())
     rows = [result for result in record["results"] if result["workload"] == "transformer"]
     assert len(rows) >= 13
+    assert all(row["passed"] is not False for row in rows)
     for row in rows:
-        assert row["passed"]
+        if row["passed"] is None:
+            assert row["hint"] in words
+            continue
         opening, *rest = row["measured"].split()  # the terminal breaks long lines between columns
         assert f"{row['gate']} held {opening}" in words
         assert all(word in words for word in rest)

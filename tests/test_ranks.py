@@ -3,6 +3,9 @@
 python -m pytest tests/test_ranks.py
 """
 
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,3 +44,35 @@ def test_a_rank_that_fails_is_told_with_its_words():
 def test_functions_are_found_by_module_and_by_file():
     assert load_function("json:dumps")({}) == "{}"
     assert load_function(f"{__file__}:fails_on_one_rank").__name__ == "fails_on_one_rank"
+
+
+def dies_without_a_word():
+    if dist.get_rank() == 1:
+        os.write(2, b"out of fuel\n")
+        os._exit(3)
+    dist.barrier()
+
+
+def never_ends():
+    time.sleep(60)
+
+
+def test_a_rank_that_dies_ends_the_others_and_its_last_line_is_told():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="out of fuel"):
+        run_on_ranks(f"{__file__}:dies_without_a_word", timeout=60)
+    assert time.monotonic() - start < 40
+
+
+def test_ranks_that_never_end_are_stopped():
+    with pytest.raises(RuntimeError, match="did not end within 3 s"):
+        run_on_ranks(f"{__file__}:never_ends", timeout=3)
+
+
+def test_ranks_have_the_variables_that_torchrun_sets():
+    answers = run_on_ranks(f"{__file__}:variables")
+    assert answers == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+
+
+def variables():
+    return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]

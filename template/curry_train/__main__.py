@@ -8,7 +8,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -23,6 +22,7 @@ from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.verdict import Gate, Verdict
 from .core.workload import Case
+from .gate_rows import Row, measure_rows
 from .gates import discover
 from .options import DTYPES, UnusableInput, choose_device, model_option, run_options, writable
 from .plan.profiler import MemoryProfiler
@@ -30,14 +30,6 @@ from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
 
 MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A verdict and the workload that it was measured on."""
-
-    workload: str
-    verdict: Verdict
 
 
 def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
@@ -108,11 +100,12 @@ def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[Row]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases) * len(gates))
-        for case in cases:
-            for gate in gates:
-                progress.update(task, description=f"{case.workload.name}: {gate.name}")
-                yield Row(case.workload.name, gate.run(case))
-                progress.advance(task)
+        names = [f"{case.workload.name}: {gate.name}" for case in cases for gate in gates]
+        rows = measure_rows(cases, gates)
+        for name in names:
+            progress.update(task, description=name)
+            yield next(rows)
+            progress.advance(task)
 
 
 def _blocks(case: Case) -> str:

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks of this machine, under torchrun, and get back what each rank returned.
+"""Run a function on several gloo ranks of this machine, and get back what each rank returned.
 
 Proof: `python -m pytest tests/test_ranks.py`.
 """
@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,48 @@ def run_on_ranks(target: str, *, num_ranks: int = 2, timeout: float = 180.0, **a
     The ranks import from where this process imports. A rank that fails ends the others, and its last words are told.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        command += ["-m", str(__spec__.name), target, json.dumps(arguments), folder]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        ranks = [_start(rank, num_ranks, [target, json.dumps(arguments), folder]) for rank in range(num_ranks)]
         try:
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{target} on {num_ranks} ranks did not end within {timeout:.0f} s") from None
+            ended = _wait(ranks, until=time.monotonic() + timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if not ended:
+            raise RuntimeError(f"{target} on {num_ranks} ranks did not end within {timeout:.0f} s")
         results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
-        if ended.returncode or not all(path.exists() for path in results):
-            said = "\n".join(ended.stderr.strip().splitlines()[-LAST_LINES:])
-            errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-            raise RuntimeError(f"{target} on {num_ranks} ranks failed: {'; '.join(errors) or said}")
+        if any(rank.returncode for rank in ranks) or not all(path.exists() for path in results):
+            said = "; ".join(filter(None, (_last_words(Path(folder), rank) for rank in range(num_ranks))))
+            raise RuntimeError(f"{target} on {num_ranks} ranks failed: {said}")
         return [json.loads(path.read_text()) for path in results]
+
+
+def _start(rank: int, num_ranks: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process with the variables that torchrun would set; starting torchrun itself takes as long as a rank."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    environment = os.environ | {name: str(value) for name, value in places.items()}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    with Path(arguments[-1], f"{rank}.log").open("wb") as log:
+        command = [sys.executable, "-m", str(__spec__.name), *arguments]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
+    """Whether every rank ended, or one failed, in time."""
+    while time.monotonic() < until:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes) or None not in codes:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    error, log = folder / f"{rank}.error", folder / f"{rank}.log"
+    if error.exists():
+        return f"rank {rank}: {error.read_text()}"
+    lines = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+    return "\n".join([f"rank {rank}:", *lines]) if lines else ""
 
 
 class GradientSyncs(TorchDispatchMode):
@@ -71,13 +101,13 @@ def load_function(target: str) -> Callable[..., Any]:
 
 def _rank_main(target: str, arguments: str, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=num_ranks)
     try:
         result = load_function(target)(**json.loads(arguments))
         Path(folder, f"{rank}.json").write_text(json.dumps(result))
     except BaseException as error:
-        Path(folder, f"{rank}.error").write_text(f"rank {rank}: {type(error).__name__}: {error}")
+        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
         raise
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -95,7 +95,7 @@ def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
 
 
 def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
-    """Under torchrun with two gloo ranks, DDP and FSDP2 give the large batch's gradients with one sync per window.
+    """On two gloo ranks, DDP and FSDP2 give the large batch's gradients with one sync per window.
 
     The ranks are processes of their own on the CPU, so the workload and `train` travel as their names.
     """

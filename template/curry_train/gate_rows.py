@@ -1,0 +1,57 @@
+"""Every gate on every workload, in order; several workloads side by side on the cores of a CPU.
+
+Proof: `python -m pytest tests/test_cli.py`.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .core.load import load_workload
+from .core.verdict import Gate, Verdict
+from .core.workload import Case
+from .gates import discover
+
+
+@dataclass(frozen=True)
+class Row:
+    """A verdict and the workload that it was measured on."""
+
+    workload: str
+    verdict: Verdict
+
+
+def measure_rows(cases: Sequence[Case], gates: Sequence[Gate], *, num_processes: int | None = None) -> Iterator[Row]:
+    """A row for each case and gate, in their order. `num_processes` is as many as help if left out.
+
+    Other processes find case and gate by name, so more than one needs cases that `load_workload` made.
+    """
+    if num_processes is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_processes = min(len(cases), cores) if all(case.device.type == "cpu" for case in cases) else 1
+    if num_processes < 2:
+        yield from (Row(case.workload.name, gate.run(case)) for case in cases for gate in gates)
+        return
+    threads = max(1, torch.get_num_threads() // num_processes)
+    tasks = [(case.workload.spec, _settings(case), gate.name) for case in cases for gate in gates]
+    context = multiprocessing.get_context("spawn")  # a fork of a process that has used threads may hang
+    with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,)) as pool:
+        try:
+            yield from pool.map(_measure_row, *zip(*tasks, strict=True))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    return {name: value for name, value in vars(case).items() if name != "workload"}
+
+
+def _measure_row(spec: str, settings: dict[str, Any], gate_name: str) -> Row:
+    case = Case(load_workload(spec), **settings)
+    gate = {gate.name: gate for gate in discover()}[gate_name]
+    return Row(case.workload.name, gate.run(case))
