@@ -25,6 +25,8 @@ FLOORS = {
     "savings_plot": 4,
     "savings_row": 4,
     "gate_rows": 4,
+    "plan_command": 4,
+    "plan_plot": 4,
     "savings_table": 4,
     "testgen": 4,
     "__main__": 4,

@@ -127,3 +127,9 @@ def test_the_output_that_the_readme_shows_is_the_recorded_one():
         assert all(word in words for word in rest)
     counts = [sum(result["passed"] is answer for result in record["results"]) for answer in (True, False, None)]
     assert "{} held, {} failed, {} not applicable".format(*counts) in words
+
+
+def test_the_plan_that_the_readme_shows_is_the_recorded_one():
+    record = json.loads((ROOT / "evidence/plan.json").read_text())
+    shown = [block.text for block in fenced_blocks((ROOT / "README.md").read_text(), language="text")]
+    assert record["text"] in [text.rstrip("\n") for text in shown]

@@ -351,12 +351,20 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
     [
         ({"strategy": "selective"}, "needs a profile"),
         ({"strategy": "sequential"}, "needs a batch"),
-        ({"strategy": "plan"}, "is not in this project, which has none, full"),
+        ({"strategy": "plan"}, "plan must be the path of a plan with strategy 'plan', None with others; got None"),
+        ({"strategy": "plan", "plan": "none.json"}, "can't read the plan none.json"),
+        ({"strategy": "full", "plan": "plan.json"}, "None with others; got 'plan.json'"),
     ],
 )
 def test_selective_says_what_it_needs(config, said):
     with pytest.raises(ValueError, match=said):
         apply(chain(3), **config)
+
+
+def test_a_strategy_whose_technique_was_not_added_is_an_error(monkeypatch):
+    monkeypatch.delitem(STRATEGIES, "sac")
+    with pytest.raises(ValueError, match="is not in this project, which has none, full"):
+        apply(chain(3), strategy="sac")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.core.builtin import Block, transformer
+from curry_train.core.builtin import transformer
+from curry_train.core.llama_like import Block
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.core.python_calls import python_calls

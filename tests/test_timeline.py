@@ -20,7 +20,7 @@ from curry_train.core.layers import REST
 from curry_train.core.load import load_workload
 from curry_train.core.measure import measure_memory
 from curry_train.core.workload import Case
-from curry_train.plan import timeline as timeline_module
+from curry_train.plan import report, step_lives
 from curry_train.plan.timeline import measure_timeline
 from curry_train.plots import plot_timeline
 from curry_train.primitives.recompute import recompute_blocks
@@ -253,7 +253,7 @@ def test_on_cuda_the_points_are_the_allocators():
 
 
 def gradients_are_not_told_apart(monkeypatch):
-    monkeypatch.setattr(timeline_module._Record, "own", lambda self, group, tensors: None)
+    monkeypatch.setattr(step_lives.StepLives, "own", lambda self, group, tensors: None)
 
 
 def recompute_is_a_temporary(monkeypatch):
@@ -262,11 +262,11 @@ def recompute_is_a_temporary(monkeypatch):
             return "activations", self.running.current
         return "temporaries", REST
 
-    monkeypatch.setattr(timeline_module._Record, "_owner_now", wrong)
+    monkeypatch.setattr(step_lives.StepLives, "_owner_now", wrong)
 
 
 def parameters_are_forgotten(monkeypatch):
-    monkeypatch.setattr(timeline_module._Record, "follow_all", lambda self, batch, optimizer: None)
+    monkeypatch.setattr(step_lives.StepLives, "follow_all", lambda self, batch, optimizer: None)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_plot_is_a_picture(tmp_path, name):
 
 
 def test_plot_colours_every_owner():
-    assert set(plots.COLOURS) == set(timeline_module.GROUPS)
+    assert set(plots.COLOURS) == set(report.GROUPS)
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):

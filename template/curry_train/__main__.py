@@ -1,14 +1,17 @@
-"""The command line of a project: `gates` measures every claim on a model, `memory` says who holds its bytes.
+"""The command line of a project: `gates` measures every claim on a model, `memory` says who holds its bytes, `plan`
+finds the fastest way that fits.
 
 Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 """
 
 import fnmatch
+import importlib
+import importlib.util
 import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import click
 from rich.console import Console
@@ -29,6 +32,7 @@ from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
 
+OF_TECHNIQUES = ("plan",)
 MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 
@@ -45,7 +49,21 @@ def _matches(gate: Gate, pattern: str) -> bool:
     return fnmatch.fnmatch(gate.name, pattern) or gate.name.startswith(f"{pattern}/")
 
 
-@click.group(help=__doc__.splitlines()[0] if __doc__ else None)
+class Commands(click.Group):
+    """Also those commands that belong to a technique, where the project has it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        there = [name for name in OF_TECHNIQUES if importlib.util.find_spec(f"{__package__}.{name}_command")]
+        return sorted([*super().list_commands(ctx), *there])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in OF_TECHNIQUES and cmd_name in self.list_commands(ctx):
+            module = importlib.import_module(f"{__package__}.{cmd_name}_command")
+            return cast(click.Command, getattr(module, f"{cmd_name}_command"))
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=Commands, help=" ".join(__doc__.split("\n\n")[0].split()) if __doc__ else None)
 def main() -> None:
     pass
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .adapt import IGNORED, mask_tails, token_loss
+from .llama_like import Transformer
 from .timesteps import run_timesteps
 from .workload import Workload
 
@@ -26,88 +27,6 @@ def mlp(*, depth: int = 6, width: int = 256) -> Workload:
     return _classifier("mlp", build, (width,))
 
 
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, dim // heads, dropout
-        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
-        dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True)
-        projected: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
-        return projected
-
-
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """One pre-norm transformer layer."""
-
-    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float):
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads, dropout)
-        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cosine, sine))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
-
-
-class Transformer(nn.Module):
-    """A causal language model of Llama's shape."""
-
-    cosine: Tensor
-    sine: Tensor
-
-    def __init__(
-        self, *, vocabulary: int, length: int, dim: int, depth: int, heads: int, kv_heads: int, dropout: float
-    ):
-        super().__init__()
-        hidden = 32 * round(dim * 8 / 3 / 32)
-        self.embedding = nn.Embedding(vocabulary, dim)
-        self.layers = nn.ModuleList(Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth))
-        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
-        half = dim // heads // 2
-        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cosine", angles.cos(), persistent=False)
-        self.register_buffer("sine", angles.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, self.cosine[:length], self.sine[:length])
-        return self.head(self.norm(x))
-
-
 def transformer(
     *,
     depth: int = 4,
@@ -117,6 +36,7 @@ def transformer(
     vocabulary: int = 512,
     length: int = 64,
     dropout: float = 0.0,
+    hidden: int | None = None,
 ) -> Workload:
     """Next-token prediction on random tokens."""
 
@@ -127,13 +47,25 @@ def transformer(
     return Workload(
         name="transformer",
         build=lambda: Transformer(
-            vocabulary=vocabulary, length=length, dim=dim, depth=depth, heads=heads, kv_heads=kv_heads, dropout=dropout
+            vocabulary=vocabulary,
+            length=length,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            kv_heads=kv_heads,
+            dropout=dropout,
+            hidden=hidden,
         ),
         batch=batch,
         loss=lambda module, batch: token_loss(module(batch["tokens"]), batch["targets"]),
         count=lambda batch: int((batch["targets"] != IGNORED).sum()),
         mask=lambda batch: {**batch, "targets": mask_tails(batch["targets"])},
     )
+
+
+def llama_8b(*, depth: int = 32, length: int = 4096) -> Workload:
+    """The shape of an 8B Llama 3, to plan for; it fits no laptop."""
+    return transformer(depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336)
 
 
 class Bottleneck(nn.Module):

@@ -16,6 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from .replay import function_modes, function_modes_as
+
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 DETERMINISM_CHECKS = ("default", "none")
 
@@ -83,12 +85,13 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
     """`_statistics_kept` as often as it is entered: with `create_graph=True` one forward is recomputed twice."""
 
     def __init__(self, modules: Sequence[nn.Module], *, inside: contextlib.AbstractContextManager[Any] | None = None):
-        self.modules, self.inside = modules, inside
+        self.modules, self.inside, self.function_modes = modules, inside, function_modes()
         self.entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_statistics_kept(self.modules))
+            stack.enter_context(function_modes_as(self.function_modes))
             if self.inside is not None:
                 stack.enter_context(self.inside)
             self.entered.append(stack.pop_all())

@@ -144,14 +144,18 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = getattr(func, "_overloadpacket", None)
-        if packet in ATTENTION:
-            self.flops += _attention_flops(*args[:3], products=2)
-        elif packet in ATTENTION_BACKWARD:
-            self.flops += _attention_flops(*args[1:4], products=5)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        self.flops += operation_flops(func, args, kwargs or {}, out)
         return out
+
+
+def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """FLOPs of one call of an operation, 0 where torch has no formula."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in ATTENTION:
+        return _attention_flops(*args[:3], products=2)
+    if packet in ATTENTION_BACKWARD:
+        return _attention_flops(*args[1:4], products=5)
+    return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
 
 
 def _packets(*names: str) -> set[Any]:

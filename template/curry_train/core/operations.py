@@ -49,6 +49,13 @@ COLLECTIVES = _overloads(
     "reduce_scatter_tensor",
 )
 EXPENSIVE = MATMULS | ATTENTION | CONVOLUTIONS | COLLECTIVES
+FAMILIES = {"matmul": MATMULS, "attention": ATTENTION, "convolution": CONVOLUTIONS, "collective": COLLECTIVES}
+
+
+@functools.cache
+def family_of(operation: Operation) -> str | None:
+    """Of an expensive operation; devices run others of one family for the same call."""
+    return next((family for family, members in FAMILIES.items() if operation in members), None)
 
 
 def find_operations(named: Iterable[Any]) -> frozenset[Operation]:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 REPLAY = "curry_train_replay"
@@ -23,7 +25,7 @@ class Replay:
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.run, self.inputs = run, (args, kwargs)
         self.versions: list[tuple[Tensor, int]] = []
-        self.autocast = autocast_now()
+        self.autocast, self.modes = autocast_now(), function_modes()
         self.num_saved, self.num_uses = 0, 0
         self.saved: dict[int, Tensor] = {}
         self.output: Tensor | None = None
@@ -78,7 +80,8 @@ class Replay:
             return len(saved) - 1
 
         args, kwargs = tree_map(_cut, self.inputs)
-        with torch.enable_grad(), autocast_as(self.autocast), saved_tensors_hooks(capture, saved.__getitem__):
+        modes = function_modes_as(self.modes)
+        with torch.enable_grad(), autocast_as(self.autocast), modes, saved_tensors_hooks(capture, saved.__getitem__):
             output = self.run(*args, **kwargs)
         if len(saved) != self.num_saved:
             raise RuntimeError(f"saved {self.num_saved} tensors the first time and {len(saved)} the second: not pure")
@@ -118,4 +121,23 @@ def autocast_as(state: Autocast) -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, enabled=False))
         for kind, dtype in state:
             stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The function modes that are on, such as `with torch.device(...)`."""
+    return list(_get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Those modes on that were on then: torch runs backward without the ones that `backward` itself is called in.
+
+    A default device is entered anew, since its context remembers one place that it came from.
+    """
+    now = function_modes()
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if not any(mode is other for other in now):
+                stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
         yield

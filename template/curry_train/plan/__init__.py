@@ -5,9 +5,25 @@ from ..core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "device_profile": ("DeviceProfile", "find_profile", "measure_profile", "profile_of"),
+        "estimate": ("Sketch",),
+        "planner": ("Infeasible", "Planner", "plan"),
         "profiler": ("MemoryProfiler",),
         "report": ("LayerMemory", "Peak", "Point", "ProfileReport", "Timeline"),
+        "saved_plan": ("Plan", "PlanMismatch"),
+        "selective": ("SelectiveCheckpointer",),
+        "sharding": ("Sharding",),
         "timeline": ("measure_timeline",),
     },
-    technique_of={"profiler": "recompute", "report": "recompute", "timeline": "recompute"},
+    technique_of={
+        "device_profile": "memory-plan",
+        "estimate": "memory-plan",
+        "planner": "memory-plan",
+        "profiler": "recompute",
+        "report": "recompute",
+        "saved_plan": "memory-plan",
+        "selective": "recompute",
+        "sharding": "memory-plan",
+        "timeline": "recompute",
+    },
 )

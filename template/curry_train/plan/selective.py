@@ -53,6 +53,8 @@ class SelectiveCheckpointer:
         elif config.strategy == "selective":
             report = profile_report or self._profile(model, batch, loss)
             self._recompute(model, self._largest(report))
+        elif config.strategy == "plan":
+            self._layers = _load_plan(config.plan).apply(model)
         elif config.strategy in STRATEGIES:
             names = self._filter(list(find_blocks(model)))
             self._layers = STRATEGIES[config.strategy].apply(model, Sample(batch, loss or sum_of_output, names))
@@ -113,3 +115,10 @@ class SelectiveCheckpointer:
         ]
         included = taken[0] if config.include_patterns else set(names)
         return [name for name in names if name in included - taken[1]]
+
+
+def _load_plan(path: Any) -> Any:
+    """Plans belong to another technique, which this project may not have."""
+    from .. import plan as package
+
+    return package.Plan.load(path)

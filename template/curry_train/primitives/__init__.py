@@ -6,6 +6,13 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "checkpoint_config": ("CheckpointConfig",),
+        "chunked_loss": (
+            "LossUse",
+            "apply_chunked_loss",
+            "chunked_cross_entropy",
+            "chunked_loss_report",
+            "remove_chunked_loss",
+        ),
         "grad_accum": ("GradientAccumulation", "NonFiniteWindow", "Window", "WindowResult", "train_window"),
         "memory_budget": ("BudgetUnsafe", "memory_budget", "remove_memory_budget"),
         "offload": ("HostMemoryShort", "offload_blocks", "offload_report", "remove_offload"),
@@ -24,6 +31,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     },
     technique_of={
         "checkpoint_config": "recompute",
+        "chunked_loss": "memory-plan",
         "memory_budget": "recompute",
         "offload": "recompute",
         "regions": "sac",

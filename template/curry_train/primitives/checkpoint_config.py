@@ -17,6 +17,7 @@ STRATEGIES = ("none", "full", "selective", "sequential", "sac", "offload", "memo
 class CheckpointConfig:
     """What to recompute. `strategy` only counts when `enabled`; patterns are globs over module names.
 
+    `plan` is the file that strategy `plan` applies, as `plan_memory.py --out` writes it.
     `snn_timestep_checkpoint` takes the place of `strategy`: layers and chunks of timesteps do not add up.
     """
 
@@ -32,6 +33,7 @@ class CheckpointConfig:
     profile_num_runs: int = 3
     exclude_patterns: tuple[str, ...] = ()
     include_patterns: tuple[str, ...] = ()
+    plan: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -59,6 +61,8 @@ class CheckpointConfig:
             listed = isinstance(patterns, list | tuple) and all(isinstance(item, str) and item for item in patterns)
             _require(listed, name, patterns, "a list of globs over module names, such as ['layers.*']")
             setattr(self, name, tuple(patterns))
+        wanted = "the path of a plan with strategy 'plan', None with others"
+        _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)
         _require(
             not (self.use_reentrant and self.strategy == "sequential"),
             "use_reentrant",

@@ -37,7 +37,8 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class Policy:
-    """Which outputs a block keeps: those of `save`, and of the operations in `alternate` every second one.
+    """Which outputs a block keeps: those of `save`, of the operations in `alternate` every second one, and those of the
+    calls that `calls` names by family and place, such as `("matmul", 0)` for the first matrix product of the block.
 
     `choose` is a policy as torch takes it, `choose(context, operation, *args, **kwargs)`; the first run alone asks it.
     """
@@ -46,6 +47,7 @@ class Policy:
     save: frozenset[Operation] = frozenset()
     alternate: frozenset[Operation] = frozenset()
     choose: Callable[..., Any] | None = None
+    calls: frozenset[tuple[str, int]] = frozenset()
 
     def __post_init__(self) -> None:
         for operation in self.save | self.alternate:
@@ -57,9 +59,9 @@ class Policy:
         named = POLICIES.get(self.name)
         if named == self:
             return make_policy, (self.name,)
-        if self.choose is not None:
-            return make_policy, (self.choose,)
-        return make_policy, (sorted(str(operation) for operation in self.save),)
+        if self.calls:
+            return Policy, (self.name, frozenset(), frozenset(), None, self.calls)
+        return make_policy, (self.choose or sorted(str(operation) for operation in self.save),)
 
 
 POLICIES = {
@@ -108,7 +110,7 @@ class _Run:
     kept: defaultdict[Operation, list[bool]] = field(default_factory=lambda: defaultdict(list))
     asked: Counter[Operation] = field(default_factory=Counter)
     replays: bool = False
-    matmuls: int = 0
+    calls: Counter[str | None] = field(default_factory=Counter)
 
     def contexts(self) -> Pair:
         first, second = create_selective_checkpoint_contexts(self.decide)
@@ -126,13 +128,13 @@ class _Run:
         return keep
 
     def _wants(self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        policy = self.policy
+        policy, family = self.policy, operations.family_of(operation)
+        self.calls[family] += 1
+        if (family, self.calls[family] - 1) in policy.calls:
+            return True
         if policy.choose is not None:
             return _as_bool(policy, policy.choose(context, operation, *args, **kwargs), operation)
-        if operation in policy.alternate:
-            self.matmuls += 1
-            return self.matmuls % 2 == 1
-        return operation in policy.save
+        return self.calls[family] % 2 == 1 if operation in policy.alternate else operation in policy.save
 
     def replay(self) -> None:
         self.replays = True

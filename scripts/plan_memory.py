@@ -1,0 +1,17 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "rich>=13", "matplotlib>=3.8"]
+# ///
+"""Find the fastest way to train a model within a memory budget, on a laptop, before any device runs.
+
+python scripts/plan_memory.py --model my_package.models:build --budget 24GiB --global-batch 64 --target h100
+"""
+
+import environment
+
+environment.require(__file__)
+
+from curry_train.plan_command import plan_command
+
+if __name__ == "__main__":
+    plan_command(prog_name="plan_memory.py")

@@ -1,0 +1,63 @@
+"""The optimizers whose bytes a plan knows: torch's own, or any other by its bytes for each parameter.
+
+Proof: `python -m pytest tests/test_estimate.py`.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class BytesForEach(torch.optim.Optimizer):
+    """Keeps so many bytes for each parameter, and needs as much as one parameter in float32 while it steps."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
+        self.num_bytes = num_bytes
+        super().__init__(parameters, {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BytesForEach":
+        parameters = [memo.get(id(p), p) for group in self.param_groups for p in group["params"]]
+        return BytesForEach(parameters, num_bytes=self.num_bytes)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        size = round(parameter.numel() * self.num_bytes)
+                        self.state[parameter]["state"] = torch.empty(size, dtype=torch.uint8, device=parameter.device)
+                    parameter.grad.float()
+        return None if closure is None else closure()
+
+
+OPTIMIZERS = {
+    "adamw": "AdamW, two moments in the parameters' type",
+    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes for each parameter",
+    "adamw-8bit": "AdamW with moments of one byte: 2 bytes for each parameter",
+    "sgd": "SGD, which keeps nothing",
+    "sgd-momentum": "SGD with momentum in the parameters' type",
+}
+BYTES = {"adamw-master": 12.0, "adamw-8bit": 2.0}
+
+
+def make_optimizer(name: str | float, module: nn.Module, *, foreach: bool = False) -> torch.optim.Optimizer:
+    """By name, or by bytes for each parameter, such as 6 or "6"; `foreach` as torch does it on CUDA."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(trained, foreach=foreach)
+    if name in ("sgd", "sgd-momentum"):
+        return torch.optim.SGD(trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach)
+    if name in BYTES:
+        return BytesForEach(trained, num_bytes=BYTES[str(name)])
+    if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
+        return BytesForEach(trained, num_bytes=float(name))
+    near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
+    raise ValueError(
+        f"no optimizer is called {name!r}; "
+        + (f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(OPTIMIZERS)}, or bytes for each parameter")
+    )

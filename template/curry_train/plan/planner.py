@@ -1,0 +1,246 @@
+"""The fastest microbatch, accumulation and choice for each block whose predicted peak fits a budget, without a device.
+
+    found = plan(workload, 24 * 2**30, global_batch=64, device="h100")
+    print(found.explain())
+    found.apply(model)
+
+Blocks are measured alone, from shapes. The chain of them is solved for each microbatch, and the whole step of those
+that may win is then estimated, and the chain is corrected by it. Proof: `python -m pytest tests/test_plan.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+from .. import primitives
+from ..core.workload import Workload
+from .advice import why_it_won, why_nothing_fits
+from .block_costs import heap_kept
+from .chain_of_blocks import Chain, measure_chain
+from .device_profile import DeviceProfile, find_profile
+from .estimate import Sketch
+from .options import FULL, KINDS, REGIONS, SAC
+from .saved_plan import Candidate, Plan, fingerprint
+from .sharding import Sharding
+from .whole_step import WholeSteps, order
+
+Tell = Callable[[str], None]
+
+
+class Infeasible(ValueError):
+    """Nothing fits; `least_bytes` is the smallest peak that was found."""
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+def plan(
+    workload: Workload | str,
+    budget_bytes: int,
+    *,
+    global_batch: int = 1,
+    microbatch: int | None = None,
+    device: str | DeviceProfile = "cpu",
+    dtype: torch.dtype = torch.float32,
+    optimizer: str | float = "adamw",
+    sharding: Sharding | None = None,
+    blocks: str | None = None,
+    chunked_loss: bool | None = None,
+    without: Sequence[str] = (),
+    seed: int = 0,
+    tell: Tell = lambda message: None,
+) -> Plan:
+    """Plan for a rank's memory of `budget_bytes`. With `chunked_loss=None` both ways are tried where the model has a
+    head; `without` names kinds of options that are not to be used, such as `sac`. Raises `Infeasible` where nothing
+    fits, which says by how much and what would help most.
+    """
+    options = {"device": device, "dtype": dtype, "optimizer": optimizer, "sharding": sharding, "blocks": blocks}
+    more = {"chunked_loss": chunked_loss, "without": without, "seed": seed, "tell": tell}
+    with Planner(workload, **options, **more) as planner:  # type: ignore[arg-type]
+        return planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
+
+
+class Planner:
+    """What was measured of a workload, for several budgets; a context."""
+
+    def __init__(
+        self,
+        workload: Workload | str,
+        *,
+        device: str | DeviceProfile = "cpu",
+        dtype: torch.dtype = torch.float32,
+        optimizer: str | float = "adamw",
+        sharding: Sharding | None = None,
+        blocks: str | None = None,
+        chunked_loss: bool | None = None,
+        without: Sequence[str] = (),
+        seed: int = 0,
+        tell: Tell = lambda message: None,
+    ) -> None:
+        self.profile = find_profile(device) if isinstance(device, str) else device
+        self.kernels = "cpu" if self.profile.host_bytes_per_second is None else "cuda"
+        self.sketch = Sketch(workload, dtype=dtype, kernels=self.kernels, blocks=blocks, optimizer=optimizer, seed=seed)
+        if unknown := set(without) - set(KINDS):
+            raise ValueError(f"without={sorted(unknown)}: a block is run as one of {', '.join(KINDS)}")
+        self.sharding, self.tell = sharding or Sharding(), tell
+        self.asked = self.chunked_loss = chunked_loss
+        self.without, self.mixes = tuple(without), True
+        self.chunk_tokens: int | None = None
+        self.settings = {
+            "device": self.profile.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "optimizer": optimizer,
+            "parallel": self.sharding.kind,
+            "blocks": blocks,
+            "seed": seed,
+        }
+        self.chains: dict[bool, Chain] = {}
+        self.whole_steps = WholeSteps(
+            self.sketch, self.sharding, chain=lambda c: self._chain(chunked=c.chunked_loss), solve=self._again
+        )
+        self._heap = contextlib.ExitStack()
+
+    def __enter__(self) -> "Planner":
+        self.tell("building the model from shapes")
+        self.sketch.__enter__()
+        self._heap.enter_context(heap_kept())
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._heap.close()
+        self.sketch.__exit__(*raised)
+
+    def plan(self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None) -> Plan:
+        for name, value in {"budget_bytes": budget_bytes, "global_batch": global_batch}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        tried = list(self._tried(global_batch, microbatch))
+        try:
+            return self._best(tried, budget_bytes)
+        except CheckpointError:
+            if not self.mixes:
+                raise
+            self.mixes = False  # what regions keep of a block that is recomputed can be had only once
+            return self._best(tried, budget_bytes)
+
+    def _best(self, tried: list[tuple[int, int, bool]], budget_bytes: int) -> Plan:
+        found = sorted((self._solve(*each, budget_bytes) for each in tried), key=order)
+        best: Candidate | None = None
+        for place, candidate in enumerate(found):  # by predicted time; each is checked as long as it may still win
+            beaten = best is not None and order(best) <= order(candidate)
+            if beaten or not self.whole_steps.may_fit(candidate, budget_bytes):
+                continue
+            self.tell(f"checking the whole step of microbatch {candidate.microbatch}")
+            found[place] = checked = self.whole_steps.check(candidate, budget_bytes)
+            if checked.peak_bytes <= budget_bytes and (best is None or order(checked) < order(best)):
+                best = checked
+        if best is None:
+            raise self._infeasible(found, budget_bytes)
+        shown = sorted((each.within(budget_bytes) for each in found), key=order)
+        return self._plan(best, shown, budget_bytes)
+
+    def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
+        sizes = self.sharding.microbatches(global_batch, microbatch)
+        if self.asked is not True:
+            self._chain(chunked=False)  # where the blocks are measured
+        for chunked in self._heads():
+            for size, steps in sizes:
+                yield size, steps, chunked
+
+    def _heads(self) -> list[bool]:
+        """Whether the loss may run in chunks. A chunk of a quarter of the head's width reads and writes the head's
+        gradient four times in all."""
+        if self.chunked_loss is False:
+            return [False]
+        try:
+            if self.chunk_tokens is None:
+                model = self.sketch.build()
+                (name,) = primitives.apply_chunked_loss(model)
+                self.chunk_tokens = max(1, next(model.get_submodule(name).parameters()).shape[1] // 4)
+            self._chain(chunked=True)
+        except (ValueError, ImportError):  # no head, a loss that reads the logits, or a project without this technique
+            if self.chunked_loss:
+                raise
+            self.chunked_loss = False
+            return [False]
+        return [True] if self.chunked_loss else [False, True]
+
+    def _chain(self, *, chunked: bool) -> Chain:
+        if chunked not in self.chains:
+            like = next(iter(self.chains.values()), None)
+            tokens, measure = self.chunk_tokens if chunked else None, (self.sketch, self.profile)
+            chain = measure_chain(*measure, chunk_tokens=tokens, like=like, without=self.without, tell=self.tell)
+            self.chains[chunked] = chain
+            self.whole_steps.start(chain, chunked=chunked)
+        return self.chains[chunked]
+
+    def _solve(self, microbatch: int, steps: int, chunked: bool, budget_bytes: int) -> Candidate:
+        """The chain's choice, or if nothing fits, that of the least peak."""
+        chain, empty = self._chain(chunked=chunked), Candidate(microbatch, steps, chunked, 0, None)
+        extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=steps > 1)
+        less = self.whole_steps.less[chunked, steps > 1]
+        solved = [
+            chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, without=without, less=less)
+            for without in ([()] if self.mixes else [(REGIONS,), (SAC, FULL)])
+        ]
+        best = min(solved, key=lambda s: (max(s.peak_bytes, budget_bytes - extra), s.seconds, s.peak_bytes))
+        seconds = steps * best.seconds + chain.optimizer_seconds
+        return replace(empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options)
+
+    def front(self, candidate: Candidate, budgets: Iterable[float]) -> list[tuple[int, float]]:
+        """Peak and seconds of this microbatch at each budget that it fits, by the chain alone."""
+        found = [(self._again(candidate, int(budget)), budget) for budget in budgets]
+        return sorted({(c.peak_bytes, c.step_seconds) for c, b in found if c.step_seconds and c.peak_bytes <= b})
+
+    def _again(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        return self._solve(candidate.microbatch, candidate.steps, candidate.chunked_loss, budget_bytes)
+
+    def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
+        module = self.sketch.build()
+        blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
+        chain = self._chain(chunked=best.chunked_loss)
+        plain = best.steps * chain.plain_seconds(best.microbatch) + chain.optimizer_seconds
+        assert best.step_seconds is not None
+        return Plan(
+            workload=self.sketch.case.workload.name,
+            budget_bytes=budget_bytes,
+            microbatch=best.microbatch,
+            steps=best.steps,
+            ranks=self.sharding.ranks,
+            chunk_tokens=chain.chunk_tokens,
+            options=best.options,
+            peak_bytes=best.peak_bytes,
+            step_seconds=best.step_seconds,
+            plain_seconds=plain,
+            flops=best.flops or 0.0,
+            plain_flops=best.steps * chain.plain_flops(best.microbatch),
+            fingerprint=blocks,
+            settings=self.settings | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
+            why=why_it_won(best, found, plain),
+            candidates=tuple(found),
+        )
+
+    def _infeasible(self, found: list[Candidate], budget_bytes: int) -> Infeasible:
+        self.tell("looking for the least peak")
+        least = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
+        levers = list(self._levers(least, found))
+        chain = self._chain(chunked=least.chunked_loss)
+        return Infeasible(why_nothing_fits(least, chain, self.sharding, budget_bytes, levers), least.peak_bytes)
+
+    def _levers(self, least: Candidate, found: list[Candidate]) -> Iterator[tuple[str, int]]:
+        """What was not tried because it was said not to be, and the least peak with it."""
+        only = {candidate.microbatch for candidate in found} == {least.microbatch}
+        if only and least.microbatch > 1:
+            smaller = self._solve(1, least.microbatch * least.steps, least.chunked_loss, 1)
+            yield "microbatch 1", self.whole_steps.peak(smaller)[0]
+        if self.asked is False and not least.chunked_loss:
+            self.chunked_loss = None
+            if True in self._heads():
+                chunked = self._solve(least.microbatch, least.steps, True, 1)
+                yield "chunked loss", self.whole_steps.peak(chunked)[0]
+            self.chunked_loss = False

@@ -1,0 +1,197 @@
+"""The command that plans: who owns the peak, the fastest way that fits, and the plan as a file. `python -m
+curry_train plan` is the same command.
+
+Proof: `python -m pytest tests/test_plan_memory.py`.
+"""
+
+import contextlib
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .core.load import load_workload
+from .core.provenance import provenance, write_json
+from .core.sizes import format_bytes, parse_bytes
+from .core.workload import Case
+from .options import DTYPES, UnusableInput, choose_device, model_option, writable
+from .plan.device_profile import PROFILES, find_profile, profile_of
+from .plan.optimizers import OPTIMIZERS, make_optimizer
+from .plan.options import KINDS, NONE
+from .plan.planner import Infeasible, Planner
+from .plan.report import Timeline
+from .plan.saved_plan import Plan
+from .plan.sharding import KINDS as PARALLEL
+from .plan.sharding import Sharding
+from .plan.step_lives import record_step
+from .plan.timeline import timeline_of
+from .plan_plot import plot_plan
+from .plots import require_matplotlib
+
+
+def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def _file(help_text: str, *names: str) -> Callable[[Any], Any]:
+    path = click.Path(dir_okay=False, writable=True, allow_dash="--json" in names)
+    return click.option(*names, type=path, callback=lambda context, option, value: writable(value), help=help_text)
+
+
+@click.command("plan")
+@model_option("spec", required=True)
+@click.option("--budget", "budget_bytes", required=True, callback=_bytes, help="Memory of a rank, such as 24GiB.")
+@click.option("--global-batch", default=1, type=click.IntRange(1), show_default=True, help="Samples of one step.")
+@click.option("--microbatch", type=click.IntRange(1), help="Only this one; all divisors if left out.")
+@click.option("--target", metavar="NAME", help=f"{', '.join(PROFILES)}, or measured; the device at hand if left out.")
+@click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
+@click.option(
+    "--optimizer", default="adamw", show_default=True, help=f"{', '.join(OPTIMIZERS)}, or bytes for each parameter."
+)
+@click.option("--parallel", type=click.Choice(list(PARALLEL)), help="How ranks share the training.")
+@click.option("--ranks", default=1, type=click.IntRange(1), show_default=True)
+@click.option("--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names.")
+@click.option(
+    "--without", multiple=True, type=click.Choice([kind for kind in KINDS if kind != NONE]), help="Not to be used."
+)
+@click.option("--chunked-loss/--whole-loss", default=None, help="Only this one; both are tried if left out.")
+@click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
+@click.option("--explain", is_flag=True, help="Show every candidate.")
+@click.option("--verify", is_flag=True, help="Run a planned step on the device at hand and compare its peak.")
+@_file("Write the plan, for `Plan.load`.", "--out")
+@_file("Draw cost against budget as PNG; needs matplotlib.", "--plot")
+@_file("Write figures and plan; - is standard output.", "--json", "json_path")
+def plan_command(
+    spec: str,
+    budget_bytes: int,
+    global_batch: int,
+    microbatch: int | None,
+    target: str | None,
+    dtype: str,
+    optimizer: str,
+    parallel: str | None,
+    ranks: int,
+    blocks: str | None,
+    without: tuple[str, ...],
+    chunked_loss: bool | None,
+    seed: int,
+    explain: bool,
+    verify: bool,
+    out: str | None,
+    plot: str | None,
+    json_path: str | None,
+) -> None:
+    """Find the fastest way to train within a budget. Exit status: 0 planned, 1 nothing fits, 2 wrong usage."""
+    console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
+    place = choose_device("auto")
+    try:
+        if plot:
+            require_matplotlib()
+        profile = find_profile(target) if target else profile_of(place)
+        sharding = Sharding(parallel, ranks)
+        if verify and ranks > 1:
+            raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
+        with _progress() as tell, _errors_told_once():
+            planner = Planner(
+                spec,
+                device=profile,
+                dtype=DTYPES[dtype],
+                optimizer=optimizer,
+                sharding=sharding,
+                blocks=blocks,
+                chunked_loss=chunked_loss,
+                without=without,
+                seed=seed,
+                tell=tell,
+            )
+            with planner:
+                plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
+                tell("who owns the peak")
+                plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
+                if plot:
+                    tell("drawing")
+                    plot_plan(planner, plan, plot)
+        measured = _measure(plan, spec, place, DTYPES[dtype], optimizer, seed) if verify else None
+    except Infeasible as error:
+        console.print(str(error), markup=False)
+        sys.exit(1)
+    except (ValueError, RuntimeError) as error:
+        raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
+    text = _text(plan, plain, explain=explain)
+    console.print(text, markup=False)
+    if measured is not None:
+        console.print(
+            f"\nmeasured on {place}: peak {format_bytes(measured)}, predicted {format_bytes(plan.peak_bytes)} "
+            f"({plan.peak_bytes / measured:.2%})",
+            markup=False,
+        )
+    if out:
+        write_json(out, plan.to_json())
+        console.print(f"\nwrote {out}: Plan.load({out!r}).apply(model)", markup=False)
+    if json_path:
+        found = {"plan": plan.to_json(), "plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+        write_json(json_path, provenance(place) | found)
+
+
+def _progress() -> Any:
+    console = Console(stderr=True)
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+    class Told:
+        def __enter__(self) -> Callable[[str], None]:
+            progress.start()
+            task = progress.add_task("")
+            return lambda message: progress.update(task, description=message)
+
+        def __exit__(self, *raised: Any) -> None:
+            progress.stop()
+
+    return Told()
+
+
+@contextlib.contextmanager
+def _errors_told_once() -> Iterator[None]:
+    """Torch writes an error of an operation without values to its log as well, with its own traceback."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
+    """At most 80 columns: the peak as it is now and its owners, and the plan."""
+    peak = plain.peak
+    owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
+    lines = [f"as it is, {plan.microbatch} samples: peak {format_bytes(peak.bytes_alive)} in {peak.phase}"]
+    lines += [f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}" for held, owner in owners]
+    if plan.settings["why_real"]:
+        lines += textwrap.wrap(f"measured for real, without offload: {plan.settings['why_real']}", 80)
+    return "\n".join([*lines, "", plan.explain(most=None if explain else 0)])
+
+
+def _measure(plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str, seed: int) -> int:
+    """The peak of a real step of the plan, on one rank."""
+    case = Case(load_workload(spec), place, dtype, batch_size=plan.microbatch, seed=seed)
+    module = case.build()
+    plan.apply(module)
+    steps = make_optimizer(optimizer, module, foreach=place.type == "cuda")
+    lives = record_step(module, case.batch(), case.workload.mean_loss, optimizer=steps, accumulated=plan.steps > 1)
+    return timeline_of(lives, type(module).__name__).peak.bytes_alive

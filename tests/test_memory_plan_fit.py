@@ -1,0 +1,130 @@
+"""The gates of the planner hold on the built-in models, and fail on plans and estimates that are wrong.
+
+python -m pytest tests/test_memory_plan_fit.py
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.core.builtin import BUILTIN
+from curry_train.core.load import load_workload
+from curry_train.core.workload import Case, Workload
+from curry_train.gates import memory_plan_fit as gates
+from curry_train.plan.options import NONE, Option
+from curry_train.plan.saved_plan import Plan
+
+CASE = Case(load_workload("transformer"))
+
+
+class Routed(nn.Module):
+    """Its shapes depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x.index_add(0, (x[:, 0] > 0).nonzero()[:, 0], layer(x[x[:, 0] > 0]))
+        return x
+
+
+ROUTED = Workload(
+    "routed", Routed, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
+)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_estimate_is_the_measured_peak_to_the_byte(name):
+    verdict = gates.estimate(Case(load_workload(name)))
+    assert verdict.passed, verdict
+    assert "full" in verdict.measured
+
+
+def test_a_model_whose_shapes_need_values_has_no_estimate():
+    verdict = gates.estimate(Case(ROUTED))
+    assert verdict.passed is None
+    assert "nonzero" in verdict.hint
+    assert "Routed" in verdict.hint
+
+
+def forgets_what_was_applied(sketch, batch_size, change):
+    return gates.predicted_peak(sketch, batch_size, None)
+
+
+def forgets_the_optimizers_state(sketch, batch_size, change):
+    state = sketch.step(batch_size, change=change).timeline.owners["optimizer state"][0]
+    return gates.predicted_peak(sketch, batch_size, change) - state
+
+
+def is_for_another_batch(sketch, batch_size, change):
+    return gates.predicted_peak(sketch, batch_size + 1, change)
+
+
+@pytest.mark.parametrize(
+    "wrong", [forgets_what_was_applied, forgets_the_optimizers_state, is_for_another_batch], ids=lambda f: f.__name__
+)
+def test_a_wrong_estimate_fails(wrong):
+    verdict = gates.estimate(CASE, predict=wrong)
+    assert verdict.passed is False
+    assert "forgotten" in verdict.hint
+
+
+def test_a_plan_fits_as_predicted_and_trains_the_same():
+    found = gates.fits(CASE), gates.parity(CASE)
+    assert all(verdict.passed for verdict in found), found
+
+
+def test_where_recompute_lowers_no_peak_there_is_nothing_to_plan():
+    for check in (gates.fits, gates.parity):
+        verdict = check(Case(load_workload("mlp")))  # whose peak is the optimizer's
+        assert verdict.passed is None
+        assert "lowers no peak" in verdict.hint
+
+
+def does_nothing(case):
+    plan = gates.planned(case)
+    return replace(plan, options=dict.fromkeys(plan.options, Option(NONE)))
+
+
+def promises_less(case):
+    plan = gates.planned(case)
+    return replace(plan, peak_bytes=plan.peak_bytes - 4096)
+
+
+def is_over_the_budget(case):
+    plan = gates.planned(case)
+    return replace(plan, budget_bytes=plan.peak_bytes - 1)
+
+
+@pytest.mark.parametrize("wrong", [does_nothing, promises_less, is_over_the_budget], ids=lambda f: f.__name__)
+def test_a_wrong_plan_does_not_fit(wrong):
+    assert gates.fits(CASE, make=wrong).passed is False
+
+
+@dataclass(frozen=True)
+class Detaching(Plan):
+    """Cuts off the first block."""
+
+    def apply(self, model):
+        model.layers[0].register_forward_hook(lambda module, args, output: output.detach())
+        return super().apply(model)
+
+
+@dataclass(frozen=True)
+class NotApplied(Plan):
+    """Says that it changed what it did not."""
+
+    def apply(self, model):
+        return list(self.options)
+
+
+@pytest.mark.parametrize("kind", [Detaching, NotApplied])
+def test_a_plan_that_trains_another_model_or_does_nothing_fails_parity(kind):
+    def make(case):
+        return kind(**vars(gates.planned(case)))
+
+    assert gates.parity(CASE, make=make).passed is False
