@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from .replay import function_modes, function_modes_as
+from .replay import AGAIN, function_modes, function_modes_as
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 DETERMINISM_CHECKS = ("default", "none")
@@ -64,7 +64,7 @@ def run_checkpointed(
         chosen["context_fn"] = functools.partial(_contexts, modules, contexts)
     elif contexts is not None:
         chosen["context_fn"] = contexts
-    return checkpoint(
+    output = checkpoint(
         bound,
         *args,
         use_reentrant=False,
@@ -72,6 +72,18 @@ def run_checkpointed(
         determinism_check=options.determinism_check,
         **chosen,
     )
+    if not torch.compiler.is_compiling():
+        _mark(output)
+    return output
+
+
+def _mark(output: Any) -> None:
+    """So that nobody makes an output again from what its nodes saved: that may be asked for once."""
+    for tensor in tree_leaves(output):
+        for made in (tensor, tensor._base) if isinstance(tensor, Tensor) else ():
+            if made is not None and made.grad_fn is not None:
+                node: Any = made.grad_fn
+                node.metadata[AGAIN] = True
 
 
 def _contexts(modules: Sequence[nn.Module], contexts: Callable[[], Pair] | None) -> Pair:

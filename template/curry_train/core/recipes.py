@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from .replay import REPLAY, autocast_as, check_unchanged
+from .replay import AGAIN, REPLAY, autocast_as, check_unchanged
 
 # Elementwise operations by the name of their node, as a function of that node. What a node did not save is None.
 RECIPES: dict[str, Callable[[Any], Tensor]] = {
@@ -119,6 +119,8 @@ def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
     if replay is not None:
         return Made(tensor, base, replay.use())
     node: Any = base.grad_fn
+    if AGAIN in node.metadata:
+        return None
     if node.name() == CAST:
         source, dtype = _source_of_cast(node), base.dtype
         return None if source is None else Made(tensor, base, lambda: source().to(dtype))

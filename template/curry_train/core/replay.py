@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 REPLAY = "curry_train_replay"
+AGAIN = "curry_train_again"  # on the nodes that lead into a call that is checkpointed, which gives what it saved once
 
 
 class Replay:

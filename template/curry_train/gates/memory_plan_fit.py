@@ -32,7 +32,7 @@ def predicted_peak(sketch: Sketch, batch_size: int, change: Change | None) -> in
 
 
 def estimate(case: Case, *, predict: Predict = predicted_peak) -> Verdict:
-    """A step as it is, and one whose blocks are recomputed whole and by regions in turns: predicted against measured."""
+    """A step as it is, and one whose blocks are recomputed whole and by regions in turns: predicted and measured."""
     gate, cuda = "memory-plan/estimate", case.device.type == "cuda"
     required = f"within {CLOSE:.0%}" if cuda else "equal to the byte"
     with _sketch(case) as sketch:

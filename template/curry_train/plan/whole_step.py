@@ -25,7 +25,8 @@ MOST_SOLVED = 24
 CLOSE = 0.985  # of the budget: more than that is not asked for where the chain sees nothing better
 FINE = 0.002  # of the budget: closer bounds are not looked between
 NEAR = 1.1  # what is so far above the budget may fit with another choice than the chain's
-DOUBTFUL = 1.25  # so much more than the whole step may the chain say
+DOUBTFUL = 1.35  # so much more than the whole step may the chain say
+Key = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]  # microbatch, accumulated, chunked loss, and options
 
 
 class WholeSteps:
@@ -41,7 +42,7 @@ class WholeSteps:
         solve: Callable[[Candidate, int], Candidate],
     ) -> None:
         self.sketch, self.sharding, self.chain, self.solve = sketch, sharding, chain, solve
-        self.known: dict[object, tuple[int, float]] = {}
+        self.known: dict[Key, tuple[int, float]] = {}
         self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)  # as `Chain.solve` takes it
         self.seen: set[tuple[bool, bool]] = set()  # where the chain's least peak was checked
 
@@ -70,11 +71,18 @@ class WholeSteps:
 
     def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Whether the chain's choice is worth checking: it may say too much, until it was corrected."""
-        return candidate.peak_bytes <= (NEAR if _way(candidate) in self.seen else DOUBTFUL) * budget_bytes
+        doubt = NEAR if _way(candidate) in self.seen else DOUBTFUL
+        return candidate.peak_bytes <= doubt * budget_bytes or self._known_to_fit(candidate, budget_bytes) is not None
+
+    def _known_to_fit(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+        """The fastest of what was looked at before, for whatever budget."""
+        *same, _ = self._key(candidate)
+        options = [key[-1] for key, (peak, _) in self.known.items() if [*key[:-1]] == same and peak <= budget_bytes]
+        return min((self._whole(replace(candidate, options=dict(each))) for each in options), key=order, default=None)
 
     def check(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The fastest of the same microbatch that was found to fit, or else what has the least peak."""
-        best, least = None, None
+        best, least = self._known_to_fit(candidate, budget_bytes), None
         low, high, room = 0, 0, budget_bytes  # what the chain may take: it fits with `low`, it does not with `high`
         most = len(self.known) + MOST_STEPS
         for _ in range(MOST_SOLVED):
@@ -96,6 +104,9 @@ class WholeSteps:
                     best = other
             if poorest:
                 self.seen.add(_way(whole))
+            if poorest and best is None and whole.peak_bytes > NEAR * budget_bytes:
+                self._learn(whole)
+                break
             if (error := self._learn(whole)) is not None:  # the chain says something else now
                 low, high, room = 0, 0, max(1, budget_bytes - error)
                 candidate = self.solve(candidate, room)
@@ -167,7 +178,7 @@ class WholeSteps:
         return replace(candidate, peak_bytes=peak, step_seconds=seconds, flops=steps * flops, checked=True)
 
     @staticmethod
-    def _key(candidate: Candidate) -> object:
+    def _key(candidate: Candidate) -> Key:
         return candidate.microbatch, candidate.steps > 1, candidate.chunked_loss, tuple(candidate.options.items())
 
 
