@@ -33,11 +33,11 @@ def peak_with(optimizer, *, change=None):
 
 @symptom("`nothing fits`: the least peak is ...")
 def test_where_nothing_fits_a_lever_of_the_message_does_what_it_says():
-    budget = 500 * KIB
-    with pytest.raises(Infeasible, match="nothing fits 500 KiB: the least peak is") as refused:
+    budget = 900 * KIB
+    with pytest.raises(Infeasible, match="nothing fits 900 KiB: the least peak is") as refused:
         plan(SMALL, budget, **QUICK)
     assert "parameters and optimizer state" in str(refused.value)
-    (ranks,) = re.findall(r"FSDP2 on (\d+) ranks: .* which fits", str(refused.value))
+    (ranks,) = re.findall(r"FSDP2 on (\d+) ranks: a peak of [^,]*, which fits", " ".join(str(refused.value).split()))
     found = plan(SMALL, budget, sharding=Sharding("fsdp2", int(ranks)), global_batch=int(ranks), **QUICK)
     assert found.peak_bytes <= budget
     with pytest.raises(Infeasible):  # the wrong fix: every block recomputed, one sample
@@ -56,9 +56,9 @@ def test_where_the_optimizers_step_is_the_peak_recompute_changes_nothing_and_a_p
 def test_a_plan_for_another_model_is_refused_and_an_edited_one_is_over_its_budget():
     found = plan(SMALL, 2**30, **QUICK)
     wider = transformer(depth=2, dim=64, length=16)
-    with pytest.raises(PlanMismatch, match=r"block layers\.0 is Block: .*, and the plan is for Block"):
+    with pytest.raises(PlanMismatch, match=r"block layers\.0 is a Block with .*, and the plan is for one with"):
         found.apply(wider.build())
-    edited = replace(found, fingerprint={})
+    edited = replace(found, fingerprint=plan(wider, 2**30, **QUICK).fingerprint)
     edited.apply(wider.build())  # the wrong fix: it is applied
     assert measured_peak(Case(wider, batch_size=1), edited.apply) > 2 * found.peak_bytes  # and predicts nothing
     assert plan(wider, 2**30, **QUICK).apply(wider.build()) == []
