@@ -1,6 +1,7 @@
 """New projects: what is in them, that they install and pass their own tests, and that the catalogue is checked."""
 
 import ast
+import json
 import subprocess
 import sys
 import sysconfig
@@ -205,6 +206,10 @@ def test_new_project_installs_and_passes_its_own_tests(environment: Path, tmp_pa
     tests = shell(f"make test PYTHON={python}", cwd=project)
     assert tests.returncode == 0, tests.stdout + tests.stderr
     assert f"tests/{Path(REAL.techniques[0].test).name}" in tests.stdout
+    assert "tests/test_project.py" in tests.stdout
+    train = shell(f'make train PYTHON={python} ARGS="steps=200 --json end.json"', cwd=project)
+    assert train.returncode == 0, train.stdout + train.stderr
+    assert json.loads((project / "end.json").read_text())["dev_loss"] < 2.4  # 5.5 for who knows nothing of text
     assert not (project / ".venv").exists()
 
 
@@ -214,10 +219,11 @@ def test_new_project_makes_its_environment_once(tmp_path: Path) -> None:
     assert scaffold(ROOT, "new", "run", "--technique", "grad-accum", cwd=tmp_path).returncode == 0
     make_environment(tmp_path / "run/.venv")
     offline = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "BASE_PYTHON": sys.executable}
-    train = 'make train ARGS="--windows 12 --microbatches 2 --batch-size 2 --device cpu"'
+    train = 'make train ARGS="steps=12 batch_size=4 microbatch=2 evaluate.samples=4 device=cpu"'
     made = shell(train, cwd=tmp_path / "run", **offline)
     assert made.returncode == 0, made.stdout + made.stderr
-    losses = [float(line.split()[3]) for line in made.stdout.splitlines() if line.startswith("window ")]
+    metrics = (tmp_path / "run/runs/run-001/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in metrics]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
     assert "-m venv" in made.stdout

@@ -1,6 +1,6 @@
 """Which files a project or a package gets, as path -> bytes; nothing is written here.
 
-Code goes byte for byte. Only `template/*.jinja` is rendered, and only tests have their imports rewritten.
+Code goes byte for byte. Only `template/**/*.jinja` is rendered, and only tests have their imports rewritten.
 Proof: `python -m pytest tests/test_scaffold.py -k contents`.
 """
 
@@ -16,7 +16,15 @@ from .imports import handed_out_names, reached_files, rewrite_imports
 
 # What every project runs, where the bundle has it.
 COMMANDS = ("loop.py", "benchmark.py", "config.py", "plots.py", "__main__.py")
-TAKEN = ("torch", "numpy", "click", "rich", "pytest", PACKAGE.replace("_", "-"))  # pip would mistake the project for it
+TAKEN = (
+    "torch",
+    "numpy",
+    "click",
+    "rich",
+    "pyyaml",
+    "pytest",
+    PACKAGE.replace("_", "-"),
+)  # pip would mistake the project for it
 
 
 def project_contents(bundle: Bundle, techniques: Sequence[Technique] | None, *, name: str) -> dict[str, bytes]:
@@ -105,7 +113,7 @@ def _data_beside(bundle: Bundle, code: set[str]) -> set[str]:
 
 
 def _templates(bundle: Bundle) -> list[PurePosixPath]:
-    return [PurePosixPath(path.name).with_suffix("") for path in sorted(bundle.template.glob("*.jinja"))]
+    return [PurePosixPath(_relative(bundle, path)).with_suffix("") for path in sorted(bundle.template.rglob("*.jinja"))]
 
 
 def _relative(bundle: Bundle, path: Path) -> str:

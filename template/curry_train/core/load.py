@@ -47,6 +47,11 @@ def load_workload(spec: str) -> Workload:
     return workload
 
 
+def load_object(spec: str) -> Any:
+    """What the user's `pkg.module:factory` returns, such as a dataset."""
+    return _call(_import_factory(spec), spec)
+
+
 def _import_factory(spec: str) -> Callable[[], Any]:
     module_name, _, attribute = spec.partition(":")
     if (here := str(Path.cwd())) not in sys.path:

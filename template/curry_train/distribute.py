@@ -1,0 +1,113 @@
+"""Ranks that train one model: started by torchrun, wrapped as DDP or FSDP2, or one process alone.
+
+    with start_ranks(parallel="fsdp2", device="auto") as ranks:
+        model = share(module, ranks, parallel="fsdp2", precision=torch.bfloat16)
+
+A launch that can't work is an error that says how to start it. Proof: `python -m pytest tests/test_distribute.py`.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from .core.blocks import NoBlocks, find_blocks
+from .options import choose_device
+
+
+class WrongLaunch(ValueError):
+    """The processes that were started are not those that the configuration needs."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it is this one that tells and writes."""
+        return self.rank == 0
+
+    def agree(self, value: Any) -> Any:
+        """What the first rank has."""
+        if self.size == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+
+@contextlib.contextmanager
+def start_ranks(*, parallel: str = "none", device: str = "auto", ranks: int | None = None) -> Iterator[Ranks]:
+    """Join the other ranks, if `parallel` has any; `ranks` is the number that must be there."""
+    size, place = int(os.environ.get("WORLD_SIZE", "1")), choose_device(device)
+    _check_launch(parallel, size, ranks)
+    if parallel == "none":
+        yield Ranks(place)
+        return
+    local = int(os.environ["LOCAL_RANK"])
+    if place.type == "cuda":
+        if local >= torch.cuda.device_count():
+            raise WrongLaunch(
+                f"this machine has {torch.cuda.device_count()} GPUs and torchrun started rank {local} on it, which "
+                "NCCL gives a GPU of its own: use --nproc-per-node with at most that number, or device=cpu"
+            )
+        place = torch.device("cuda", local)
+        torch.cuda.set_device(place)
+    joined = not dist.is_initialized()
+    if joined:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield Ranks(place, dist.get_rank(), dist.get_world_size())
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def share(module: nn.Module, ranks: Ranks, *, parallel: str, precision: torch.dtype) -> nn.Module:
+    """The module as the ranks train it together. With FSDP2 weights travel in `precision` and sums are float32."""
+    if parallel == "none":
+        return module
+    if parallel == "ddp":
+        return DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    half = precision != torch.float32
+    policy = MixedPrecisionPolicy(precision, torch.float32) if half else MixedPrecisionPolicy()
+    try:
+        blocks = list(find_blocks(module).values())
+    except NoBlocks:
+        blocks = []  # the whole model is one unit then
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)  # in place
+    return module
+
+
+def _check_launch(parallel: str, size: int, ranks: int | None) -> None:
+    launched = "RANK" in os.environ
+    count = ranks or (size if size > 1 else 2)
+    how = f"torchrun --nproc-per-node {count} train.py parallel={parallel}"
+    if parallel == "none" and size > 1:
+        raise WrongLaunch(
+            f"{size} ranks were started and parallel is none, so each would train the same model by itself: add "
+            "parallel=ddp or parallel=fsdp2, or start one process with python"
+        )
+    if parallel != "none" and not launched:
+        raise WrongLaunch(f"parallel={parallel} needs ranks, and this is one process alone: start it with {how}")
+    if ranks is not None and ranks != size:
+        raise WrongLaunch(
+            f"the configuration is for ranks={ranks} and {size} {'were' if size > 1 else 'was'} started: use "
+            f"--nproc-per-node {ranks}, or set ranks={size} (batch_size stays that of all ranks together)"
+        )

@@ -1,0 +1,129 @@
+"""What a person sees of a run, and what it leaves to be read afterwards: a bar, lines, metrics.jsonl, TensorBoard.
+
+Each is a context that gives the loop a hook; `train` opens them. Proof: `python -m pytest tests/test_progress.py`.
+"""
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .core.sizes import format_bytes
+from .loop import StepReport
+from .training import Hook, Run
+
+
+@contextlib.contextmanager
+def show_progress(run: Run, *, console: Console | None = None, every: int = 10) -> Iterator[Hook]:
+    """A bar on a terminal; elsewhere a line for the first step, every `every` steps, and each dev loss."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    console.print(describe(run), markup=False)
+    if not console.is_terminal:
+        first, after_first = run.first_step + 1, 0.0
+
+        def line(report: StepReport) -> None:
+            nonlocal after_first
+            if report.step == first:
+                after_first = time.perf_counter()  # the first step takes much longer than the others
+            elif report.dev_loss is None and report.step % every and report.step != report.steps:
+                return
+            seconds = (time.perf_counter() - after_first) / max(1, report.step - first) * (report.steps - report.step)
+            left = f"  {clock(seconds)} left" if first < report.step < report.steps else ""
+            told = f"step {report.step:>{len(str(report.steps))}}/{report.steps}  {figures(report, run)}{left}"
+            console.print(told, markup=False)
+
+        yield line
+        return
+    columns = (BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("the first step", total=run.parts.config.steps, completed=run.first_step)
+
+        def advance(report: StepReport) -> None:
+            progress.update(task, completed=report.step, description=figures(report, run))
+            if report.dev_loss is not None:
+                progress.console.print(f"step {report.step}: dev loss {report.dev_loss:.4f}", highlight=False)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def write_metrics(run: Run) -> Iterator[Hook]:
+    """A line for each step in metrics.jsonl, there at once."""
+    with (run.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+
+        def write(report: StepReport) -> None:
+            facts = asdict(report) | {"epoch": run.parts.stream.epoch, "peak_bytes": peak_bytes(run.parts.ranks.device)}
+            file.write(json.dumps(facts) + "\n")
+            file.flush()
+
+        yield write
+
+
+@contextlib.contextmanager
+def write_tensorboard(run: Run) -> Iterator[Hook]:
+    """The same figures for TensorBoard, in the run's folder."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("log.tensorboard needs the package tensorboard: pip install tensorboard") from error
+    with SummaryWriter(run.folder / "tensorboard") as writer:
+
+        def write(report: StepReport) -> None:
+            for name in ("loss", "dev_loss", "grad_norm", "learning_rate"):
+                if (value := getattr(report, name)) is not None:
+                    writer.add_scalar(name, value, report.step)
+            writer.add_scalar("terms_per_second", report.num_terms / report.seconds, report.step)
+
+        yield write
+
+
+def describe(run: Run) -> str:
+    """Two lines: what is trained, and how."""
+    parts, config = run.parts, run.parts.config
+    steps = parts.stream.microbatches_per_window
+    ranks = f" on each of {parts.ranks.size} ranks ({config.parallel})" if parts.ranks.size > 1 else ""
+    recompute = f", {config.recomputation().strategy} on {len(parts.changed)} layers" if parts.changed else ""
+    began = f", from step {run.first_step}" if run.first_step else ""
+    return (
+        f"{run.folder}: {parts.case.workload.name}, {parts.num_parameters / 1e6:.2f}M parameters, "
+        f"{len(parts.stream.dataset):,} samples{began}\n"
+        f"{steps} x {config.microbatch} samples a step{ranks}, {config.precision} on {parts.ranks.device.type}"
+        f"{recompute}"
+    )
+
+
+def figures(report: StepReport, run: Run) -> str:
+    """A step in few words."""
+    unit = "tokens" if run.parts.config.data.source in ("text", "tokens") else "terms"
+    dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
+    skipped = "" if report.stepped else "  skipped"
+    rate, memory = report.num_terms / report.seconds, format_bytes(peak_bytes(run.parts.ranks.device))
+    return f"loss {report.loss:.4f}{dev}{skipped}  {short(rate)} {unit}/s  {memory}"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was allocated on the device; on the CPU, the most that the process had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,59 @@
+"""The folder of a run: `runs/<name>-001` and on, with the configuration that it was started with.
+
+Proof: `python -m pytest tests/test_run_folder.py`.
+"""
+
+import re
+from pathlib import Path
+
+from .config import Config
+from .saved_state import saved_states
+
+SAVED = "recovery"
+
+
+def new_run(config: Config) -> Path:
+    """Make the folder of the next run of this name, and write the configuration into it."""
+    root = Path(config.runs)
+    root.mkdir(parents=True, exist_ok=True)
+    numbers = [int(match[1]) for path in root.iterdir() if (match := _numbered(config.name).fullmatch(path.name))]
+    number = max(numbers, default=0)
+    while True:
+        number += 1
+        folder = root / f"{config.name}-{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue  # of a run that was started at the same moment
+        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        return folder
+
+
+def note_resumed(folder: Path, config: Config, *, step: int) -> None:
+    """Beside the first configuration, the one that goes on from this step, if it is another."""
+    text, first = config.to_yaml(), folder / "config.yaml"
+    if not first.is_file() or first.read_text(encoding="utf-8") != text:
+        (folder / f"config-from-step-{step:08d}.yaml").write_text(text, encoding="utf-8")
+
+
+def state_to_resume(config: Config, resume: str) -> Path:
+    """The saved state that `resume` means: `latest` of this name's runs, the name of a run, or a file."""
+    root = Path(config.runs)
+    if (path := Path(resume)).is_file():
+        return path
+    runs = [root / resume, path] if resume != "latest" else _newest_first(root, config.name)
+    for run in runs:
+        if found := saved_states(run / SAVED):
+            return found[-1]
+    there = sorted(path.name for path in root.glob("*/") if saved_states(path / SAVED))
+    known = f"{root} has {', '.join(there[-8:])}" if there else f"no run in {root} has one"
+    raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
+
+
+def _newest_first(root: Path, name: str) -> list[Path]:
+    found = [(int(match[1]), path) for path in root.glob("*/") if (match := _numbered(name).fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _numbered(name: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(name)}-(\d{{3,}})")

@@ -1,0 +1,105 @@
+"""A tree of dataclasses from nested mappings: unknown keys and wrong types are errors that name the key.
+
+Proof: `python -m pytest tests/test_config.py`.
+"""
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+Tree = TypeVar("Tree")
+KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
+    """`values` as a `tree`, whose own checks then run; `inside` is the key that holds them."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
+    hints = typing.get_type_hints(tree)
+    names = [field.name for field in fields(tree)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            raise ValueError(f"{_path(inside, key)} is no key; {_nearest(str(key), names, inside)}")
+    found = {name: _read(hints[name], values[name], _path(inside, name)) for name in names if name in values}
+    try:
+        return tree(**found)
+    except ValueError as error:
+        raise ValueError(f"{inside}.{error}" if inside else str(error)) from error
+
+
+def flat_keys(tree: type, *, inside: str = "") -> list[str]:
+    """Every key of a tree, as one types it."""
+    keys = []
+    for name, kind in typing.get_type_hints(tree).items():
+        path = _path(inside, name)
+        keys += flat_keys(kind, inside=path) if is_dataclass(kind) and isinstance(kind, type) else [path]
+    return keys
+
+
+def nearest_key(key: str, keys: list[str]) -> str:
+    """The key that was meant, or all of them."""
+    last = {name.rsplit(".", 1)[-1]: name for name in keys}
+    near = difflib.get_close_matches(key, keys, n=1) or [
+        last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, n=1)
+    ]
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
+
+
+def _read(kind: Any, value: Any, path: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return value if isinstance(value, kind) else read_fields(kind, value, inside=path)
+    for choice in _choices(kind):
+        done, result = _as(choice, value)
+        if done:
+            return result
+    raise ValueError(f"{path} must be {_told(kind)}; got {value!r}" + _meant(kind, value))
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _as(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Whether `value` is of this kind, and as what."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind), value
+    if get_origin(kind) is tuple:
+        listed = isinstance(value, list | tuple) and all(_as(get_args(kind)[0], part)[0] for part in value)
+        return listed, tuple(value) if listed else value
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return True, float(value)  # YAML takes 3e-4 for text
+        except ValueError:
+            return False, value
+    if kind in (dict, Mapping) or get_origin(kind) in (dict, Mapping):
+        return isinstance(value, Mapping), value
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
+
+
+def _told(kind: Any) -> str:
+    told = []
+    for choice in _choices(kind):
+        if get_origin(choice) is Literal:
+            told += [str(value) for value in get_args(choice)]
+        elif get_origin(choice) is tuple:
+            told.append("a list")
+        else:
+            told.append(KINDS.get(choice, "a block of keys"))
+    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}"
+
+
+def _meant(kind: Any, value: Any) -> str:
+    values = [str(part) for choice in _choices(kind) if get_origin(choice) is Literal for part in get_args(choice)]
+    near = difflib.get_close_matches(str(value), values, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _nearest(key: str, names: list[str], inside: str) -> str:
+    return nearest_key(_path(inside, key), [_path(inside, name) for name in names])
+
+
+def _path(inside: str, key: object) -> str:
+    return f"{inside}.{key}" if inside else str(key)
