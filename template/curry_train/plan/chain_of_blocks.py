@@ -50,12 +50,11 @@ class Chain:
         budget_bytes: int,
         *,
         accumulated: bool,
-        without: Sequence[str] = (),
         less: Mapping[str, float] = MappingProxyType({}),
     ) -> Solved:
-        """`accumulated`: all gradients are there from the microsteps before; `without` leaves kinds of options out.
-        `less` is known to be there less than the chain says, for each sample: by block, and `HEAD`."""
-        menus = {name: self._menu(name, without) for name in self.names}
+        """`accumulated`: all gradients are there from the microsteps before. `less` is known to be there less than the
+        chain says, for each sample: by block, and `HEAD`."""
+        menus = {name: self._menu(name) for name in self.names}
         plain, least = self.plain_seconds(microbatch), self._line(microbatch, lambda step: step.step)
         if not menus:
             peak = self._line(microbatch, lambda step: step.peak_bytes)
@@ -98,9 +97,8 @@ class Chain:
         """Whether every block may be run so."""
         return all(any(option == offered for offered, _ in menu) for _, menu in self.kinds)
 
-    def _menu(self, name: str, without: Sequence[str] = ()) -> Menu:
-        menu = next(menu for names, menu in self.kinds if name in names)
-        return tuple((option, found) for option, found in menu if option.kind not in without)
+    def _menu(self, name: str) -> Menu:
+        return next(menu for names, menu in self.kinds if name in names)
 
     def _stages(
         self, menus: Mapping[str, Menu], microbatch: int, *, accumulated: bool, less: Mapping[str, float]

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointError
 
 from .. import primitives
 from ..core.workload import Workload
@@ -23,7 +22,7 @@ from .block_costs import heap_kept
 from .chain_of_blocks import Chain, measure_chain
 from .device_profile import DeviceProfile, find_profile
 from .estimate import Sketch
-from .options import FULL, KINDS, REGIONS, SAC
+from .options import KINDS
 from .saved_plan import Candidate, Plan, fingerprint
 from .sharding import Sharding
 from .whole_step import WholeSteps, order
@@ -89,7 +88,7 @@ class Planner:
             raise ValueError(f"without={sorted(unknown)}: a block is run as one of {', '.join(KINDS)}")
         self.sharding, self.tell = sharding or Sharding(), tell
         self.asked = self.chunked_loss = chunked_loss
-        self.without, self.mixes = tuple(without), True
+        self.without = tuple(without)
         self.chunk_tokens: int | None = None
         self.settings = {
             "device": self.profile.name,
@@ -119,16 +118,7 @@ class Planner:
         for name, value in {"budget_bytes": budget_bytes, "global_batch": global_batch}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        tried = list(self._tried(global_batch, microbatch))
-        try:
-            return self._best(tried, budget_bytes)
-        except CheckpointError:
-            if not self.mixes:
-                raise
-            self.mixes = False  # what regions keep of a block that is recomputed can be had only once
-            return self._best(tried, budget_bytes)
-
-    def _best(self, tried: list[tuple[int, int, bool]], budget_bytes: int) -> Plan:
+        tried = self._tried(global_batch, microbatch)
         found = sorted((self._solve(*each, budget_bytes) for each in tried), key=order)
         best: Candidate | None = None
         for place, candidate in enumerate(found):  # by predicted time; each is checked as long as it may still win
@@ -184,11 +174,7 @@ class Planner:
         chain, empty = self._chain(chunked=chunked), Candidate(microbatch, steps, chunked, 0, None)
         extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=steps > 1)
         less = self.whole_steps.less[chunked, steps > 1]
-        solved = [
-            chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, without=without, less=less)
-            for without in ([()] if self.mixes else [(REGIONS,), (SAC, FULL)])
-        ]
-        best = min(solved, key=lambda s: (max(s.peak_bytes, budget_bytes - extra), s.seconds, s.peak_bytes))
+        best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
         seconds = steps * best.seconds + chain.optimizer_seconds
         return replace(empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options)
 
