@@ -44,28 +44,18 @@ def plan(
     *,
     global_batch: int = 1,
     microbatch: int | None = None,
-    device: str | DeviceProfile = "cpu",
-    dtype: torch.dtype = torch.float32,
-    optimizer: str | float = "adamw",
-    sharding: Sharding | None = None,
-    blocks: str | None = None,
-    chunked_loss: bool | None = None,
-    without: Sequence[str] = (),
-    seed: int = 0,
-    tell: Tell = lambda message: None,
+    **options: Any,
 ) -> Plan:
-    """Plan for a rank's memory of `budget_bytes`. With `chunked_loss=None` both ways are tried where the model has a
-    head; `without` names kinds of options that are not to be used, such as `sac`. Raises `Infeasible` where nothing
+    """Plan for a rank's memory of `budget_bytes`; `options` are those of `Planner`. Raises `Infeasible` where nothing
     fits, which says by how much and what would help most.
     """
-    options = {"device": device, "dtype": dtype, "optimizer": optimizer, "sharding": sharding, "blocks": blocks}
-    more = {"chunked_loss": chunked_loss, "without": without, "seed": seed, "tell": tell}
-    with Planner(workload, **options, **more) as planner:  # type: ignore[arg-type]
+    with Planner(workload, **options) as planner:
         return planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
 
 
 class Planner:
-    """What was measured of a workload, for several budgets; a context."""
+    """What was measured of a workload, for several budgets; a context. With `chunked_loss=None` both ways are tried
+    where the model has a head; `without` names kinds of options that are not to be used, such as `sac`."""
 
     def __init__(
         self,
