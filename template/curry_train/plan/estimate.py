@@ -118,7 +118,8 @@ class Sketch:
         optimizer: str | float = "adamw",
         seed: int = 0,
     ) -> None:
-        self._workload, self._options = workload, {"dtype": dtype, "seed": seed, "blocks": blocks}
+        self._workload = workload
+        self._options: dict[str, Any] = {"dtype": dtype, "seed": seed, "blocks": blocks}
         self.kernels, self.optimizer = kernels, optimizer
         self.why_real: str | None = None
         self._stack, self._rehearse = contextlib.ExitStack(), True
@@ -128,7 +129,7 @@ class Sketch:
         try:
             with self._stack as stack:
                 stack.enter_context(pretended(kernels=self.kernels))
-                self.case = PretendedCase(self._load(), **self._options)  # type: ignore[arg-type]
+                self.case = PretendedCase(self._load(), **self._options)
                 self._rehearse = needs_rehearsal(self.case)
                 self._stack = stack.pop_all()
         except NEEDS_VALUES as error:
@@ -139,7 +140,7 @@ class Sketch:
             self.why_real = who_needs_values(error.__cause__)
         if self.why_real is not None:
             self._stack, self._rehearse = contextlib.ExitStack(), True
-            self.case = Case(self._load(), **self._options)  # type: ignore[arg-type]
+            self.case = Case(self._load(), **self._options)
         return self
 
     def __exit__(self, *raised: Any) -> None:
