@@ -5,7 +5,6 @@ Proof: `python -m pytest tests/test_plan_memory.py`.
 """
 
 import contextlib
-import logging
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -100,7 +99,7 @@ def plan_command(
         sharding = Sharding(parallel, ranks)
         if verify and ranks > 1:
             raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
-        with _progress() as tell, _errors_told_once():
+        with _progress() as tell:
             planner = Planner(
                 spec,
                 device=profile,
@@ -142,38 +141,14 @@ def plan_command(
         write_json(json_path, provenance(place) | found)
 
 
-def _progress() -> Any:
-    console = Console(stderr=True)
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-    class Told:
-        def __enter__(self) -> Callable[[str], None]:
-            progress.start()
-            task = progress.add_task("")
-            return lambda message: progress.update(task, description=message)
-
-        def __exit__(self, *raised: Any) -> None:
-            progress.stop()
-
-    return Told()
-
-
 @contextlib.contextmanager
-def _errors_told_once() -> Iterator[None]:
-    """Torch writes an error of an operation without values to its log as well, with its own traceback."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is told is shown, with the time since the start; nothing where the output is not a terminal."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+        yield lambda message: progress.update(task, description=message)
 
 
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:

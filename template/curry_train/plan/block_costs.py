@@ -59,11 +59,9 @@ class BlockLives(LiveStorages):
         family = operations.family_of(func) if isinstance(func, operations.Operation) else None
         if self.forward and family:
             made = sum(value.untyped_storage().nbytes() for value in tree_iter(out) if isinstance(value, Tensor))
-            drawn = operations.draws(
-                func, args, kwargs or {}
-            )  # such a call is never kept, so that keeping it is nothing
-            flops_kept = operation_flops(func, args, kwargs or {}, out)
-            self.calls.append((family, 0, 0) if drawn else (family, made, flops_kept))
+            again = operation_flops(func, args, kwargs or {}, out)
+            drawn = operations.draws(func, args, kwargs or {})  # and so is never kept: nothing is gained by keeping it
+            self.calls.append((family, 0, 0) if drawn else (family, made, again))
         return out
 
 
@@ -96,11 +94,8 @@ class BlockKind:
                     beside = sum(tensor.nbytes for tensor in outputs)
                     # What comes out and stays is what the next block keeps as its input, and counted there.
                     passed_on = sum(life.nbytes for life in made if life.died is None)
-                    held, lives.forward, lives.bytes_peak = (
-                        lives.bytes_alive - beside - passed_on,
-                        False,
-                        lives.bytes_alive,
-                    )
+                    held = lives.bytes_alive - beside - passed_on
+                    lives.forward, lives.bytes_peak = False, lives.bytes_alive
                     if outputs:
                         torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
         finally:

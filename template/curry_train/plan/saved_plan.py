@@ -42,10 +42,6 @@ class Candidate:
     checked: bool = False  # the peak is that of the whole step, not of the chain
     flops: float | None = None  # of all microsteps, if it was checked
 
-    @property
-    def fits(self) -> bool:
-        return self.step_seconds is not None
-
     def within(self, budget_bytes: int) -> "Candidate":
         """Without a time, if it is above the budget."""
         return self if self.peak_bytes <= budget_bytes else replace(self, step_seconds=None)
