@@ -45,7 +45,6 @@ class NeedsValues(RuntimeError):
 
 
 KERNELS = ("cpu", "cuda")
-unwatched = torch._C.DisableTorchFunction  # beneath the dispatcher no function mode has a say, and each costs time
 NUMBERS = (torch.arange, torch.linspace, torch.logspace, torch.randint, torch.randperm, torch.tensor, torch.as_tensor)
 NEEDS_VALUES = (
     NeedsValues,

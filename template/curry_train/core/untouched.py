@@ -1,6 +1,6 @@
 """Run a module without leaving a trace: its buffers, gradients and every random generator are put back.
 
-Proof: `python -m pytest tests/test_measure.py`.
+Proof: `python -m pytest tests/test_untouched.py tests/test_measure.py`.
 """
 
 import contextlib
@@ -11,17 +11,25 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+# Function modes have no say: where CUDA stands for the CPU, a device of CUDA's generators still means CUDA.
+unwatched = torch._C.DisableTorchFunction
+
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Put torch's, CUDA's, python's and, where it is loaded, numpy's generator back afterwards."""
     numpy = sys.modules.get("numpy")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with unwatched():
+        states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(devices):
-            yield
+        yield
     finally:
+        with unwatched():
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
@@ -30,7 +38,8 @@ def generators_kept() -> Iterator[None]:
 def generator_states(module: nn.Module) -> list[torch.Tensor]:
     """Torch's generators that a module's operations may draw from."""
     devices = {parameter.device for parameter in module.parameters()} if torch.cuda.is_initialized() else set()
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(place) for place in devices if place.type == "cuda")]
+    with unwatched():
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(place) for place in devices if place.type == "cuda")]
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.fake import NEEDS_VALUES, PretendedCase, pretended, unwatched
+from ..core.fake import NEEDS_VALUES, PretendedCase, pretended
 from ..core.load import load_workload
 from ..core.measure import operation_flops
+from ..core.untouched import unwatched
 from ..core.workload import Case, Workload, WorkloadError
 from .optimizers import make_optimizer
 from .report import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, STATE, Timeline

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ..core.fake import NeedsValues, unwatched
+from ..core.fake import NeedsValues
 from ..core.layers import tensors_in
-from ..core.untouched import seeded
+from ..core.untouched import seeded, unwatched
 from ..core.workload import Case
 from .step_lives import ASKS_FOR_DEVICE
 
