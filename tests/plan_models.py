@@ -1,4 +1,5 @@
-"""Small models that plans are made for: equal blocks, blocks of two kinds, frozen ones, a loop, and Hugging Face's."""
+"""Small models that plans are made for: equal blocks, blocks of two kinds, frozen ones, a loop, one whose shapes
+depend on values, and Hugging Face's."""
 
 import torch
 from torch import nn
@@ -44,6 +45,25 @@ def net(*hidden, **settings):
         lambda size: torch.randn(size, 64, 8),
         lambda module, x: module(x).square().sum(),
     )
+
+
+class Routed(nn.Module):
+    """Sends some rows through each block: its shapes depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            chosen = (x[:, 0] > 0).nonzero()[:, 0]
+            x = x.index_add(0, chosen, layer(x[chosen]))
+        return x
+
+
+ROUTED = Workload(
+    "routed", Routed, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
+)
 
 
 def of_hugging_face(build):

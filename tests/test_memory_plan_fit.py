@@ -6,35 +6,16 @@ python -m pytest tests/test_memory_plan_fit.py
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
-from torch import nn
 
 from curry_train.core.builtin import BUILTIN
 from curry_train.core.load import load_workload
-from curry_train.core.workload import Case, Workload
+from curry_train.core.workload import Case
 from curry_train.gates import memory_plan_fit as gates
 from curry_train.plan.options import NONE, Option
 from curry_train.plan.saved_plan import Plan
+from plan_models import ROUTED
 
 CASE = Case(load_workload("transformer"))
-
-
-class Routed(nn.Module):
-    """Its shapes depend on values."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x.index_add(0, (x[:, 0] > 0).nonzero()[:, 0], layer(x[x[:, 0] > 0]))
-        return x
-
-
-ROUTED = Workload(
-    "routed", Routed, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
-)
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -19,6 +19,7 @@ from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
 from curry_train.plan.selective import SelectiveCheckpointer
 from curry_train.plan.sharding import Sharding
 from curry_train.primitives import CheckpointConfig, apply_chunked_loss, chunked_loss_report, recompute_blocks
+from plan_models import ROUTED
 from symptoms import rows_of, rows_with_a_test, symptom
 
 KIB = 2**10
@@ -64,28 +65,11 @@ def test_a_plan_for_another_model_is_refused_and_an_edited_one_is_over_its_budge
     assert plan(wider, 2**30, **QUICK).apply(wider.build()) == []
 
 
-class Routed(nn.Module):
-    """Sends some rows through each block."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            chosen = (x[:, 0] > 0).nonzero()[:, 0]
-            x = x.index_add(0, chosen, layer(x[chosen]))
-        return x
-
-
 @symptom("the plan says `measured for real`")
 def test_a_model_whose_shapes_need_values_is_measured_and_the_figure_is_right():
-    routed = Workload(
-        "routed", Routed, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
-    )
-    found = plan(routed, 2**20, microbatch=4, global_batch=4, **QUICK)
+    found = plan(ROUTED, 2**20, microbatch=4, global_batch=4, **QUICK)
     assert "nonzero" in found.settings["why_real"]
-    assert found.peak_bytes == measured_peak(Case(routed, batch_size=4), found.apply)
+    assert found.peak_bytes == measured_peak(Case(ROUTED, batch_size=4), found.apply)
 
 
 class Classifier(nn.Module):
