@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from curry_train.core.builtin import mlp
-from curry_train.plan.estimate import Sketch, operation_cost
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.operation_cost import operation_cost
 
 aten = torch.ops.aten
 

@@ -4,6 +4,7 @@ Proof: `python -m pytest tests/test_menu.py`.
 """
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,9 @@ from ..core.layers import tensors_in
 from ..core.measure import LiveStorages, operation_flops
 from ..core.untouched import seeded
 from .device_profile import DeviceProfile
-from .estimate import operation_cost
-from .options import REGIONS, SAC, Option, apply_options, remove_options
+from .operation_cost import operation_cost
+from .options import NONE, REGIONS, SAC, Option, apply_options, remove_options
+from .step_lives import ASKS_FOR_DEVICE
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class BlockLives(LiveStorages):
         self.calls: list[tuple[str, int, int]] = []  # family, bytes and FLOPs of each expensive call of the forward
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
         out = super().__torch_dispatch__(func, types, args, kwargs)
         flops, moved = operation_cost(func, args, kwargs or {}, out)
         self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
@@ -73,6 +77,11 @@ class BlockKind:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     names: tuple[str, ...]
+
+    @functools.cached_property
+    def plain(self) -> tuple[Measured, list[tuple[str, int, int]]]:
+        """The block as it is."""
+        return self.run(Option(NONE))
 
     def run(self, option: Option) -> tuple[Measured, list[tuple[str, int, int]]]:
         """Forward and backward of the block, which is left as it was; and the expensive calls of its forward."""

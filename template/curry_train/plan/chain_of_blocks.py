@@ -205,15 +205,14 @@ def measure_chain(
     """
     changed: list[nn.Module] = []
 
-    def change(module: nn.Module) -> None:
-        if chunk_tokens is not None:
-            primitives.apply_chunked_loss(module, chunk_tokens=chunk_tokens)
-            changed.append(module)
+    def chunk(module: nn.Module) -> None:
+        primitives.apply_chunked_loss(module, chunk_tokens=chunk_tokens)
+        changed.append(module)
 
     steps = []
     for size in SIZES:
         tell(f"estimating a step of {size} samples{' with chunked loss' if chunk_tokens else ''}")
-        steps.append(sketch.step(size, change=change))
+        steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk))
         for name, use in primitives.chunked_loss_report(changed[-1]).items() if changed else ():
             if not use.num_chunked:
                 raise ValueError(f"the loss of {name} does not run in chunks ({use}): leave the loss whole")

@@ -8,21 +8,22 @@ On the CPU this is the measured figure to the byte. A model whose shapes depend 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch import nn
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.fake import NEEDS_VALUES, PretendedCase, pretended
 from ..core.load import load_workload
-from ..core.measure import operation_flops
 from ..core.untouched import unwatched
 from ..core.workload import Case, Workload, WorkloadError
+from .operation_cost import operation_cost
+from .optimizer_steps import OptimizerSteps
 from .optimizers import make_optimizer
 from .report import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, STATE, Timeline
 from .step_lives import ASKS_FOR_DEVICE, StepLives, record_step
@@ -67,40 +68,31 @@ class StepEstimate:
 
 
 class PricedLives(StepLives):
-    """Also what each operation computes and how many bytes it reads and writes."""
+    """Also what each operation computes and how many bytes it reads and writes. With `steps` that of the optimizer is
+    recorded once."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, steps: OptimizerSteps | None = None) -> None:
         super().__init__(*args)
+        self.steps = steps
         self.flops: list[int] = []
         self.moved: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
         with unwatched():
             out = super().__torch_dispatch__(func, types, args, kwargs)
-            if self.phase != "step" and func is not ASKS_FOR_DEVICE:
+            if self.phase != "step":
                 flops, moved = operation_cost(func, args, kwargs or {}, out)
                 self.flops.append(flops)
                 self.moved.append(moved)
         return out
 
-
-def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
-    """FLOPs and bytes read and written; a view costs nothing."""
-    inputs = {id(value): value for value in _dense((args, kwargs))}
-    outputs = {id(value): value for value in _dense(out)}
-    mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
-    there = {value.untyped_storage()._cdata for value in inputs.values()}
-    if not mutable and all(value.untyped_storage()._cdata in there for value in outputs.values()):
-        return 0, 0
-    moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
-    return operation_flops(func, args, kwargs, out), moved
-
-
-def _dense(value: Any) -> Iterator[Tensor]:
-    """The tensors, and of a sparse one its two parts."""
-    for leaf in tree_iter(value):
-        if isinstance(leaf, Tensor):
-            yield from (leaf._indices(), leaf._values()) if leaf.layout is torch.sparse_coo else (leaf,)
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.steps is None:
+            super().take(optimizer)
+        else:
+            self.steps.take(optimizer, self)
 
 
 class Sketch:
@@ -123,7 +115,9 @@ class Sketch:
         self._options: dict[str, Any] = {"dtype": dtype, "seed": seed, "blocks": blocks}
         self.kernels, self.optimizer = kernels, optimizer
         self.why_real: str | None = None
-        self._stack, self._rehearse = contextlib.ExitStack(), True
+        self._stack = contextlib.ExitStack()
+        self._optimizer_steps: OptimizerSteps | None = None  # where the second step is as the first one
+        self._plain: dict[tuple[int, bool], StepEstimate] = {}
         self.case: Case
 
     def __enter__(self) -> "Sketch":
@@ -131,7 +125,7 @@ class Sketch:
             with self._stack as stack:
                 stack.enter_context(pretended(kernels=self.kernels))
                 self.case = PretendedCase(self._load(), **self._options)
-                self._rehearse = needs_rehearsal(self.case)
+                self._optimizer_steps = None if needs_rehearsal(self.case) else OptimizerSteps()
                 self._stack = stack.pop_all()
         except NEEDS_VALUES as error:
             self.why_real = who_needs_values(error)
@@ -140,7 +134,7 @@ class Sketch:
                 raise
             self.why_real = who_needs_values(error.__cause__)
         if self.why_real is not None:
-            self._stack, self._rehearse = contextlib.ExitStack(), True
+            self._stack, self._optimizer_steps = contextlib.ExitStack(), None
             self.case = Case(self._load(), **self._options)
         return self
 
@@ -164,8 +158,11 @@ class Sketch:
             return {}
 
     def step(self, batch_size: int, *, accumulated: bool = False, change: Change | None = None) -> StepEstimate:
-        """A step at this batch size; `accumulated`: the last microstep of several. `change` may recompute blocks."""
-        batch = self.batch(batch_size)
+        """A step at this batch size; `accumulated`: the last microstep of several. `change` may recompute blocks;
+        without it a step is estimated once."""
+        if change is None and (batch_size, accumulated) in self._plain:
+            return self._plain[batch_size, accumulated]
+        steps, batch = self._optimizer_steps, self.batch(batch_size)
         module = self.build()
         blocks = self.blocks(module)
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
@@ -178,10 +175,13 @@ class Sketch:
             optimizer=optimizer,
             blocks=list(blocks) or None,
             accumulated=accumulated,
-            rehearse=self._rehearse,
-            make=PricedLives,
+            give_state=None if steps is None else steps.give_state,
+            make=functools.partial(PricedLives, steps=steps),
         )
-        return _estimate(lives, module, blocks)
+        found = _estimate(lives, module, blocks)
+        if change is None:
+            self._plain[batch_size, accumulated] = found
+        return found
 
 
 def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:

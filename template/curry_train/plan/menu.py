@@ -19,6 +19,7 @@ from ..core.untouched import seeded
 from .block_costs import BlockKind, Drop, Measured, drop_saved
 from .estimate import Sketch, StepEstimate
 from .options import FULL, NONE, OFFLOAD, REGIONS, SAC, Option
+from .step_lives import ASKS_FOR_DEVICE
 
 __all__ = ["BlockKind", "Drop", "Measured", "candidates", "drop_saved", "find_kinds"]
 
@@ -38,6 +39,8 @@ class Operations(TorchDispatchMode):
         self.made: defaultdict[str, list[Any]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
         out = func(*args, **(kwargs or {}))
         if self.block is not None:
             self.made[self.block].append((str(func), _shapes(out)))
@@ -79,7 +82,7 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
 def candidates(kind: BlockKind, *, offload: bool) -> list[Option]:
     """Options worth measuring: each that no other one beats on paper, where an output costs its bytes to keep and its
     FLOPs to make again, and the last call is never made again."""
-    _, calls = kind.run(Option(NONE))
+    _, calls = kind.plain
     places: Counter[str] = Counter()
     named: list[Named] = []
     for family, made, flops in calls:
@@ -132,7 +135,7 @@ def measure_menus(
                 continue  # it has been said why
             tell(f"measuring {kind.names[0]} with {option}")
             try:
-                found = kind.run(option)[0]
+                found = (kind.plain if option.kind == NONE else kind.run(option))[0]
                 menu[option] = (
                     (_smaller(found, menu[Option(NONE)], menu[Option(FULL)]), found)
                     if option.kind == SAC

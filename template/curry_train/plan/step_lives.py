@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..core.layers import REST, RunningLayers, divide
-from ..core.measure import LiveStorages
+from ..core.measure import Life, LiveStorages
 from ..core.untouched import seeded
 from .profiler import as_trained
 from .report import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, PHASES, STATE, TEMPORARIES
@@ -32,12 +32,13 @@ def record_step(
     optimizer: torch.optim.Optimizer | None = None,
     blocks: str | Sequence[str] | None = None,
     accumulated: bool = False,
-    rehearse: bool = True,
-    make: "type[StepLives] | None" = None,
+    give_state: Callable[[torch.optim.Optimizer], None] | None = None,
+    make: "Callable[..., StepLives] | None" = None,
 ) -> "StepLives":
     """The lives of all storages of the step that `measure_timeline` describes; `accumulated`: the last microstep of
-    several, which finds gradients of those before. Without `rehearse` the first step is not run and every parameter
-    that is trained has an optimizer state: the same, where each gets a gradient and the step leaves nothing else."""
+    several, which finds gradients of those before. With `give_state` the first step is not run and every parameter
+    that is trained gets its optimizer state from there: the same, where each gets a gradient and the step leaves
+    nothing else. This is for tensors without values, and none is put back."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"{type(module).__name__} has no parameter that requires grad: there is nothing to train")
@@ -48,7 +49,7 @@ def record_step(
     device, layers = trained[0].device, divide(module, blocks=blocks)
     with (
         as_trained(module),
-        _kept({id(parameter): parameter for parameter in trained} | stepped),
+        _kept({} if give_state else {id(parameter): parameter for parameter in trained} | stepped),
         seeded(0),
         torch.enable_grad(),
     ):
@@ -58,14 +59,15 @@ def record_step(
             there = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
             before = torch.cuda.memory_allocated(device) - there
         optimizer = copy.deepcopy(optimizer, dict(stepped))  # a copy of its state, over the same parameters
-        if rehearse:
+        if give_state is None:
             _take_step(module, batch, loss, optimizer)
         else:
-            for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
+            give_state(optimizer)
         if not accumulated:
             optimizer.zero_grad(set_to_none=True)
+        elif give_state is not None:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
         gc.collect()
         lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
         lives.follow_all(batch, optimizer)
@@ -107,7 +109,7 @@ class StepLives(LiveStorages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
-            return func(*args, **(kwargs or {}))
+            return args[0].device
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._read()
         return out
@@ -129,6 +131,22 @@ class StepLives(LiveStorages):
             for life in self.lives_of(tensor):
                 if life.owner[0] != PARAMETERS:
                     life.owner = (group, REST)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """The last phase."""
+        optimizer.step()
+        self.own(STATE, _tensors(list(optimizer.state.values())))
+        self.end_phase()
+
+    def repeat(self, lives: Iterable[Life], num_operations: int) -> None:
+        """The last phase, from an earlier record; its lives count from the first operation of the phase."""
+        first, self.num_operations = self.num_operations, self.num_operations + num_operations
+        for life in lives:
+            died = None if life.died is None else first + life.died
+            self.lives.append(Life(life.nbytes, life.owner, first + life.born, died))
+        self.phases += [self.phase] * num_operations
+        self.allocated += [0] * num_operations
+        self.ends[self.phase] = self.num_operations - 1
 
     def end_phase(self) -> None:
         """A point for what is left when a phase's own variables are gone."""
@@ -176,10 +194,10 @@ def _take_step(
         record.own(GRADIENTS, gradients)
         record.end_phase()
     del gradients
-    optimizer.step()
     if record:
-        record.own(STATE, _tensors(list(optimizer.state.values())))
-        record.end_phase()
+        record.take(optimizer)
+    else:
+        optimizer.step()
 
 
 def _tensors(value: Any) -> list[Tensor]:

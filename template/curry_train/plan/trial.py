@@ -55,7 +55,7 @@ class Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
-            return func(*args, **(kwargs or {}))
+            return args[0].device
         with unwatched():
             packet = getattr(func, "_overloadpacket", None)
             if packet in _LARGER:
