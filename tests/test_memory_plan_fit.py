@@ -11,16 +11,18 @@ from curry_train.core.builtin import BUILTIN
 from curry_train.core.load import load_workload
 from curry_train.core.workload import Case
 from curry_train.gates import memory_plan_fit as gates
+from curry_train.plan.estimate import Sketch
 from curry_train.plan.options import NONE, Option
 from curry_train.plan.saved_plan import Plan
 from plan_models import ROUTED
 
-CASE = Case(load_workload("transformer"))
+CASES = {name: Case(load_workload(name)) for name in BUILTIN}  # each is prepared once for all tests
+CASE = CASES["transformer"]
 
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_the_estimate_is_the_measured_peak_to_the_byte(name):
-    verdict = gates.estimate(Case(load_workload(name)))
+    verdict = gates.estimate(CASES[name])
     assert verdict.passed, verdict
     assert "full" in verdict.measured
 
@@ -32,21 +34,30 @@ def test_a_model_whose_shapes_need_values_has_no_estimate():
     assert "Routed" in verdict.hint
 
 
-def forgets_what_was_applied(sketch, batch_size, change):
-    return gates.predicted_peak(sketch, batch_size, None)
+def forgets_what_was_applied(case):
+    peaks = gates.prepared(case).peaks
+    return dict.fromkeys(peaks, peaks[gates.PLAIN])
 
 
-def forgets_the_optimizers_state(sketch, batch_size, change):
-    state = sketch.step(batch_size, change=change).timeline.owners["optimizer state"][0]
-    return gates.predicted_peak(sketch, batch_size, change) - state
+def forgets_the_optimizers_state(case):
+    state = 2 * sum(parameter.nbytes for parameter in case.build().parameters())
+    return {way: peak - state for way, peak in gates.prepared(case).peaks.items()}
 
 
-def is_for_another_batch(sketch, batch_size, change):
-    return gates.predicted_peak(sketch, batch_size + 1, change)
+def is_for_another_batch(case):
+    with Sketch(case.workload) as sketch:
+        return gates.predicted_peaks(sketch, case.batch_size + 1)
+
+
+def is_too_small_by_a_number(case):
+    peaks = gates.prepared(case).peaks
+    return peaks | {gates.IN_TURNS: peaks[gates.IN_TURNS] - 4}
 
 
 @pytest.mark.parametrize(
-    "wrong", [forgets_what_was_applied, forgets_the_optimizers_state, is_for_another_batch], ids=lambda f: f.__name__
+    "wrong",
+    [forgets_what_was_applied, forgets_the_optimizers_state, is_for_another_batch, is_too_small_by_a_number],
+    ids=lambda f: f.__name__,
 )
 def test_a_wrong_estimate_fails(wrong):
     verdict = gates.estimate(CASE, predict=wrong)
@@ -61,7 +72,7 @@ def test_a_plan_fits_as_predicted_and_trains_the_same():
 
 def test_where_recompute_lowers_no_peak_there_is_nothing_to_plan():
     for check in (gates.fits, gates.parity):
-        verdict = check(Case(load_workload("mlp")))  # whose peak is the optimizer's
+        verdict = check(CASES["mlp"])  # whose peak is the optimizer's
         assert verdict.passed is None
         assert "lowers no peak" in verdict.hint
 

@@ -4,10 +4,12 @@ Proof: `python -m pytest tests/test_memory_plan_fit.py`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
+from ..core.blocks import find_blocks
 from ..core.verdict import Gate, Verdict, not_applicable
 from ..core.workload import Case
 from ..plan.device_profile import find_profile
@@ -20,28 +22,31 @@ from ..plan.saved_plan import Plan
 from ..plan.step_lives import record_step
 from ..plan.timeline import timeline_of
 
-BETWEEN = 0.5  # where the budget stands between the least peak and the plain one
+PLAIN, IN_TURNS = "plain", "full and regions"  # as it is, and with the blocks recomputed whole and by regions in turns
+BETWEEN = 0.5  # where the budget stands between the peaks of these two
 CLOSE = 0.02  # on CUDA, where the allocator rounds and libraries take workspaces
 Change = Callable[[nn.Module], object]
-Predict = Callable[[Sketch, int, Change | None], int]
 
 
-def predicted_peak(sketch: Sketch, batch_size: int, change: Change | None) -> int:
-    """The peak of a step with AdamW, from shapes."""
-    return sketch.step(batch_size, change=change).peak_bytes
+@dataclass(frozen=True)
+class Prepared:
+    """From shapes: the peak of a step as it is and, where there are blocks, with these in turns; a plan or why there is
+    none; and why nothing can be told from shapes, if so."""
+
+    peaks: Mapping[str, int]
+    plan: Plan | str
+    why_real: str | None
 
 
-def estimate(case: Case, *, predict: Predict = predicted_peak) -> Verdict:
-    """A step as it is, and one whose blocks are recomputed whole and by regions in turns: predicted and measured."""
+def estimate(case: Case, *, predict: Callable[[Case], Mapping[str, int]] | None = None) -> Verdict:
+    """A step as it is, and one with blocks recomputed in turns: predicted and measured."""
     gate, cuda = "memory-plan/estimate", case.device.type == "cuda"
     required = f"within {CLOSE:.0%}" if cuda else "equal to the byte"
-    with _sketch(case) as sketch:
-        if sketch.why_real is not None:
-            return not_applicable(gate, required=required, why=sketch.why_real)
-        blocks = list(sketch.blocks(sketch.build()))
-        ways = {"plain": None} | ({"full and regions": _in_turns(blocks)} if blocks else {})
-        predicted = {way: predict(sketch, case.batch_size, change) for way, change in ways.items()}
-    pairs = {way: (predicted[way], measured_peak(case, change)) for way, change in ways.items()}
+    if (why := prepared(case).why_real) is not None:
+        return not_applicable(gate, required=required, why=why)
+    predicted = prepared(case).peaks if predict is None else predict(case)
+    ways = {PLAIN: None, IN_TURNS: _in_turns(case.blocks)}
+    pairs = {way: (peak, measured_peak(case, ways[way])) for way, peak in predicted.items()}
     wrong = {way: pair for way, pair in pairs.items() if abs(pair[0] - pair[1]) > (CLOSE * pair[1] if cuda else 0)}
     told = (wrong or pairs).items()
     measured = "; ".join(f"{way} {ours:,} of {theirs:,}" for way, (ours, theirs) in told)
@@ -79,23 +84,37 @@ GATES = (
 )
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=8)
+def prepared(case: Case) -> Prepared:
+    """What all gates ask for, from one sketch of the model."""
+    with _planner(case) as planner:
+        peaks = predicted_peaks(planner.sketch, case.batch_size)
+        return Prepared(peaks, _plan(planner, case, peaks), planner.sketch.why_real)
+
+
+def predicted_peaks(sketch: Sketch, batch_size: int) -> dict[str, int]:
+    """As `Prepared` has them, of a step with AdamW."""
+    peaks = {PLAIN: sketch.step(batch_size).peak_bytes}
+    if sketch.blocks(sketch.build()):
+        peaks[IN_TURNS] = sketch.step(batch_size, change=_in_turns(sketch.case.blocks)).peak_bytes
+    return peaks
+
+
 def planned(case: Case) -> Plan | str:
-    """A plan for half of what recompute can save, or why there is none to make. Two gates ask for it."""
-    planner = _planner(case)
-    with planner:
-        plain = planner.sketch.step(case.batch_size).peak_bytes
-        blocks = planner.sketch.blocks(planner.sketch.build())
-        if not blocks:
-            return "the model repeats no block: name some with --blocks"
-        least = planner.sketch.step(case.batch_size, change=_whole(list(blocks), FULL)).peak_bytes
-        if least >= plain:
-            return "recomputing whole blocks lowers no peak: something else owns it"
-        budget = round(least + BETWEEN * (plain - least))
-        try:
-            return planner.plan(budget, global_batch=case.batch_size, microbatch=case.batch_size)
-        except Infeasible as error:
-            return f"no choice fits: {str(error).splitlines()[0]}"
+    """A plan for half of what recompute saves, or why there is none to make."""
+    return prepared(case).plan
+
+
+def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
+    if IN_TURNS not in peaks:
+        return "the model repeats no block: name some with --blocks"
+    if peaks[IN_TURNS] >= peaks[PLAIN]:
+        return "recomputing every block lowers no peak: something else owns it"
+    budget = round(peaks[IN_TURNS] + BETWEEN * (peaks[PLAIN] - peaks[IN_TURNS]))
+    try:
+        return planner.plan(budget, global_batch=case.batch_size, microbatch=case.batch_size)
+    except Infeasible as error:
+        return f"no choice fits: {str(error).splitlines()[0]}"
 
 
 def measured_peak(case: Case, change: Change | None) -> int:
@@ -106,11 +125,6 @@ def measured_peak(case: Case, change: Change | None) -> int:
         change(module)
     lives = record_step(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)
     return timeline_of(lives, type(module).__name__).peak.bytes_alive
-
-
-def _sketch(case: Case) -> Sketch:
-    kernels = "cuda" if case.device.type == "cuda" else "cpu"
-    return Sketch(case.workload, dtype=case.dtype, kernels=kernels, blocks=case.blocks, seed=case.seed)
 
 
 def _planner(case: Case) -> Planner:
@@ -126,13 +140,12 @@ def _planner(case: Case) -> Planner:
     )
 
 
-def _whole(blocks: list[str], kind: str) -> Change:
-    return lambda module: apply_options(module, dict.fromkeys(blocks, Option(kind)))
+def _in_turns(pattern: str | None) -> Change:
+    def change(module: nn.Module) -> None:
+        options = {name: Option((FULL, REGIONS)[place % 2]) for place, name in enumerate(find_blocks(module, pattern))}
+        apply_options(module, options)
 
-
-def _in_turns(blocks: list[str]) -> Change:
-    options = {name: Option((FULL, REGIONS)[place % 2]) for place, name in enumerate(blocks)}
-    return lambda module: apply_options(module, options)
+    return change
 
 
 def _alone(plan: Plan) -> Callable[..., list[str]]:
