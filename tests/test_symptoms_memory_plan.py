@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.core.builtin import mlp, transformer
+from curry_train.core.builtin import mlp
 from curry_train.core.workload import Case, Workload
 from curry_train.gates.memory_plan_fit import measured_peak
 from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
 from curry_train.plan.selective import SelectiveCheckpointer
 from curry_train.plan.sharding import Sharding
 from curry_train.primitives import CheckpointConfig, apply_chunked_loss, chunked_loss_report, recompute_blocks
-from plan_models import ROUTED
+from plan_models import ROUTED, net
 from symptoms import rows_of, rows_with_a_test, symptom
 
 KIB = 2**10
 QUICK = {"device": "cpu", "without": ["sac"], "chunked_loss": False}
-SMALL = transformer(depth=2, dim=32, length=16)
+SMALL = net(64, 64)
 
 
 def peak_with(optimizer, *, change=None):
@@ -34,8 +34,8 @@ def peak_with(optimizer, *, change=None):
 
 @symptom("`nothing fits`: the least peak is ...")
 def test_where_nothing_fits_a_lever_of_the_message_does_what_it_says():
-    budget = 900 * KIB
-    with pytest.raises(Infeasible, match="nothing fits 900 KiB: the least peak is") as refused:
+    budget = 180 * KIB
+    with pytest.raises(Infeasible, match="nothing fits 180 KiB: the least peak is") as refused:
         plan(SMALL, budget, **QUICK)
     assert "parameters and optimizer state" in str(refused.value)
     (ranks,) = re.findall(r"FSDP2 on (\d+) ranks: a peak of [^,]*, which fits", " ".join(str(refused.value).split()))
@@ -56,8 +56,8 @@ def test_where_the_optimizers_step_is_the_peak_recompute_changes_nothing_and_a_p
 @symptom("`PlanMismatch`: block ... is ..., and the plan is for")
 def test_a_plan_for_another_model_is_refused_and_an_edited_one_is_over_its_budget():
     found = plan(SMALL, 2**30, **QUICK)
-    wider = transformer(depth=2, dim=64, length=16)
-    with pytest.raises(PlanMismatch, match=r"block layers\.0 is a Block with .*, and the plan is for one with"):
+    wider = net(256, 256)
+    with pytest.raises(PlanMismatch, match=r"block blocks\.0 is a Block with .*, and the plan is for one with"):
         found.apply(wider.build())
     edited = replace(found, fingerprint=plan(wider, 2**30, **QUICK).fingerprint)
     edited.apply(wider.build())  # the wrong fix: it is applied
