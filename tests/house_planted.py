@@ -98,6 +98,8 @@ IMPORTS = {
     "lower_floors_need_only_torch": [
         (append(f"{GATES}/grad_accum.py", "def f():\n    from rich import print\n"), "imports rich"),
         (append(f"{CORE}/verdict.py", "import numpy as np\n"), "imports numpy with the module"),
+        (append(f"{RUNS}/digests.py", "import xxhash\n"), "imports xxhash with the module"),
+        (append(f"{RUNS}/digests.py", "def f():\n    import rich\n"), "imports rich"),
     ],
     "packages_hand_names_on_lazily": [
         (append(f"{PRIMITIVES}/__init__.py", "from .grad_accum import Window\n"), "imports eagerly"),

@@ -23,6 +23,7 @@ from .core.blocks import find_blocks
 from .core.builtin import BUILTIN
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
+from .core.untouched import heap_kept
 from .core.verdict import Gate, Verdict
 from .core.workload import Case
 from .gate_rows import Row, measure_rows
@@ -32,7 +33,7 @@ from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
 
-OF_TECHNIQUES = ("plan",)
+OF_TECHNIQUES = ("train", "plan", "bench", "grad-flow")
 MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 
@@ -53,14 +54,19 @@ class Commands(click.Group):
     """Also those commands that belong to a technique, where the project has it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        there = [name for name in OF_TECHNIQUES if importlib.util.find_spec(f"{__package__}.{name}_command")]
+        there = [name for name in OF_TECHNIQUES if importlib.util.find_spec(f"{__package__}.{_module_of(name)}")]
         return sorted([*super().list_commands(ctx), *there])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in OF_TECHNIQUES and cmd_name in self.list_commands(ctx):
-            module = importlib.import_module(f"{__package__}.{cmd_name}_command")
-            return cast(click.Command, getattr(module, f"{cmd_name}_command"))
+            module = importlib.import_module(f"{__package__}.{_module_of(cmd_name)}")
+            return cast(click.Command, getattr(module, _module_of(cmd_name)))
         return super().get_command(ctx, cmd_name)
+
+
+def _module_of(name: str) -> str:
+    """The module of a technique's command, and the command in it: `grad-flow` is `grad_flow_command` there."""
+    return f"{name.replace('-', '_')}_command"
 
 
 @click.group(cls=Commands, help=" ".join(__doc__.split("\n\n")[0].split()) if __doc__ else None)
@@ -103,7 +109,8 @@ def gates_command(
         f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}", style="dim"
     )
     start = time.perf_counter()
-    rows = list(_measure(cases, gates))
+    with heap_kept():
+        rows = list(_measure(cases, gates))
     run = {"dtype": dtype, "batch_size": batch_size, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
     _print_table(console, rows, blocks=shown)
     if json_path:

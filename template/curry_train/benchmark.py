@@ -1,21 +1,22 @@
-"""What an accumulated step takes, and what the helper costs over a loop written by hand.
+"""Time training steps of your own: one accumulated step, or several ways to take a step held against each other.
 
-    python -m curry_train.benchmark --json evidence/grad_accum.json
+    found = compare_steps({"ours": step, "theirs": other_step}, rounds=20, warmup=5)
+    print(found["theirs"])
 
-The two loops run in turns in one process, so that a machine that drifts drifts for both.
+`python -m curry_train bench` does it for a model with every lever of this package. Loading data is not timed: hand the
+batches in as they are on the device. Proof: `python -m pytest tests/test_benchmark.py`.
 """
 
-import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import click
 import torch
 from torch import Tensor, nn
 
-from .core.provenance import provenance, write_json
+from .core.paired import NO_DIFFERENCE, TOO_FEW, Ratio, Spread, paired_ratio, spread_of
+from .core.turns import Clock, time_in_turns
 from .primitives.grad_accum import GradientAccumulation, WindowResult, train_window
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -35,14 +36,24 @@ class AccumulatedStep:
 
 
 @dataclass(frozen=True)
-class HelperCost:
-    """Microseconds per microstep, medians over the repeats; `cost` is the median of the paired differences."""
+class TimedStep:
+    """One of the ways that were compared. `ratio` is to the first one's steps of the same rounds, and None there."""
 
-    microsteps: int
-    repeats: int
-    by_hand_us: float
-    helper_us: float
-    cost_us: float
+    name: str
+    seconds: tuple[float, ...]
+    step: Spread
+    ratio: Ratio | None
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{1000 * part:.3g}" for part in (self.step.lower, self.step.upper))
+        said = f"{self.name}: {1000 * self.step.median:.3g} ms a step (tenths: {times})"
+        if self.ratio is None:
+            return said
+        if self.ratio.verdict == TOO_FEW:
+            return f"{said}, {self.ratio.median:.3g} of the first, {TOO_FEW}"
+        bounds = f"{self.ratio.lower:.3g} to {self.ratio.upper:.3g}"
+        verdict = self.ratio.verdict if self.ratio.verdict == NO_DIFFERENCE else f"{self.ratio.verdict} than the first"
+        return f"{said}, {self.ratio.median:.3g} of the first ({bounds}): {verdict}"
 
 
 def run_accumulated_step(
@@ -58,67 +69,35 @@ def run_accumulated_step(
     """Time one window: all the microbatches, or the first `accumulation.steps` of them."""
     microbatches = list(microbatches)
     accumulation = accumulation or GradientAccumulation(max(1, len(microbatches)))
+    wait_for_device()
     start = time.perf_counter()
     window = next(accumulation.windows(microbatches, count=count))
-    result = train_window(model, window, loss, optimizer, clip_norm=clip_norm)  # waits for the device
+    result = train_window(model, window, loss, optimizer, clip_norm=clip_norm)
+    wait_for_device()  # the window waits for its loss, and the optimizer's step comes after that
     return AccumulatedStep(result, len(window), time.perf_counter() - start)
 
 
-def measure_helper_cost(*, microsteps: int = 8, repeats: int = 400, warmup: int = 50) -> HelperCost:
-    """The helper against the same step by hand, on a model so small that only the Python around it counts."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    microbatches = list(torch.randn(microsteps, 4, 8))
-
-    def by_hand() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros(())
-        for microbatch in microbatches:
-            value = _square_sum(model, microbatch) / (4 * microsteps)
-            value.backward()
-            total += value.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        total.item(), norm.item()
-
-    def helper() -> None:
-        run_accumulated_step(model, optimizer, microbatches, _square_sum, count=len, clip_norm=1.0)
-
-    pairs = [(_seconds(by_hand), _seconds(helper)) for _ in range(warmup + repeats)][warmup:]
-    hand, ours = zip(*pairs, strict=True)
-    scale = 1e6 / microsteps
-    cost = statistics.median(second - first for first, second in pairs)
-    return HelperCost(
-        microsteps, repeats, statistics.median(hand) * scale, statistics.median(ours) * scale, cost * scale
-    )
+def compare_steps(
+    steps: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 20,
+    warmup: int = 5,
+    clock: Clock = time.perf_counter,
+    wait: Callable[[], object] | None = None,
+) -> dict[str, TimedStep]:
+    """Take the steps in turns, and hold each against the first. Each runs `rounds + warmup` times for real: a step that
+    trains, trains. `wait` returns once the device is done; CUDA is waited for where it was used."""
+    if not steps:
+        raise ValueError("there is no step to time: give at least one, by name")
+    waited = wait_for_device if wait is None else wait
+    seconds = time_in_turns(list(steps.values()), rounds=rounds, warmup=warmup, clock=clock, wait=waited)
+    return {
+        name: TimedStep(name, tuple(taken), spread_of(taken), paired_ratio(taken, seconds[0]) if index else None)
+        for index, (name, taken) in enumerate(zip(steps, seconds, strict=True))
+    }
 
 
-def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().sum()
-
-
-def _seconds(function: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
-@click.command(help=__doc__)
-@click.option("--repeats", default=400, type=click.IntRange(1), show_default=True)
-@click.option("--json", "json_path", metavar="PATH", help="write the figures; - is standard output")
-def main(repeats: int, json_path: str | None) -> None:
-    costs = [measure_helper_cost(microsteps=microsteps, repeats=repeats) for microsteps in (4, 8, 32)]
-    for cost in costs:
-        click.echo(
-            f"{cost.microsteps:3d} microsteps: by hand {cost.by_hand_us:6.1f} us, helper {cost.helper_us:6.1f} us, "
-            f"cost {cost.cost_us:+5.1f} us each",
-            err=json_path == "-",
-        )
-    if json_path:
-        figures = {f"microsteps_{cost.microsteps}": asdict(cost) for cost in costs}
-        write_json(json_path, provenance(torch.device("cpu")) | {"helper_cost": figures})
-
-
-if __name__ == "__main__":
-    main()
+def wait_for_device() -> None:
+    """Until the current GPU has done all that it was given, where this process uses one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

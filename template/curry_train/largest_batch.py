@@ -12,6 +12,7 @@ from torch import nn
 
 from .core.batches import map_tensors
 from .core.measure import measure_memory
+from .core.out_of_memory import is_out_of_memory
 from .core.sizes import format_bytes
 from .core.untouched import seeded
 from .core.workload import Case
@@ -50,10 +51,6 @@ def check_limit(limit: int, device: torch.device) -> None:
             f"a limit of {format_bytes(limit)} is more than the {format_bytes(there)} of {device}, and batches are "
             "measured by running them; use a lower limit, or a larger machine"
         )
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _bytes_or_none(case: Case, model: nn.Module, size: int) -> int | None:

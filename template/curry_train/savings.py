@@ -20,11 +20,12 @@ from .core.builtin import BUILTIN
 from .core.compiled import holds_compiled_code
 from .core.load import load_workload
 from .core.measure import Flops, Memory, count_flops, measure_memory, recompute_flops, time_step
+from .core.out_of_memory import is_out_of_memory
 from .core.parity import StepRecord, compare, record_step
 from .core.python_calls import python_calls
 from .core.untouched import seeded
 from .core.workload import Case, Workload, WorkloadError
-from .largest_batch import is_out_of_memory, largest_batch
+from .largest_batch import largest_batch
 from .plan.profiler import MemoryProfiler
 from .plan.same_training import OUTER_BOUND, sample_of
 from .plan.strategies import STRATEGIES

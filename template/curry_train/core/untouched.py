@@ -4,6 +4,7 @@ Proof: `python -m pytest tests/test_untouched.py tests/test_measure.py`.
 """
 
 import contextlib
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -76,3 +77,17 @@ def untouched(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         module.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def heap_kept() -> Iterator[None]:
+    """Each measurement collects garbage first; what was there before all of them need not be gone through each time."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -166,20 +166,6 @@ def drop_saved() -> Iterator[Drop]:
             del block.forward
 
 
-@contextlib.contextmanager
-def heap_kept() -> Iterator[None]:
-    """Garbage is collected before each measurement; what was there before need not be gone through each time."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def _passed_on(value: Any) -> Any:
     """As the block before makes it: no leaf, which autograd would keep."""
     return value.clone() if isinstance(value, Tensor) and value.requires_grad else value

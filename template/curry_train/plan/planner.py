@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from .. import primitives
+from ..core.untouched import heap_kept
 from ..core.workload import Workload
 from .advice import why_it_won, why_nothing_fits
-from .block_costs import heap_kept
 from .chain_of_blocks import Chain, measure_chain
 from .device_profile import DeviceProfile, find_profile
 from .estimate import Sketch

@@ -1,0 +1,102 @@
+"""What a benchmark says of memory and FLOPs is what a step takes and what the model computes.
+
+Each gate takes the benchmark as an argument, so that its tests can plant a wrong one. Proof:
+`python -m pytest tests/test_bench.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..core.blocks import NoBlocks, find_blocks
+from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.workload import Case, Workload
+from ..plan.bench import measure_levers
+from ..plan.bench_report import MEASURED, Bench
+from ..plan.levers import Lever
+from ..plan.optimizers import make_optimizer
+from ..plan.step_lives import record_step
+from ..plan.timeline import timeline_of
+from ..primitives.recompute import recompute_blocks
+
+Measure = Callable[..., Bench]
+
+SCALARS = 16  # bytes at most: the loss and the gradient norm, which a window keeps until its end
+CLOSE = 0.02  # on CUDA, where the allocator rounds and libraries take workspaces
+FULL = Lever("full", (lambda model, sample: recompute_blocks(model, blocks=sample.blocks),))
+HALVED = Lever("accumulate=2", accumulate=2)
+FIRST, SECOND, THIRD, ROWS = 24, 40, 16, 8  # widths of a chain, and its batch
+
+
+def flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
+    """The model's FLOPs are those of a chain counted by hand. Neither recompute nor accumulation makes them more; what
+    recompute runs again is counted as run."""
+    gate = "bench/flops"
+    by_hand = 2 * ROWS * (2 * FIRST * SECOND + 3 * SECOND * THIRD)  # the batch gets no gradient
+    chain = replace(case, workload=_chain(), batch_size=ROWS, blocks=None)
+    counted = measure(chain, rounds=1, warmup=0).plain.model_flops
+    case = replace(case, batch_size=min(case.batch_size, 2))
+    rows = [row for row in measure(case, _levers(case), rounds=1, warmup=0).rows if row.outcome == MEASURED]
+    plain = rows[0].model_flops or 0
+    if not plain:
+        return not_applicable(gate, required="FLOPs", why="torch has a formula for nothing that this model runs")
+    grown = [f"{row.name} {row.model_flops:,}" for row in rows if row.model_flops != plain]
+    more = {row.name: (row.executed_flops or 0) - plain for row in rows}
+    held = counted == by_hand and not grown and min(more.values()) >= 0 and more.get(HALVED.name, 0) == 0
+    again = f", full runs {more[FULL.name]:,} again" if FULL.name in more else ""
+    measured = f"chain {counted:,} of {by_hand:,}; plain {plain:,}{again}; other with {', '.join(grown) or 'none'}"
+    hint = "" if held else "count forward and backward of the plain model, over all microbatches of the step"
+    return Verdict(gate, held, measured, "by hand; the same with every lever", hint)
+
+
+def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
+    """The peak of a step, among others that are alive, is the one that its timeline shows for a step by itself."""
+    rows = measure(case, [lever for lever in _levers(case) if lever is FULL], rounds=1, warmup=0).rows
+    changes = {"plain": None, FULL.name: recompute_blocks}
+    pairs = {
+        row.name: (row.peak_bytes or 0, _peak_alone(case, changes[row.name])) for row in rows if row.outcome == MEASURED
+    }
+    cuda = case.device.type == "cuda"
+    wrong = [
+        name for name, (found, alone) in pairs.items() if abs(found - alone) > (CLOSE * alone if cuda else 0) + SCALARS
+    ]
+    measured = "; ".join(f"{name} {found:,} of {alone:,}" for name, (found, alone) in pairs.items())
+    required = f"within {CLOSE:.0%}" if cuda else f"equal but for {SCALARS} bytes of loss and norm"
+    hint = f"{', '.join(wrong)}: an owner is forgotten, or what belongs to another step is counted" if wrong else ""
+    return Verdict("bench/peak", not wrong, measured, required, hint)
+
+
+GATES = (
+    Gate("bench/flops", flops),
+    Gate("bench/peak", peak),
+)
+
+
+def _levers(case: Case) -> list[Lever]:
+    """Those that apply; full recompute where the model repeats blocks."""
+    levers = [HALVED] if case.batch_size > 1 else []
+    try:
+        find_blocks(case.build(), case.blocks)
+    except NoBlocks:
+        return levers
+    return [FULL, *levers]
+
+
+def _chain() -> Workload:
+    return Workload(
+        "chain",
+        lambda: nn.Sequential(nn.Linear(FIRST, SECOND), nn.GELU(), nn.Linear(SECOND, THIRD)),
+        lambda size: torch.randn(size, FIRST),
+        lambda module, batch: module(batch).float().square().sum(),
+    )
+
+
+def _peak_alone(case: Case, change: Callable[[nn.Module], object] | None) -> int:
+    module = case.build()
+    optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
+    if change is not None:
+        change(module)
+    lives = record_step(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)
+    return timeline_of(lives, type(module).__name__).peak.bytes_alive

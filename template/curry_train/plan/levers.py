@@ -1,0 +1,165 @@
+"""What may be changed about a training step, by name: every registered strategy, accumulation, precision, the compiler.
+
+    lever = find_lever("sac:save_matmuls+accumulate=4")
+
+Several are joined with a plus, and applied in that order. Proof: `python -m pytest tests/test_bench_levers.py`.
+"""
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .strategies import STRATEGIES
+from .strategy import Apply, Sample
+
+HELP = {
+    "accumulate=K": "the same batch in K microbatches",
+    "bf16": "weights and batch in bfloat16",
+    "autocast": "weights in float32, autocast to bfloat16",
+    "compile[:BACKEND]": "the whole model by torch.compile",
+    "sac:POLICY": "selective recompute by one policy",
+    "chunked_loss": "the loss of the output layer in chunks",
+    "plan=FILE": "a plan as `plan_memory.py --out` wrote it",
+}
+PACKAGE = __package__.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Lever:
+    """`changes` are applied to the model one after the other; the batch is cut into `accumulate` microbatches."""
+
+    name: str
+    changes: tuple[Apply, ...] = ()
+    accumulate: int = 1
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.changes and self.accumulate == 1 and not self.changes_precision
+
+    @property
+    def changes_precision(self) -> bool:
+        return self.dtype is not None or self.autocast is not None
+
+
+PLAIN = Lever("plain")
+
+
+def find_lever(text: str) -> Lever:
+    """The lever of that name; raises `ValueError` with the nearest one where there is none."""
+    found = Lever(text)
+    for part in text.split("+"):
+        name, sign, value = _cut(part.strip())
+        if name in STRATEGIES and not sign:
+            found = _with(found, STRATEGIES[name].apply)
+        elif name in _OPTIONS:
+            found = _OPTIONS[name](found, value if sign else None)
+        elif name in STRATEGIES:
+            raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+        else:
+            known = list_levers()
+            near = difflib.get_close_matches(name, [_cut(each)[0] for each in known], n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise ValueError(f"no lever is called {part!r}; {advice}")
+    return found
+
+
+def list_levers() -> list[str]:
+    """The names that are taken, as they are typed."""
+    return [*STRATEGIES, *(name for name in HELP if _is_here(_cut(name.replace("[", ""))[0]))]
+
+
+def _cut(part: str) -> tuple[str, str, str]:
+    """`sac:save_matmuls` and `accumulate=4` into name, sign and value."""
+    signs = [place for place, letter in enumerate(part) if letter in "=:"]
+    return (part[: signs[0]], part[signs[0]], part[signs[0] + 1 :]) if signs else (part, "", "")
+
+
+def _with(lever: Lever, change: Apply) -> Lever:
+    return replace(lever, changes=(*lever.changes, change))
+
+
+def _accumulate(lever: Lever, value: str | None) -> Lever:
+    if value is None or not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"accumulate takes a number of microbatches, such as accumulate=4; got {value!r}")
+    return replace(lever, accumulate=int(value))
+
+
+def _bf16(lever: Lever, value: str | None) -> Lever:
+    _none_wanted("bf16", value)
+    return replace(lever, dtype=torch.bfloat16)
+
+
+def _autocast(lever: Lever, value: str | None) -> Lever:
+    _none_wanted("autocast", value)
+    return replace(lever, autocast=torch.bfloat16)
+
+
+def _compile(lever: Lever, value: str | None) -> Lever:
+    def change(model: nn.Module, sample: Sample) -> list[str]:
+        model.compile(backend=value or "inductor")
+        return [""]
+
+    return _with(lever, change)
+
+
+def _sac(lever: Lever, value: str | None) -> Lever:
+    sac = _load("primitives.sac", "sac")
+    policies: Sequence[str] = list(sac.POLICIES)
+    if value is None:
+        return _with(lever, STRATEGIES["sac"].apply)
+    if value not in policies:
+        near = difflib.get_close_matches(value, policies, n=1)
+        advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(policies)}"
+        raise ValueError(f"sac has no policy {value!r}; {advice}")
+    return _with(lever, lambda model, sample: list(sac.apply_sac(model, value, blocks=sample.blocks)))
+
+
+def _chunked_loss(lever: Lever, value: str | None) -> Lever:
+    _none_wanted("chunked_loss", value)
+    chunked = _load("primitives.chunked_loss", "memory-plan")
+    return _with(lever, lambda model, sample: list(chunked.apply_chunked_loss(model)))
+
+
+def _plan(lever: Lever, value: str | None) -> Lever:
+    saved = _load("plan.saved_plan", "memory-plan")
+    if value is None or not Path(value).is_file():
+        raise ValueError(f"plan={value or ''} names no file: give the one that plan_memory.py --out wrote")
+    plan = saved.Plan.load(value)
+    return _with(lever, lambda model, sample: list(plan.apply(model)))
+
+
+_OPTIONS: dict[str, Callable[[Lever, str | None], Lever]] = {
+    "accumulate": _accumulate,
+    "bf16": _bf16,
+    "autocast": _autocast,
+    "compile": _compile,
+    "sac": _sac,
+    "chunked_loss": _chunked_loss,
+    "plan": _plan,
+}
+_MODULE_OF = {"sac": "primitives.sac", "chunked_loss": "primitives.chunked_loss", "plan": "plan.saved_plan"}
+
+
+def _none_wanted(name: str, value: str | None) -> None:
+    if value is not None:
+        raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+
+
+def _is_here(name: str) -> bool:
+    return name not in _MODULE_OF or importlib.util.find_spec(f"{PACKAGE}.{_MODULE_OF[name]}") is not None
+
+
+def _load(module: str, technique: str) -> Any:
+    """A module of another technique, which a project may not have."""
+    if importlib.util.find_spec(f"{PACKAGE}.{module}") is None:
+        raise ValueError(f"this project does not have {technique}; bring it with scripts/scaffold.py add {technique}")
+    return importlib.import_module(f"{PACKAGE}.{module}")
