@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .core.sizes import format_bytes
 from .loop import StepReport
@@ -41,7 +41,7 @@ def show_progress(run: Run, *, console: Console | None = None, every: int = 10) 
 
         yield line
         return
-    columns = (BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (BarColumn(12), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("the first step", total=run.parts.config.steps, completed=run.first_step)
 

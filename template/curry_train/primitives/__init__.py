@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "remove_chunked_loss",
         ),
         "grad_accum": ("GradientAccumulation", "NonFiniteWindow", "Window", "WindowResult", "train_window"),
+        "grad_flow": ("GradFlow",),
         "memory_budget": ("BudgetUnsafe", "memory_budget", "remove_memory_budget"),
         "offload": ("HostMemoryShort", "offload_blocks", "offload_report", "remove_offload"),
         "recompute": ("CheckpointWrapper", "Recompute", "recompute_blocks", "remove_recompute"),

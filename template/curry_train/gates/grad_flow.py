@@ -1,0 +1,236 @@
+"""Grad-flow counts what is there, each layer once under recompute, and changes neither the training nor what is held.
+
+Each gate takes the probe as `probe`, so that its tests can plant a wrong one. Proof: `python -m pytest
+tests/test_grad_flow.py`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from ..core.flow_layers import choose_layers
+from ..core.flow_record import LayerFlow, Spread, StepFlow
+from ..core.layers import tensors_in
+from ..core.measure import LiveStorages, Loss
+from ..core.parity import StepRecord, compare, record
+from ..core.untouched import seeded, untouched
+from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.workload import Case
+from ..primitives.grad_flow import RECOMPUTE, GradFlow
+from ..primitives.recompute import recompute_blocks
+
+Probe = Callable[..., Any]
+ROUNDING = 1e-9  # both sums are float64, in another order
+
+
+def exact(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+    """Every figure of one step against autograd's tensors, counted by hand."""
+    records, by_hand = _trained(case, probe=probe).flow.records, _trained(case, probe=_ByHand).flow
+    errors = by_hand.errors(records[0].layers if records else {})
+    wrong = [figure for figure, error in errors.items() if error > ROUNDING]
+    held = not wrong and len(records) == 1
+    measured = f"{len(errors) - len(wrong)} of {len(errors)} figures, worst {max(errors.values()):.1e}"
+    measured += f"; first wrong: {wrong[0]}" if wrong else ""
+    hint = "a call is left out or counted twice, or gradients are not those that the last backward left"
+    required = f"all: counts equal, norms within {ROUNDING:.0e}"
+    return Verdict("grad-flow/exact", held, measured, required, "" if held else hint)
+
+
+def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+    """Figures under recompute, passed over and switched off, against the bare model's, to the bit."""
+    gate, required = "grad-flow/once", "the bare model's figures, to the bit"
+    change = partial(recompute_blocks, blocks=case.blocks)
+    bare, again = (_trained(case, probe=probe) for _ in range(2))
+    if _figures(bare) != _figures(again):
+        return not_applicable(gate, required=required, why="the bare model does not repeat its own figures")
+    try:
+        same = compare(bare.record, _trained(case, change=change).record).bit_equal
+    except CheckpointError:
+        same = False
+    if not same:
+        why = "recompute itself is another training here: see the gates of recompute"
+        return not_applicable(gate, required=required, why=why)
+    ways = {way: _trained(case, probe=partial(probe, recompute=way), change=change) for way in RECOMPUTE}
+    differing = [way for way, run in ways.items() if _figures(run) != _figures(bare)]
+    held = not differing and _calls(bare) > 0
+    measured = ", ".join(f"{_calls(run):,} calls {way}" for way, run in ({"bare": bare} | ways).items())
+    measured += f"; {' and '.join(differing)} differ" if differing else "; all figures equal"
+    hint = "" if held else "pass over forwards that run inside of a backward, in every kind of checkpoint"
+    return Verdict(gate, held, measured, required, hint)
+
+
+def same_training(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+    """Two steps with and without: loss, gradients, buffers, generators, and the weights after them."""
+    gate = "grad-flow/same-training"
+    plain, again = (_trained(case, steps=2) for _ in range(2))
+    required = "bit-equal, 2 steps probed"
+    if not compare(plain.record, again.record).bit_equal:
+        return not_applicable(gate, required=required, why="the plain step does not repeat bit for bit")
+    probed = _trained(case, steps=2, probe=probe)
+    found = compare(plain.record, probed.record)
+    weights = sum(not torch.equal(value, probed.weights[name]) for name, value in plain.weights.items())
+    number = len(probed.flow.records)
+    held = found.holds and not weights and number == 2
+    hint = "" if held else "use no_grad, draw nothing, and write into no tensor of a step; or nothing was probed"
+    return Verdict(gate, held, f"{found.describe()}, {weights} weights differ; {number} steps probed", required, hint)
+
+
+def held_bytes(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+    """What is alive between forward and backward, of a plain and of a recomputing model."""
+    rows, seen, good = [], [], True
+    for change in (None, partial(recompute_blocks, blocks=case.blocks)):
+        module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+        if change is not None:
+            change(module)
+        plain = _held_bytes(module, batch, loss)
+        with probe(module) as flow:
+            probed = _held_bytes(module, batch, loss)
+            flow.step()
+        good = good and plain == probed
+        seen.append(sum(layer.calls for record in flow.records for layer in record.layers.values()))
+        rows.append(f"{probed:,} of {plain:,}")
+    good = good and min(seen) > 0
+    hint = "" if good else "keep sums and no activation, graph or output; or no call was seen while it was measured"
+    return Verdict("grad-flow/held-bytes", good, f"plain {rows[0]}, recompute {rows[1]}", "the same bytes", hint)
+
+
+def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
+    with untouched(module), LiveStorages() as storages:
+        value = loss(module, batch)
+        return storages.bytes_alive if value.requires_grad else 0
+
+
+GATES = (
+    Gate("grad-flow/exact", exact),
+    Gate("grad-flow/once", once),
+    Gate("grad-flow/same-training", same_training),
+    Gate("grad-flow/held-bytes", held_bytes),
+)
+
+
+@dataclass
+class Run:
+    """What a few steps left behind."""
+
+    flow: Any
+    record: StepRecord
+    weights: dict[str, Tensor]
+
+
+def _trained(
+    case: Case, *, steps: int = 1, probe: Probe | None = None, change: Callable[[nn.Module], Any] | None = None
+) -> Run:
+    """Steps of one batch in two microbatches, with clipping, so that the last backward's unclipped gradient counts."""
+    module, batch = case.build(), case.batch()
+    if change is not None:
+        change(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    with seeded(case.seed):
+        flow = _Nothing() if probe is None else probe(module, optimizer, every=1)
+        with flow:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    loss = case.workload.mean_loss(module, batch)
+                    loss.backward()
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+                optimizer.step()
+        weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        return Run(flow, record(module, loss.detach()), weights)
+
+
+class _Nothing:
+    """No probe."""
+
+    records: tuple[StepFlow, ...] = ()
+
+    def __enter__(self) -> "_Nothing":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+class _ByHand(_Nothing):
+    """The figures in the plainest way: every output and gradient is kept, and counted at the end."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, every: int) -> None:
+        self.layers = choose_layers(module)
+        self.outputs: dict[str, list[Tensor]] = {layer.name: [] for layer in self.layers}
+        self.gradients: dict[str, Tensor] = {}
+        self.weights: dict[str, list[Tensor]] = {name: [] for name, _ in module.named_parameters()}
+        for layer in self.layers:
+            layer.module.register_forward_hook(partial(self._keep_output, layer.name))
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._keep_gradient, name))
+        optimizer.register_step_pre_hook(lambda *_: self._keep_weights(module))
+        optimizer.register_step_post_hook(lambda *_: self._keep_weights(module))
+
+    def _keep_output(self, name: str, layer: nn.Module, arguments: Any, output: Any) -> None:
+        self.outputs[name] += [tensor.detach().clone() for tensor in tensors_in(output) if tensor.is_floating_point()]
+
+    def _keep_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradients[name] = parameter.grad.clone()
+
+    def _keep_weights(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            self.weights[name].append(parameter.detach().double())
+
+    def errors(self, layers: Mapping[str, LayerFlow]) -> dict[str, float]:
+        """How far each figure of the probe is from this one, infinitely where a count differs."""
+        found = {}
+        for layer in self.layers:
+            flow = layers.get(layer.name)
+            names = [name for name in layer.parameters if name in self.gradients]
+            parts = (flow.activation, flow.gradient) if flow is not None else (None, None)
+            gradients = [self.gradients[name] for name in names]
+            found[f"activation of {layer.name}"] = _error(parts[0], self.outputs[layer.name])
+            found[f"gradient of {layer.name}"] = _error(parts[1], gradients)
+            found[f"update of {layer.name}"] = _update_error(flow, [self.weights[name] for name in layer.parameters])
+        return found
+
+
+def _error(spread: Spread | None, tensors: Sequence[Tensor]) -> float:
+    if spread is None or not tensors:
+        return 0.0 if spread is None and not tensors else math.inf
+    values = torch.cat([tensor.double().flatten() for tensor in tensors])
+    counts = values.numel(), int((values == 0).sum()), int((~values.isfinite()).sum())
+    if counts != (spread.elements, spread.zeros, spread.nonfinite):
+        return math.inf
+    return _apart(spread.norm, values.square().sum().sqrt().item())
+
+
+def _update_error(flow: LayerFlow | None, pairs: Sequence[Sequence[Tensor]]) -> float:
+    if flow is None or flow.update is None or not pairs:
+        return 0.0 if flow is not None and flow.update is None and not pairs else math.inf
+    before, after = (torch.cat([pair[place].flatten() for pair in pairs]) for place in (0, 1))
+    update = flow.update
+    errors = _apart(update.weight_norm, before.norm().item()), _apart(update.distance, (after - before).norm().item())
+    return max(errors)
+
+
+def _apart(value: float, expected: float) -> float:
+    if value == expected or (math.isnan(value) and math.isnan(expected)):
+        return 0.0
+    return abs(value - expected) / abs(expected) if expected else math.inf
+
+
+def _figures(run: Run) -> list[Any]:
+    """Of every layer, less what is said about parameters."""
+    return [
+        (name, layer.calls, layer.activation, layer.gradient, layer.update)
+        for record in run.flow.records
+        for name, layer in record.layers.items()
+    ]
+
+
+def _calls(run: Run) -> int:
+    return sum(calls for _, calls, *_ in _figures(run))

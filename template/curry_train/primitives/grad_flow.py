@@ -1,0 +1,224 @@
+"""How gradients and activations flow: per layer their norms, what of them is zero or not finite, and how far the
+weights move, in any training loop.
+
+    with GradFlow(model, optimizer, every=10) as flow:
+        train(model, optimizer)         # as it is
+    print(flow.table())                 # what is wrong comes first
+    flow.records[-1].layers["layers.0"].gradient.norm
+
+Each layer is counted once under recompute: a forward that backward runs again is passed over. Training stays the same
+to the bit. Proof: `python -m pytest tests/test_grad_flow.py`.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.flow_activations import Activations, compiled_modules
+from ..core.flow_arguments import RECOMPUTE, check_arguments, optimizers_of, told_of_zero_grad
+from ..core.flow_findings import Finding, find
+from ..core.flow_layers import choose_layers
+from ..core.flow_parameters import ParameterSums
+from ..core.flow_ranks import group_of_batch, inner_of, is_divided
+from ..core.flow_record import AFTER_BACKWARD, AT_THE_STEP, StepFlow
+from ..core.flow_tables import make_record
+from ..core.flow_text import table
+from ..core.recompute_off import recompute_off
+
+__all__ = ["RECOMPUTE", "GradFlow"]
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class GradFlow:
+    """Probes every `every`-th optimizer step of a model, from the first one on, while the context is open.
+
+    `layers` are globs over module names; without them the blocks, the modules that own parameters, and activations.
+    A step ends where the last of its optimizers has stepped, or, without an optimizer, where `flow.step()` is called.
+    Gradients are read when a backward has ended, so before clipping, and the last backward of a window counts. With a
+    `scaler` they are divided by its scale. With several ranks every rank has to open the context.
+
+    `recompute="filter"` passes over the forward that backward runs again; `"off"` keeps all activations of a probed
+    step instead. `updates` compares the weights before and after, and needs a copy of them while the optimizer steps.
+    `group` are the ranks that have other parts of the batch, those of DDP or of a one-dimensional FSDP2 by themselves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers | None = None,
+        *,
+        every: int = 10,
+        layers: str | Sequence[str] | None = None,
+        blocks: str | Sequence[str] | None = None,
+        recompute: str = "filter",
+        updates: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+        group: Any = None,
+        first_step: int = 0,
+    ) -> None:
+        check_arguments(model, every, recompute, first_step, scaler)
+        self.model, self.every, self.recompute, self.updates = model, every, recompute, updates
+        self.optimizers = optimizers_of(model, optimizer)
+        self.records: list[StepFlow] = []
+        self.next_step = first_step
+        self._inner = inner_of(model)
+        self._layers = choose_layers(self._inner, layers, blocks=blocks)
+        self._scaler, self._group = scaler, group
+        self._is_open = False
+        self._whole, self._probed = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def __enter__(self) -> "GradFlow":
+        if self._is_open:
+            raise RuntimeError("this GradFlow is open already: make another one")
+        named = {name: value for name, value in self._inner.named_parameters() if value.requires_grad}
+        self._parameters = ParameterSums(named)
+        self._activations = Activations(
+            self.model, self._layers, before_forward=self._before_forward, after_backward=self._backward_ended
+        )
+        self._ranks = self._group or group_of_batch(self.model)
+        compiled, divided = compiled_modules(self.model), any(map(is_divided, named.values()))
+        self._notes = ((COMPILED,) if compiled else ()) + ((ONE_RANK,) if divided and self._ranks is None else ())
+        self._is_open = True
+        for optimizer in self.optimizers:
+            for handle in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ):
+                self._whole.callback(handle.remove)
+        self._begin()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_open = False
+        self._probed.close()
+        self._whole.close()
+
+    def step(self) -> None:
+        """The end of an optimizer step, for a loop whose optimizer this does not know."""
+        if self.optimizers:
+            raise ValueError("GradFlow was given the optimizer, whose hooks end each step: leave flow.step() out")
+        if not self._is_open:
+            raise RuntimeError("flow.step() outside of `with GradFlow(...)`: open the context first")
+        if self._probing:
+            if not self._parameters.were_read():
+                self._read(AT_THE_STEP, None)
+            self._close(stepped=True)
+        self._next()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong, worst first; an empty list where nothing is."""
+        return find(self.records)
+
+    def table(self, *, most: int = 24) -> str:
+        """At most 80 columns: what is wrong, and the last step's layers."""
+        return table(self.records, most=most)
+
+    def to_json(self) -> dict[str, Any]:
+        """All records, and what is wrong. Infinite figures are the words `inf` and `nan`."""
+        return {
+            "every": self.every,
+            "recompute": self.recompute,
+            "findings": [finding.to_json() for finding in self.findings],
+            "steps": [record.to_json() for record in self.records],
+        }
+
+    def _begin(self) -> None:
+        """Hooks are there in steps that are probed, and in no other."""
+        self._probing = self._is_open and self.next_step % self.every == 0
+        if not self._probing:
+            return
+        self._restart()
+        with contextlib.ExitStack() as stack:
+            if self.recompute == "off":
+                stack.enter_context(recompute_off(self.model))
+            stack.callback(self._activations.detach)
+            self._activations.attach()
+            for optimizer in self.optimizers:
+                stack.enter_context(told_of_zero_grad(optimizer, self._gradients_go))
+            self._probed = stack.pop_all()
+
+    def _restart(self) -> None:
+        self._activations.start()
+        self._parameters.start()
+        self._read_at = ""
+        self._began: set[int] = set()
+        self._ended: set[int] = set()
+        self._overflowed: list[Tensor] = []
+
+    def _next(self) -> None:
+        self._probed.close()
+        self.next_step += 1
+        self._begin()
+
+    def _before_forward(self) -> None:
+        if self._parameters.are_gone():
+            self._gradients_go()
+
+    def _gradients_go(self) -> None:
+        """A backward's gradients are dropped, and no optimizer has used them: the step was skipped, and is due."""
+        if self._read_at == AFTER_BACKWARD and not self._began:
+            self._close(stepped=False)
+            self._restart()
+
+    def _backward_ended(self) -> None:
+        if self._probing and not self._began:
+            self._read(AFTER_BACKWARD, self._scale())
+
+    def _read(self, where: str, scale: Tensor | None) -> None:
+        self._parameters.read(scale)
+        self._read_at = where
+
+    def _scale(self) -> Tensor | None:
+        """On the device: asking the scaler for the number would wait for it."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return self._scaler.scale(torch.ones((), device=next(self.model.parameters()).device))
+
+    def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if not self._probing:
+            return
+        self._began.add(id(optimizer))
+        scale = getattr(optimizer, "grad_scale", None)  # a scaler leaves it to a fused optimizer to divide
+        evaluates = any(callable(value) for value in (*arguments[1:], *keywords.values()))
+        if not evaluates and not self._parameters.were_read():
+            self._read(AT_THE_STEP, scale)
+        self._parameters.before_step(optimizer, updates=self.updates, scale=scale)
+
+    def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
+        if not self._probing:
+            if optimizer is self.optimizers[-1]:
+                self._next()
+            return
+        if not self._parameters.were_read():  # an optimizer that evaluates the model in its step
+            self._read(AT_THE_STEP, None)
+        self._parameters.after_step(optimizer)
+        overflowed = getattr(optimizer, "found_inf", None)
+        if overflowed is not None:
+            self._overflowed.append(overflowed)
+        self._ended.add(id(optimizer))
+        if len(self._ended) == len(self.optimizers):
+            self._close(stepped=True)
+            self._next()
+
+    def _close(self, *, stepped: bool) -> None:
+        record = make_record(
+            self._layers,
+            self._activations,
+            self._parameters,
+            step=self.next_step,
+            stepped=stepped,
+            read_at=self._read_at,
+            overflowed=self._overflowed,
+            ranks=self._ranks,
+            notes=self._notes,
+        )
+        self.records.append(record)
+
+
+COMPILED = "compiled code runs no hooks: activations inside of it were not seen"
+ONE_RANK = "activations are this rank's alone: pass group= to add up those of the ranks that share a batch"
