@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from curry_train.core.blocks import find_blocks, match_names
 from curry_train.core.load import load_workload
+from curry_train.primitives.recompute import recompute_blocks
 
 LLAMA = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
 GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
@@ -111,3 +112,15 @@ def test_match_names_shortens_a_long_list_and_names_the_option():
     assert match_names(names, "layer_1?", option="--blocks") == names[10:]
     with pytest.raises(ValueError, match=r"--blocks 'x' matches no module; there are layer_0, .*layer_7, \.\.\.$"):
         match_names(names, "x", option="--blocks")
+
+
+def test_blocks_stay_blocks_where_some_of_them_recompute():
+    """A plan that recomputes one block of four leaves it a block, which FSDP2 shards by itself."""
+    model = load_workload("transformer").build()
+    before = list(find_blocks(model))
+    recompute_blocks(model, blocks=["layers.1"])
+    assert list(find_blocks(model)) == before == [f"layers.{number}" for number in range(4)]
+    sequential = load_workload("mlp").build()
+    before = list(find_blocks(sequential))
+    recompute_blocks(sequential, blocks=[before[-1]])
+    assert list(find_blocks(sequential)) == before

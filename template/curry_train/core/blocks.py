@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from .derive import class_as_written
+
 
 class NoBlocks(ValueError):
     """The model repeats no block, and none was named."""
@@ -69,9 +71,9 @@ def _repeated(module: nn.Module) -> list[str]:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """The class; two sequentials are of one kind when they hold the same kinds in the same order."""
+    """The class as written; two sequentials are of one kind when they hold the same kinds in the same order."""
     inside = module.children() if isinstance(module, CONTAINERS) else ()
-    return (type(module), *(_kind(child) for child in inside))
+    return (class_as_written(module), *(_kind(child) for child in inside))
 
 
 def _is_block(module: nn.Module) -> bool:

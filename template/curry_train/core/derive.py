@@ -61,6 +61,14 @@ def refuse(module: nn.Module) -> None:
 _classes: dict[tuple[type, type], Any] = {}
 
 
+def class_as_written(module: nn.Module) -> type:
+    """The class that the model's source gives the module, whatever was derived from it."""
+    kind = type(module)
+    while issubclass(kind, Derived):
+        kind = _parts(kind)[1]
+    return kind
+
+
 def _derived_class(mixin: type, original: type) -> Any:
     key = mixin, original
     if key not in _classes:

@@ -3,17 +3,14 @@
 Proof: `python -m pytest tests/test_grad_flow_layers.py`.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .blocks import NoBlocks, find_blocks, match_names
-from .derive import Derived
 
 MOST = 400  # layers; a model with more is probed by blocks, and outside of them by modules that own parameters
 ACTIVATIONS = ("activation", "activations")  # modules of torch and of Hugging Face that hold nothing but ReLU's kind
@@ -39,8 +36,7 @@ def choose_layers(
     activations, which own none but die; of a model with very many of them the blocks and what is around them."""
     named = {name: module for name, module in model.named_modules() if name}
     try:
-        with _classes_as_written(model):
-            found = list(find_blocks(model, blocks))
+        found = list(find_blocks(model, blocks))
     except NoBlocks:
         found = []
     if layers is None:
@@ -57,19 +53,6 @@ def choose_layers(
     if lazy:
         raise ValueError(f"{lazy[0]} has no shape yet: run one batch through the model first")
     return _with_parameters(model, names, found, named)
-
-
-@contextlib.contextmanager
-def _classes_as_written(model: nn.Module) -> Iterator[None]:
-    """A block that recomputes is of another class than its neighbour that does not, and both are blocks."""
-    derived = [(module, type(module)) for module in model.modules() if isinstance(module, Derived)]
-    try:
-        for module, kind in derived:
-            module.__class__ = _original(kind)
-        yield
-    finally:
-        for module, kind in derived:
-            module.__class__ = kind
 
 
 def _with_parameters(model: nn.Module, names: list[str], blocks: list[str], named: dict[str, nn.Module]) -> list[Layer]:
@@ -97,11 +80,6 @@ def _with_parameters(model: nn.Module, names: list[str], blocks: list[str], name
 def _parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _original(kind: Any) -> Any:
-    """What `derive` made this class from; others, such as `fully_shard`, may have derived from that again."""
-    return kind._parts[1] if "_parts" in vars(kind) else kind
 
 
 def _inside(name: str, modules: Sequence[str]) -> bool:
