@@ -1,0 +1,140 @@
+"""Read a distributed checkpoint without running anything that is in it.
+
+Torch unpickles `.metadata` and every entry that is no tensor, which runs whatever code they name. Here only the names
+below are unpickled, an entry that is no tensor is refused, and files are those of the manifest.
+Proof: `python -m pytest tests/test_store_hostile.py`.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from .errors import DamagedCheckpoint, HostileCheckpoint
+from .files import Files
+from .hashing_writer import METADATA
+from .manifest import Manifest
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+ALLOWED = {
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Allowing(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise HostileCheckpoint(f"{METADATA} names {module}.{name}, which no checkpoint needs: don't load it elsewhere")
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What is saved under one name."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def read_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
+    """The index of a checkpoint, once everything in it is what it has to be."""
+    where = files.location(folder)
+    try:
+        metadata = _Allowing(io.BytesIO(files.read(f"{folder}/{METADATA}"))).load()
+        _check(metadata, manifest)
+    except HostileCheckpoint as error:
+        raise HostileCheckpoint(f"{where}: {error}") from error
+    except (  # what a pickle of the right classes in the wrong places can raise
+        pickle.UnpicklingError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise DamagedCheckpoint(f"{where}: {METADATA} can't be read ({type(error).__name__}: {error})") from error
+    found: Metadata = metadata
+    return found
+
+
+def _check(metadata: Any, manifest: Manifest) -> None:
+    if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
+        raise HostileCheckpoint(f"{METADATA} holds a {type(metadata).__name__}, not the index of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata:
+            raise HostileCheckpoint(f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded")
+    for index, place in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise HostileCheckpoint(f"{METADATA} places {index!r:.80} in {place!r:.80}")
+        file = manifest.files.get(place.relative_path)
+        if file is None:
+            raise HostileCheckpoint(f"{index.fqn} is said to be in {place.relative_path!r}, no file of this checkpoint")
+        if getattr(place, "transform_descriptors", None):
+            raise HostileCheckpoint(f"{index.fqn} asks for {place.transform_descriptors} to be run on it")
+        if not 0 <= place.offset <= place.offset + place.length <= file.bytes:
+            raise HostileCheckpoint(f"{index.fqn} is said to be outside of {place.relative_path}")
+
+
+def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
+    """Shape and dtype of every tensor."""
+    return {
+        name: TensorFacts(tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+class _TorchFiles:
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files, self._folder = files, folder
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
+        with self._files.open(f"{self._folder}/{path}") as stream:
+            yield stream
+
+
+def read_tensors(files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
+    """Fill the targets, sharded in whatever way; each rank reads what it needs, and no rank waits for another."""
+    reader: Any = FileSystemReader("")
+    reader.fs = _TorchFiles(files, folder)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), metadata, False)
+    reader.set_up_storage_reader(metadata, False)
+    plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])[0]
+    try:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    except (OSError, RuntimeError, AssertionError, pickle.UnpicklingError) as error:
+        raise DamagedCheckpoint(f"{files.location(folder)}: tensors can't be read ({error})") from error

@@ -1,0 +1,65 @@
+"""A checkpoint that any number of ranks can load: torch.distributed.checkpoint's planning and format.
+
+The ranks plan together; then each writes alone, from the live tensors or from copies, and the first joins the parts.
+Proof: `python -m pytest tests/test_store_ranks.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from .hashing_writer import HashingFolder, HashingWriter, Part
+from .manifest import FileEntry
+from .ranks import Ranks
+from .snapshot import Snapshot
+
+
+class ShardedLayout:
+    """Which tensors this rank writes, in which order."""
+
+    def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
+        # The lowest rank's copy of what several have: that of the first is the one that data parallelism goes by.
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
+        self._writer = HashingWriter(folder)
+        self._metadata: Any = None
+
+        def local() -> Any:
+            planner.set_up_planner(dict(snapshot.tensors), is_coordinator=ranks.first)
+            self._writer.set_up_storage_writer(ranks.first, rank=ranks.rank, use_collectives=True)
+            return planner.create_local_plan()
+
+        def central(plans: list[Any]) -> list[Any]:
+            plans, self._metadata = planner.create_global_plan(plans)
+            return self._writer.prepare_global_plan(plans)
+
+        self._plan = planner.finish_plan(ranks.exchange(local, central))
+        self.tensors: list[Tensor] = [_tensor(planner.resolve_data(item)) for item in self._plan.items]
+
+    def write(self, tensors: Sequence[Tensor]) -> Part:
+        """Write these values in the place of `self.tensors`."""
+        return self._writer.write(self._plan, _Given(self._plan.items, tensors))
+
+    def join(self, parts: list[Part]) -> dict[str, FileEntry]:
+        """On the first rank, once every part is written: the files that all of them need."""
+        entry = self._writer.write_metadata(self._metadata, parts)
+        return {".metadata": entry}
+
+
+class _Given:
+    """Stands for torch's planner when it writes: hands out the values that belong to the items."""
+
+    def __init__(self, items: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self._tensors = {item.index: tensor for item, tensor in zip(items, tensors, strict=True)}
+
+    def resolve_data(self, item: Any) -> Tensor:
+        return self._tensors[item.index]
+
+
+def _tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"only tensors are saved beside the JSON, got a {type(value).__name__}")
+    return value.detach()

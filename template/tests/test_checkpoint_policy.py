@@ -1,0 +1,188 @@
+"""A checkpoint is whole, exact and safe to read, and each gate fails on what goes wrong in practice.
+
+python -m pytest tests/test_checkpoint_policy.py
+"""
+
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from curry_train.core.builtin import BUILTIN, transformer
+from curry_train.core.load import load_workload
+from curry_train.core.workload import Case
+from curry_train.gates import checkpoint_policy as gates
+from curry_train.runs.errors import DamagedCheckpoint
+from curry_train.runs.manifest import MANIFEST, FileEntry, Manifest, read_manifest, verify_files
+from curry_train.runs.safe_reader import read_tensors
+from curry_train.runs.snapshot import Contents, Loading
+from curry_train.runs.state import TrainingState
+from curry_train.runs.trial import Parts
+from curry_train.runs.writing import Writing
+
+CHECKS = {gate.name: gate.check for gate in gates.GATES}
+CASE = Case(transformer(dropout=0.1, depth=1))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN)
+def test_gates_hold_on_built_in_workloads(name, check):
+    verdict = CHECKS[check](Case(load_workload(name)))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_gates_hold_with_dropout_and_bfloat16(check):
+    verdict = CHECKS[check](Case(transformer(dropout=0.1, depth=1), dtype=torch.bfloat16))
+    assert verdict.passed, verdict
+
+
+def test_gates_hold_on_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for check in CHECKS.values():
+        verdict = check(Case(transformer(depth=1), device=torch.device("cuda")))
+        assert verdict.passed, verdict
+
+
+def test_a_state_too_large_to_be_written_often_is_left_out(monkeypatch):
+    monkeypatch.setattr(gates, "LARGEST", 100)
+    for check in (gates.committed, gates.damage):
+        verdict = check(CASE)
+        assert verdict.passed is None
+        assert "dozens of times" in verdict.hint
+
+
+# The saboteurs. Of a commit: into the old one, the old one removed first, without a manifest.
+
+
+def over_the_old(writing, parts):
+    """Writes into the checkpoint that is there, as saving again into one path does."""
+    for name in writing.files.names(writing.folder) if writing.step == 2 else ():
+        old = writing.files.path("rollback/step-00000001.dcp") / name
+        old.write_bytes((writing.files.path(writing.folder) / name).read_bytes())
+    return Writing.commit(writing, parts)
+
+
+def old_one_first(writing, parts):
+    """Makes room before there is anything new."""
+    writing.files.remove_folder("rollback/step-00000001.dcp") if writing.step == 2 else None
+    return Writing.commit(writing, parts)
+
+
+def without_manifest(writing, parts):
+    manifest = Writing.commit(writing, parts)
+    (writing.files.path(writing.final) / MANIFEST).unlink()
+    return manifest
+
+
+# Of a state: a part of it left out.
+
+
+class WithoutRandom(TrainingState):
+    def restore_random(self):
+        return []
+
+
+class WithoutOptimizer(TrainingState):
+    def _optimizer_states(self):
+        return []
+
+    def _compare_parts(self, values, report):
+        """Finds nothing wrong."""
+
+
+class SecondMomentAnew(TrainingState):
+    def begin_load(self, contents, *, strict=True):
+        loading = super().begin_load(contents, strict=strict)
+
+        def finish():
+            loading.finish()
+            for entry in self.optimizers[0].state.values():
+                entry["exp_avg_sq"].zero_()
+
+        return Loading(loading.targets, finish, loading.report)
+
+
+class WithoutModel(TrainingState):
+    def begin_load(self, contents, *, strict=True):
+        kept = {name: facts for name, facts in contents.tensors.items() if not name.startswith("model.")}
+        return super().begin_load(Contents(kept, contents.values, contents.rank_values, contents.ties), strict=False)
+
+
+# Of a verification: no hash; the manifest's sizes alone; data files alone.
+
+
+def nothing(run, folder):
+    return None
+
+
+def sizes_only(run, folder):
+    return read_manifest(run.files, folder)
+
+
+def data_files_only(run, folder):
+    manifest = read_manifest(run.files, folder)
+    verify_files(run.files, folder, manifest, [name for name in manifest.files if name.endswith(".distcp")])
+
+
+def without_the_manifests_own_hash(run, folder):
+    try:
+        content = json.loads(run.files.read(f"{folder}/{MANIFEST}"))
+        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        manifest = Manifest(content["algorithm"], content["kind"], content["step"], files)
+        verify_files(run.files, folder, manifest, files)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+# Of a load: torch's own reader, with and without the hashes.
+
+
+def as_torch_loads(run, folder, state):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            dcp.load(state.snapshot().tensors, checkpoint_id=run.files.location(folder))
+        except dcp.CheckpointException as error:  # a BaseException
+            raise RuntimeError(str(error)) from error
+
+
+def unpickled_first(run, folder, state):
+    run.verify(folder)
+    pickle.loads(run.files.read(f"{folder}/.metadata"))
+    return run.load(folder, state)
+
+
+def every_path(run, folder, state):
+    """Believes the index's paths."""
+    metadata = pickle.loads(run.files.read(f"{folder}/.metadata"))
+    read_tensors(run.files, folder, metadata, state.snapshot().tensors)
+
+
+@pytest.mark.parametrize(
+    ("check", "parts", "said"),
+    [
+        (gates.committed, Parts(commit=over_the_old), "interrupted at change"),
+        (gates.committed, Parts(commit=old_one_first), "nothing is left"),
+        (gates.committed, Parts(commit=without_manifest), "nothing is left"),
+        (gates.bitwise, Parts(state=WithoutRandom), "not put back"),
+        (gates.bitwise, Parts(state=WithoutOptimizer), "not put back"),
+        (gates.bitwise, Parts(state=SecondMomentAnew), "exp_avg_sq"),
+        (gates.bitwise, Parts(state=WithoutModel), "not put back: model."),
+        (gates.damage, Parts(verify=nothing), "was not seen"),
+        (gates.damage, Parts(verify=sizes_only), "was not seen"),
+        (gates.damage, Parts(verify=data_files_only), "was not seen"),
+        (gates.damage, Parts(verify=without_the_manifests_own_hash), "of manifest.json was not seen"),
+        (gates.hostile, Parts(load=as_torch_loads), "a call in the index"),
+        (gates.hostile, Parts(load=unpickled_first), "function was called"),
+        (gates.hostile, Parts(load=every_path), "a call in the index"),
+    ],
+)
+def test_gate_catches(check, parts, said):
+    verdict = check(CASE, parts=parts)
+    assert verdict.passed is False, verdict
+    assert said in verdict.hint, verdict
