@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/test_store_benchmark.py`.
 """
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -63,11 +64,17 @@ def measure_integrity(state: TrainingState, folder: Path, *, pairs: int) -> dict
             def save_ours(number: int = number) -> None:
                 store.save("recovery", number, state)
 
-            acts: list[tuple[list[float], Callable[[], None]]] = [(plain, save_plain), (ours, save_ours)]
-            for seconds, act in acts if number % 2 else acts[::-1]:
+            def clear_plain(number: int = number) -> None:
+                shutil.rmtree(folder / f"plain-{number}")
+
+            def clear_ours() -> None:
+                store.discard(store.committed("recovery")[0])
+
+            acts = [(plain, save_plain, clear_plain), (ours, save_ours, clear_ours)]
+            for seconds, act, clear in acts if number % 2 else acts[::-1]:
+                os.sync()  # what is still on its way to the disk would be waited for by whoever comes next
                 seconds.append(_seconds(act))
-            shutil.rmtree(folder / f"plain-{number}")
-            store.discard(store.committed("recovery")[0])
+                clear()
     return {**_compared(plain[1:], ours[1:]), "algorithm": store.algorithm}
 
 
