@@ -33,7 +33,7 @@ from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
 
-OF_TECHNIQUES = ("train", "plan", "bench", "grad-flow")
+OF_TECHNIQUES = ("train", "plan", "bench", "grad-flow", "runs")
 MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 

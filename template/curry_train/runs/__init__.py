@@ -5,6 +5,7 @@ from ..core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "attach": ("saving",),
         "background": ("BackgroundSaver",),
         "errors": (
             "DamagedCheckpoint",
@@ -15,16 +16,29 @@ __getattr__, __dir__, __all__ = lazy_names(
             "StateMismatch",
             "StepExists",
         ),
+        "diff": ("difference",),
+        "disk_estimate": ("estimate_disk",),
         "files": ("Files", "LocalFiles"),
+        "journal": ("Journal",),
+        "journal_history": ("History", "read_history"),
+        "journal_lines": ("JournalError", "NewerJournal"),
+        "journal_reading": ("JournalReading",),
         "names": ("Saved",),
         "object_files": ("ObjectFiles",),
+        "policy": ("SavingPolicy",),
+        "policy_config": ("PolicyConfig", "Retention"),
+        "resume": ("Resumed", "load_chosen"),
         "saved_run": ("SavedRun",),
         "snapshot": ("LoadReport", "Snapshot"),
         "state": ("TrainingState",),
         "store": ("Store",),
     },
     technique_of=dict.fromkeys(
-        ("background", "errors", "files", "names", "object_files", "saved_run", "snapshot", "state", "store"),
+        (
+            *("background", "errors", "files", "names", "object_files", "saved_run", "snapshot", "state", "store"),
+            *("diff", "journal", "journal_history", "journal_lines", "journal_reading"),
+            *("attach", "disk_estimate", "policy", "policy_config", "resume"),
+        ),
         "checkpoint-policy",
     ),
 )

@@ -1,0 +1,215 @@
+"""Saving and resuming for a training script that exists, in a few lines around its loop.
+
+    run = saving(model, optimizer, scheduler, runs="runs/mine", rollback_every=100)    # resumes what is there
+    for epoch in run.epochs(range(10)):
+        for batch in run.batches(loader):
+            ...                                                                        # the loop as it was
+            run.step(loss=loss)
+    run.close()
+
+A save is made when the loop asks for the next batch, when all of its body is done: wherever the schedule is stepped,
+the state is that between two steps. Proof: `python -m pytest tests/test_attach.py`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .background import BackgroundSaver
+from .data_position import DataPosition, generators_of, inexact
+from .errors import LockedRun
+from .policy import SavingPolicy
+from .policy_config import PolicyConfig
+from .ranks import OtherRank, Ranks
+from .resume import Resumed
+from .state import TrainingState
+from .store import Store
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+OF_DATA = "data-"
+WAIT_SECONDS = 20.0  # workers of a process that was killed hold its lock for some seconds more
+
+
+def saving(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    scheduler: Any = None,
+    *,
+    runs: str | os.PathLike[str],
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+    resume: str | int | None = "latest",
+    in_background: bool = False,
+    **policy: Any,
+) -> "AttachedRun":
+    """Save this training into the folder `runs`, and go on where it was. Build everything as at the first start.
+
+    `policy` takes the keys of the block `checkpoint:`. `extra` is anything else with `state_dict`. `resume=None` starts
+    anew, in a folder where nothing is.
+    """
+    config, position = PolicyConfig.from_config(policy), DataPosition()
+    held = {**(extra or {}), "data-position": position}
+    state = TrainingState(model, optimizer, scheduler, scaler, extra=held, generators=generators)
+    return AttachedRun(state, position, runs, config, resume=resume, in_background=in_background)
+
+
+class AttachedRun:
+    """Made by `saving`. Also a context, which closes it. `resumed` says what was loaded, `steps` how many were done."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        position: DataPosition,
+        runs: str | os.PathLike[str],
+        config: PolicyConfig,
+        *,
+        resume: str | int | None,
+        in_background: bool,
+    ) -> None:
+        self.state, self._position = state, position
+        self.store = Store(runs)
+        _open(self.store)
+        self._saver = BackgroundSaver(self.store) if in_background else None
+        self.policy = SavingPolicy(self.store, config, saver=self._saver)
+        self.resumed: Resumed | None = None if resume is None else self.policy.resume(state, resume)
+        self._resuming = self.resumed is not None
+        if self.resumed is not None:  # loaders make theirs known later
+            notes = self.resumed.report.notes
+            notes[:] = [note for note in notes if not note.startswith(f"the generator {OF_DATA}")]
+        self._by_epochs = self._in_epoch = self._iterating = False
+        self._metrics: dict[str, Any] | None = None
+        self._stop: int | None = None
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
+
+    def __enter__(self) -> "AttachedRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:  # where it stopped is no place between two steps
+            self._release()
+
+    @property
+    def steps(self) -> int:
+        return self.state.step
+
+    def epochs(self, epochs: Iterable[T]) -> Iterator[T]:
+        """Those that are not done yet. What follows the loop over batches belongs to its epoch."""
+        self._by_epochs, first = True, self._position.epoch
+        for number, epoch in enumerate(epochs):
+            if number < first:
+                continue
+            if number > first:
+                self._position.begin_epoch(number)
+            self._in_epoch = True
+            yield epoch
+            self._in_epoch = False
+            self._position.begin_epoch(number + 1)
+            self._save()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """What is left of a pass over the loader."""
+        if self._iterating:
+            raise ValueError("another loop over batches is open: only the loader that training follows goes in here")
+        if self._resuming and self._position.epoch and not self._by_epochs:
+            raise ValueError(
+                f"the run is in epoch {self._position.epoch}: write `for epoch in run.epochs(range(...))` around the "
+                f"loop over batches, so that the epochs before are not trained again"
+            )
+        if self._position.batch == 0 and (why := inexact(loader)):
+            logger.warning("%s", why)
+        self.state.generators |= {f"{OF_DATA}{name}": one for name, one in generators_of(loader).items()}
+        self._iterating = True
+        try:
+            if self._resuming and self._position.began is None:
+                self.state.restore_random()
+            elif not self._resuming and self._position.began is not None:
+                if self._by_epochs:
+                    raise ValueError("an epoch has one loop over batches: give it one loader, and the others none")
+                self._position.begin_epoch(self._position.epoch + 1)
+            iterator = self._position.iterator(loader, self.state.generators)
+            if self._resuming and self._position.batch:
+                self.state.restore_random()
+            self._resuming = False
+            for batch in iterator:
+                self._position.batch += 1
+                yield batch
+                self._save()
+        finally:
+            self._iterating = False
+
+    def step(self, loss: Any = None, **metrics: Any) -> None:
+        """After the optimizer's step. Numbers or tensors; they are looked at only when something is due."""
+        self.state.step += 1
+        self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
+        self._save_between()
+
+    def measured(self, **metrics: Any) -> None:
+        """Figures that came after the step, such as `dev_loss` at the end of an epoch."""
+        self._metrics = (self._metrics or {}) | metrics
+        self._save_between()
+
+    def close(self) -> None:
+        """Save the end, wait for it, and give the folder back."""
+        try:
+            self._save()
+            if self.state.step:
+                self.policy.save_now(self.state.step, self.state)
+        finally:
+            self._release()
+
+    def _save_between(self) -> None:
+        if not self._iterating and not self._in_epoch:
+            self._save()
+
+    def _save(self) -> None:
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            self.policy.after_step(self.state.step, self.state, metrics)
+        if self._stop is not None:
+            self._end()
+
+    def _end(self) -> None:
+        """As the signal asked."""
+        number, self._stop = self._stop or signal.SIGTERM, None
+        self.close()
+        sys.exit(128 + number)
+
+    def _ask_to_stop(self, number: int, frame: Any) -> None:
+        self._stop = number
+
+    def _release(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+        if self._saver is not None:
+            self._saver.close()
+        self.store.close()
+
+
+def _open(store: Store) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            store.open()
+            return
+        except (LockedRun, OtherRank) as error:
+            is_locked = isinstance(error, LockedRun)
+            if not Ranks(store.group).agree(lambda locked=is_locked: bool(locked and time.monotonic() < until)):  # type: ignore[misc]
+                raise
+            time.sleep(0.25)

@@ -1,0 +1,88 @@
+"""The command that says what a policy takes on the disk: `estimate_command`, for the group `runs`.
+
+    python -m curry_train runs estimate --parameters 7e9 retention.rollback_keep=2
+
+Proof: `python -m pytest tests/test_runs_command.py -k estimate`.
+"""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+
+from .core.load import load_workload
+from .core.provenance import write_json
+from .core.workload import Case
+from .options import UnusableInput, model_option, writable
+from .runs.disk_estimate import STATE, estimate_disk
+from .runs.free_space import free_bytes
+from .runs.policy_config import PolicyConfig
+from .runs.saved_run import SavedRun
+from .runs_table import estimate_table
+
+
+@click.command("estimate")
+@click.option("--parameters", metavar="NUMBER", help="Such as 7e9; or give --model.")
+@model_option("model", more="Its parameters are counted.")
+@click.option("--dtype", type=click.Choice(list(STATE)), default="float32", show_default=True, help="Of the weights.")
+@click.option("--folder", metavar="FOLDER", help="Say whether its volume has the room.")
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
+    callback=lambda context, option, path: writable(path),
+    help="Write the figures; - is standard output.",
+)
+def estimate_command(
+    parameters: str | None,
+    model: str | None,
+    dtype: str,
+    folder: str | None,
+    words: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    """What a policy takes on the disk. KEY=VALUE are keys of the block checkpoint:, such as retention.rollback_keep=2.
+    Exit status 1 where the volume of --folder has no room."""
+    try:
+        if (parameters is None) == (model is None):
+            raise ValueError("give --parameters or --model")
+        number = _count(model) if model else int(float(parameters or 0))
+        estimate = estimate_disk(number, PolicyConfig.from_config(_block(words)), dtype=dtype)
+    except (ValueError, OverflowError) as error:
+        raise UnusableInput(str(error)) from error
+    console = Console(stderr=json_path == "-", highlight=False)
+    console.print(estimate_table(estimate))
+    for line in estimate.advice:
+        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+    facts, well = estimate.to_json(), True
+    if folder is not None:
+        free = free_bytes(SavedRun(folder).files, "recovery")
+        well = free is None or free >= estimate.most
+        facts["free"] = free
+        console.print(f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if well else 'not enough'}")
+    if json_path:
+        write_json(json_path, facts)
+    sys.exit(0 if well else 1)
+
+
+def _block(words: Sequence[str]) -> dict[str, Any]:
+    block: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.removeprefix("checkpoint.").partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} sets nothing: write key=value, such as rollback_every=100")
+        *outer, last = key.split(".")
+        inner = block
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = yaml.safe_load(text)
+    return block
+
+
+def _count(model: str) -> int:
+    return sum(parameter.numel() for parameter in Case(load_workload(model)).build().parameters())

@@ -1,0 +1,78 @@
+"""The command that draws runs from their journals: `plot_command`, for the group `runs`.
+
+Proof: `python -m pytest tests/test_runs_plot.py -k command`.
+"""
+
+import textwrap
+from typing import Any
+
+import click
+
+from .core.provenance import write_json
+from .options import UnusableInput, writable
+from .plots import require_matplotlib
+from .runs.journal_history import History, read_history
+from .runs.journal_lines import finite, printable
+from .runs.journal_reading import find_journal
+from .runs_plot import plot_runs
+
+
+@click.command("plot")
+@click.argument("names", metavar="RUN...", nargs=-1, required=True)
+@click.option("--runs", "root", default="runs", show_default=True, metavar="DIR", help="Where runs of a name are.")
+@click.option(
+    "--out",
+    default="runs.png",
+    show_default=True,
+    type=click.Path(dir_okay=False, writable=True),
+    callback=lambda context, option, path: writable(path),
+    help="The picture, a PNG.",
+)
+@click.option("--scale", type=click.Choice(["auto", "log", "linear"]), default="auto", show_default=True)
+@click.option("--smooth", type=click.IntRange(2), metavar="STEPS", help="Draw the loss as a mean over so many steps.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
+    callback=lambda context, option, path: writable(path),
+    help="Write what is drawn in figures; - is standard output.",
+)
+def plot_command(
+    names: tuple[str, ...], root: str, out: str, scale: str, smooth: int | None, json_path: str | None
+) -> None:
+    """Draw loss, dev metric, learning rate and memory of runs, with saves, spikes and rollbacks marked.
+
+    A run is a name in --runs, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
+    """
+    try:
+        require_matplotlib()
+        histories = [read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)]
+        coloured = plot_runs(histories, out, scale=scale, smooth=smooth)
+    except (RuntimeError, ValueError) as error:
+        raise UnusableInput("\n".join(textwrap.wrap(printable(str(error), longest=1000), 80))) from error
+    if json_path:
+        rows = [_summary(history) | {"coloured": history.name in coloured} for history in histories]
+        write_json(json_path, finite({"out": out, "runs": rows}))
+    many = "1 run" if len(histories) == 1 else f"{len(histories)} runs"
+    click.echo(f"{many} drawn as {out}", err=json_path == "-")
+
+
+def _summary(history: History) -> dict[str, Any]:
+    steps = history.steps
+    return {
+        "name": history.name,
+        "run": history.run,
+        "attempts": len(history.attempts),
+        "num_steps": len(steps),
+        "first_step": steps.step[0] if steps else None,
+        "last_step": steps.step[-1] if steps else None,
+        "last_loss": steps.values["loss"][-1] if steps else None,
+        "superseded_steps": sum(len(part) for part in history.course.superseded),
+        "events": {kind: len(marks.step) for kind, marks in sorted(history.marks.items())},
+        "metrics": {
+            name: {"last": course.steps.values["value"][-1], "least": min(course.steps.values["value"])}
+            for name, course in history.metrics.items()
+            if len(course.steps)
+        },
+        "damaged_lines": history.num_damaged,
+    }

@@ -1,0 +1,96 @@
+"""Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
+
+Proof: `python -m pytest tests/test_runs_command.py`.
+"""
+
+from typing import Any
+
+from rich.table import Table
+
+from .core.sizes import format_bytes
+from .runs.disk_estimate import GB, DiskEstimate
+from .runs.manifest import read_manifest
+from .runs.names import KINDS, Saved
+from .runs.saved_run import SavedRun
+
+
+def run_row(run: SavedRun, name: str) -> dict[str, Any]:
+    """A run in one line."""
+    held = {kind: run.committed(kind) for kind in KINDS}
+    newest = run.latest()
+    return {
+        "run": name,
+        "latest": newest.step if newest else None,
+        **{kind: len(found) for kind, found in held.items()},
+        "bytes": sum(one.num_bytes for found in held.values() for one in found),
+        "damaged": sum(len(run.damaged(kind)) for kind in KINDS),
+    }
+
+
+def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
+    """Every checkpoint of a run, and those that are damaged."""
+    rows = []
+    for kind in KINDS:
+        rows += [_checkpoint(run, one) for one in run.committed(kind)]
+        rows += [
+            {"kind": kind, "step": None, "metric": None, "bytes": 0, "date": "", "folder": folder, "damaged": why}
+            for folder, why in run.damaged(kind).items()
+        ]
+    return rows
+
+
+def _checkpoint(run: SavedRun, saved: Saved) -> dict[str, Any]:
+    metric = None if saved.metric is None else f"{saved.metric.name} {saved.metric.value:.6g}"
+    return {
+        "kind": saved.kind,
+        "step": saved.step,
+        "metric": metric,
+        "bytes": saved.num_bytes,
+        "date": str(read_manifest(run.files, saved.folder).about.get("date", "")),
+        "folder": saved.folder,
+        "damaged": None,
+    }
+
+
+def runs_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("run", "latest", *KINDS, "size", "damaged")
+    for row in rows:
+        latest = "none" if row["latest"] is None else str(row["latest"])
+        counts = [str(row[kind]) for kind in KINDS]
+        table.add_row(row["run"], latest, *counts, format_bytes(row["bytes"]), str(row["damaged"] or ""))
+    return table
+
+
+def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("kind", "step", "size", "date", "metric")
+    for row in rows:
+        if row["damaged"]:
+            table.add_row(row["kind"], "damaged", "", "", row["damaged"], style="red")
+        else:
+            date = row["date"].replace("T", " ").removesuffix("+00:00")
+            table.add_row(row["kind"], str(row["step"]), format_bytes(row["bytes"]), date, row["metric"] or "")
+    return table
+
+
+def estimate_table(found: DiskEstimate) -> Table:
+    table = _table(f"{found.parameters / 1e9:.3g}B parameters, {found.dtype}", "GB")
+    lines = {
+        "one checkpoint: weights, moments, all else": found.checkpoint,
+        "one best-K: weights alone": found.best,
+        **{f"kept as {kind}": kept for kind, kept in found.kept.items()},
+        "kept in all": found.total,
+        "beside them while one is written": found.in_flight,
+        "the volume has to hold": found.most,
+    }
+    for words, num_bytes in lines.items():
+        table.add_row(words, f"{num_bytes / GB:,.1f}" if num_bytes >= GB / 10 else f"{num_bytes / GB:.2g}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        last = number == len(columns) - 1 and name in ("metric", "damaged")
+        numeric = name in ("latest", "step", "size", "GB", *KINDS)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=not last and number > 0)
+    return table

@@ -1,0 +1,64 @@
+"""Journals that the tests of reading, comparing and drawing plant."""
+
+import itertools
+import json
+
+from curry_train.runs.journal import Journal
+
+
+def clock():
+    """Seconds that go up by one with each event."""
+    return itertools.count(1_700_000_000).__next__
+
+
+def facts(**config):
+    return {
+        "config": {"steps": 300, "optimizer": {"name": "adamw", "learning_rate": 3e-3}, **config},
+        "code": {"revision": "a" * 40, "dirty": False},
+        "environment": {"device": "cpu (x86_64)", "world_size": 1, "packages": {"torch": "2.13.0", "numpy": "2.0.0"}},
+        "command": "python -m curry_train train",
+    }
+
+
+def loss_of(step):
+    return 4.0 + 1.0 / step
+
+
+def train(journal, steps, *, loss=loss_of, learning_rate=1e-3, **more):
+    for step in steps:
+        journal.step(step, loss=loss(step), learning_rate=learning_rate, peak_bytes=2**30, seconds=0.1, **more)
+        if step % 10 == 0:
+            journal.write("save", step=step, checkpoint=f"rollback/step-{step:08d}.dcp")
+
+
+def plant(folder, *, last=20, loss=loss_of, **config):
+    """A run that went from 1 to `last` without anything to tell of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Journal(folder, clock=clock()) as journal:
+        journal.start(facts=facts(**config))
+        train(journal, range(1, last + 1), loss=loss)
+        journal.write("stop", step=last, reason="steps")
+    return folder
+
+
+def plant_eventful(folder):
+    """20 steps, a spike, back to 10, on to 30, killed, resumed at 20, and to the end at 40."""
+    folder.mkdir(parents=True)
+    with Journal(folder, clock=clock()) as journal:
+        journal.start(facts=facts())
+        train(journal, range(1, 19))
+        train(journal, range(19, 21), loss=lambda step: 9.0)
+        journal.write("spike", step=20, loss=9.0, reason="9 after 4.05")
+        journal.rollback(10, from_step=20, reason="a spike")
+        journal.write("skip", step=10, reason="64 samples")
+        train(journal, range(11, 31), loss=lambda step: loss_of(step) + 0.001)
+    with Journal(folder, clock=clock()) as journal:
+        journal.resume(20, facts=facts(steps=40), checkpoint="rollback/step-00000020.dcp")
+        train(journal, range(21, 41), loss=lambda step: loss_of(step) + 0.002)
+        journal.write("eval", step=40, metric="dev_loss", value=4.5)
+        journal.write("stop", step=40, reason="steps")
+    return folder
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]

@@ -1,0 +1,156 @@
+"""Tables, JSON and exit statuses of `runs`. `python -m pytest tests/test_runs_command.py`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.__main__ import main
+from curry_train.resume_check import _different_figure, _different_tensor, resume_check
+from curry_train.runs import Store
+from house import ROOT
+from store_models import new_state, train
+
+TINY = ["model=training_models:with_dropout", "batch_size=4", "microbatch=2", "evaluate.samples=4", "device=cpu"]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    state = new_state()
+    with Store(tmp_path / "runs/first-001") as store:
+        for step in (100, 200):
+            train(state, 1)
+            store.save("rollback", step, state)
+        store.save("recovery", 200, state)
+        store.save("best-k", 200, state, metric=("dev_loss", 0.25))
+    (tmp_path / "runs/empty").mkdir()
+    return tmp_path / "runs"
+
+
+def call(*words):
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    assert all(len(line) <= 80 for line in done.output.splitlines()), done.output
+    return done.exit_code, done.output
+
+
+def damage(runs):
+    path = next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[50] ^= 1
+    path.write_bytes(data)
+
+
+def test_list_names_runs_with_what_they_hold(runs, tmp_path):
+    status, said = call("list", runs, "--json", tmp_path / "list.json")
+    assert status == 0
+    assert said.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
+    assert len(said.splitlines()) == 2
+    (row,) = json.loads((tmp_path / "list.json").read_text())["runs"]
+    assert (row["run"], row["latest"], row["rollback"], row["damaged"]) == ("first-001", 200, 2, 0)
+
+
+def test_show_names_each_and_what_is_damaged(runs):
+    status, said = call("show", runs / "first-001")
+    assert status == 0
+    assert [line.split()[:2] for line in said.splitlines()[1:5]] == [
+        ["rollback", "100"], ["rollback", "200"], ["recovery", "200"], ["best-k", "200"]
+    ]  # fmt: skip
+    assert "dev_loss 0.25" in said
+    assert said.splitlines()[-1] == "latest: recovery/step-00000200.dcp"
+    (runs / "first-001/rollback/step-00000100.dcp/manifest.json").unlink()
+    status, said = call("show", runs / "first-001")
+    assert status == 1
+    assert "was not finished" in " ".join(said.split())
+
+
+def test_verify_reads_every_byte(runs):
+    assert call("verify", runs / "first-001") == (0, "4 of 4 checkpoints whole\n")
+    damage(runs)
+    assert call("show", runs / "first-001")[0] == 0  # a look at the manifests does not show it
+    status, said = call("verify", runs / "first-001")
+    assert status == 1
+    assert "damaged: rollback/step-00000200.dcp" in said
+    assert "3 of 4 checkpoints whole" in said
+    assert call("verify", runs / "first-001", "latest") == (0, "1 of 1 checkpoints whole\n")
+    assert call("verify", runs / "first-001", "rollback/step-00000200.dcp")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list", "nowhere"], "there is no folder nowhere"),
+        (["show", "nowhere"], "nowhere is no run: give a folder that holds rollback, recovery, best-k"),
+        (["verify", "{run}", "step-3"], "is no checkpoint of"),
+        (["estimate"], "give --parameters or --model"),
+        (["estimate", "--parameters", "many"], "many"),
+        (["estimate", "--parameters", "7e9", "retention.rollback=1"], "checkpoint.retention.rollback is no key"),
+        (["estimate", "--parameters", "7e9", "best_k"], "sets nothing: write key=value"),
+        (["resume-check", "--steps", "5", "--kill-at", "5"], "1 <= save-every < kill-at < steps"),
+    ],
+)
+def test_a_mistake_gets_its_message_and_status_2(runs, words, said):
+    done = CliRunner().invoke(main, ["runs", *(word.format(run=runs / "first-001") for word in words)])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_estimate_of_a_policy(tmp_path):
+    status, said = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
+    assert status == 0
+    assert "kept in all" in said
+    assert "756.0" in said
+    assert "rollback_parameters_only: true" in " ".join(said.split())
+    assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
+    assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
+    status, said = call("estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path)
+    assert (status, "enough" in said) == (0, True)
+
+
+def test_resume_check_of_a_training_that_resumes(tmp_path):
+    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "curry_train", "runs", "resume-check", "--steps", "6", "--kill-at", "5", *TINY]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--json", "found.json"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.splitlines()[0] == "6 steps, killed in step 5, resumed from step 4: 1 done again"
+    assert done.stdout.splitlines()[1].startswith("equal: ")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["equal"], found["resumed_from"]) == (True, 4)
+    assert found["figures"] >= 18
+    assert found["tensors"] > 20
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_resume_check_says_why_a_training_does_not_run(tmp_path):
+    with pytest.raises(ValueError, match=r"the training did not run: .*stpes is no key; did you mean steps"):
+        resume_check(tmp_path, ["stpes=3"], steps=6, kill_at=4, save_every=2)
+
+
+def test_one_bit_and_one_figure_are_enough_to_differ():
+    first = {"weight": torch.ones(3), "nan": torch.tensor([float("nan")])}
+    assert _different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
+    second = first | {"weight": torch.tensor([1.0, 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))])}
+    assert _different_tensor(first, second) == "weight differs in the final state"
+    assert _different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)}) == "a differs in the final state"
+    assert _different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
+    straight = [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
+    assert _different_figure(straight, [straight[0], straight[0], straight[1]]) is None
+    done_again = [straight[0], (1, {"loss": 0.1000001}), straight[1]]
+    assert _different_figure(straight, done_again) == "loss of step 1 is 0.1 straight and 0.1000001 resumed"
+    assert _different_figure(straight, done_again[::-1]).startswith("loss of step 1")
+    assert _different_figure(straight, straight[:1]) == "step 2 was not trained after the resume"
+
+
+def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    words = ["model=forgetful_model:forgetful", *TINY[1:]]
+    found = resume_check(tmp_path, words, steps=6, kill_at=5, save_every=2)
+    assert (found.equal, found.resumed_from) == (False, 4)
+    assert found.difference.startswith("loss of step 5 is ")
