@@ -33,7 +33,6 @@ FLOORS = {
     "runs_plot_command": 4,
     "runs_plot_events": 4,
     "runs_table": 4,
-    "saved_state": 4,
     "schedule": 4,
     "train_command": 4,
     "typed_fields": 4,

@@ -86,7 +86,7 @@ def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
         ("data.source=toks", r"data\.source must be text, tokens, workload or pkg\.module:factory; got 'toks'"),
         ("data.source=tokens", r"data\.path must be a glob where source is tokens; got None"),
         ("data.mask=true", r"data\.mask must be false unless source is tokens"),
-        ("checkpoint.retention.recovery_keep=0", r"checkpoint\.retention\.recovery_keep must be 1 or more"),
+        ("checkpoint.retention.recovery_keep=0", r"checkpoint\.retention\.recovery_keep must be a whole number from 1"),
         ("evaluate.every=0", r"evaluate\.every must be 1 or more, or null for never; got 0"),
     ],
 )

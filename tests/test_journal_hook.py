@@ -6,13 +6,14 @@ from curry_train.config import load_config
 from curry_train.journal_hook import write_journal
 from curry_train.runs.errors import LockedRun
 from curry_train.runs.journal_history import read_history
+from curry_train.runs.names import Saved
 from curry_train.training import open_run, train_run
 from journals import lines_of
 
 WORDS = ("model=training_models:tiny", "batch_size=4", "microbatch=2", "device=cpu", "evaluate={every: 4, samples: 4}")
 
 
-def trained(runs, *words, resume=None, watch=(write_journal,)):
+def trained(runs, *words, resume=None, watch=()):
     with open_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
         return train_run(run, watch=watch)
 
@@ -20,9 +21,12 @@ def trained(runs, *words, resume=None, watch=(write_journal,)):
 def test_a_run_leaves_what_it_is_made_of_each_step_and_its_end(tmp_path):
     done = trained(tmp_path, "steps=6")
     lines = lines_of(done.folder)
-    assert [line["kind"] for line in lines] == [
+    assert [line["kind"] for line in lines if line["kind"] != "save"] == [
         "start", "step", "step", "step", "step", "eval", "step", "step", "eval", "stop",
     ]  # fmt: skip
+    saves = {line["checkpoint"].split("-")[-1]: line["num_bytes"] for line in lines if line["kind"] == "save"}
+    assert set(saves) == {"00000004.dcp", "00000006.dcp"}
+    assert all(size > 2**17 for size in saves.values())
     assert lines[0]["config"]["steps"] == 6
     assert lines[0]["environment"]["world_size"] == 1
     assert (lines[0]["run"], lines[-1]["reason"]) == ("run-001", "steps")
@@ -32,7 +36,7 @@ def test_a_run_leaves_what_it_is_made_of_each_step_and_its_end(tmp_path):
     assert (last["learning_rate"], last["seconds"]) == (report.learning_rate, report.seconds)
     assert 0 < last["epoch"] < 1
     assert last["peak_bytes"] > 2**20
-    assert lines[-2]["value"] == report.dev_loss
+    assert [line["value"] for line in lines if line["kind"] == "eval"][-1] == report.dev_loss
 
 
 def test_a_resume_is_a_new_attempt_of_the_same_journal(tmp_path):
@@ -60,7 +64,7 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
         def __exit__(self, *raised): ...
 
     with pytest.raises(ZeroDivisionError):
-        trained(tmp_path, "steps=6", watch=(write_journal, Failing))
+        trained(tmp_path, "steps=6", watch=(Failing,))
     last = lines_of(tmp_path / "run-001")[-1]
     assert (last["kind"], last["step"], last["reason"]) == ("stop", 2, "ZeroDivisionError: at step 2")
 
@@ -69,14 +73,14 @@ def test_what_else_happens_is_told_through_the_hook(tmp_path):
     with open_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
         with write_journal(run) as hook:
             hook.step = 30
-            hook.saved(30, "recovery/step-00000030.dcp", seconds=0.5)
+            hook.saved(Saved("recovery", 30, "recovery/step-00000030.dcp", "elsewhere", None, 512))
             hook.pruned(10, "recovery/step-00000010.dcp")
             hook.journal.write("spike", step=31, reason="9.1 after 4.0")
             hook.ended("SIGTERM")
         with write_journal(run):
             pass
     save, prune, spike, stop = lines_of(run.folder)[1:5]
-    assert (save["step"], save["checkpoint"], save["seconds"]) == (30, "recovery/step-00000030.dcp", 0.5)
+    assert (save["step"], save["checkpoint"], save["num_bytes"]) == (30, "recovery/step-00000030.dcp", 512)
     assert (prune["step"], prune["of_step"], spike["kind"], stop["reason"]) == (30, 10, "spike", "SIGTERM")
     assert lines_of(run.folder)[-1]["reason"] == "before its last step"
 

@@ -2,14 +2,12 @@
 
 import builtins
 import io
-import json
 
 import pytest
 from rich.console import Console
 
 from curry_train.config import load_config
-from curry_train.loop import StepReport
-from curry_train.progress import clock, peak_bytes, short, show_progress, write_metrics, write_tensorboard
+from curry_train.progress import clock, short, show_progress, write_tensorboard
 from curry_train.training import open_run, train_run
 
 WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2", "device=cpu")
@@ -52,29 +50,6 @@ def test_other_data_than_text_count_terms(tmp_path):
     assert "terms/s" in shown(tmp_path, "model=mlp", "data.source=workload", "steps=1", "batch_size=4")
 
 
-def test_metrics_have_every_step_and_are_there_at_once(tmp_path):
-    seen = []
-    with open_run(load_config(None, [f"runs={tmp_path}", *WORDS, "evaluate={every: 20, samples: 4}"])) as run:
-
-        def look(report):
-            seen.append(len((run.folder / "metrics.jsonl").read_text().splitlines()))
-
-        class Look:
-            def __init__(self, run): ...
-
-            def __enter__(self):
-                return look
-
-            def __exit__(self, *raised): ...
-
-        train_run(run, watch=[write_metrics, Look])
-    assert seen == list(range(1, 26))
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 26))
-    assert [line["step"] for line in lines if line["dev_loss"] is not None] == [20, 25]
-    assert all(line["num_terms"] == 4 * 16 and line["peak_bytes"] > 2**20 for line in lines)
-
-
 def test_tensorboard_gets_the_figures(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="not installed")
     with open_run(load_config(None, [f"runs={tmp_path}", *WORDS, "steps=3"])) as run:
@@ -104,10 +79,3 @@ def test_tensorboard_that_is_not_installed_is_told(tmp_path, monkeypatch):
 def test_numbers_are_short():
     assert [short(number) for number in (7, 950, 41_234, 2.5e6, 3e9)] == ["7", "950", "41.2k", "2.5M", "3.0G"]
     assert [clock(seconds) for seconds in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
-
-
-def test_peak_is_that_of_the_process_on_the_cpu():
-    import torch
-
-    assert 50 * 2**20 < peak_bytes(torch.device("cpu")) < 2**40
-    assert StepReport(1, 2, 0.0, 0.0, 1, 0.1, 1.0).stepped

@@ -1,9 +1,11 @@
 """Folders of runs: numbered, never shared, and found again. `python -m pytest tests/test_run_folder.py`."""
 
 import pytest
+import torch
 
 from curry_train.config import load_config
-from curry_train.run_folder import new_run, note_resumed, state_to_resume
+from curry_train.run_folder import new_run, note_resumed, run_to_resume
+from curry_train.runs import Store, TrainingState
 
 
 def config(tmp_path, *words):
@@ -11,10 +13,10 @@ def config(tmp_path, *words):
 
 
 def saved(folder, step):
-    (folder / "recovery").mkdir(exist_ok=True)
-    path = folder / f"recovery/step-{step:08d}.pt"
-    path.touch()
-    return path
+    with Store(folder) as store:
+        state = TrainingState(torch.nn.Linear(1, 1))
+        state.step = step
+        store.save("recovery", step, state)
 
 
 def test_runs_of_a_name_are_numbered_after_the_highest(tmp_path):
@@ -28,21 +30,27 @@ def test_runs_of_a_name_are_numbered_after_the_highest(tmp_path):
 def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     runs = [new_run(config(tmp_path)) for _ in range(3)]
     saved(runs[0], 90)
-    wanted = saved(runs[1], 100)
-    saved(runs[1], 20)
+    saved(runs[1], 100)
     saved(new_run(config(tmp_path, "name=other")), 5)
-    assert state_to_resume(config(tmp_path), "latest") == wanted
-    assert state_to_resume(config(tmp_path), "run-001").name == "step-00000090.pt"
-    assert state_to_resume(config(tmp_path), str(runs[0])).name == "step-00000090.pt"
-    assert state_to_resume(config(tmp_path), str(wanted)) == wanted
+    assert run_to_resume(config(tmp_path), "latest") == (runs[1], "latest")
+    assert run_to_resume(config(tmp_path), "run-001") == (runs[0], "latest")
+    assert run_to_resume(config(tmp_path), str(runs[0])) == (runs[0], "latest")
+    assert run_to_resume(config(tmp_path), "run-001@90") == (runs[0], "90")
+    assert run_to_resume(config(tmp_path), str(runs[1] / "recovery/step-00000100.dcp")) == (runs[1], "100")
+
+
+def test_from_the_best_parameters_a_new_run_begins(tmp_path):
+    folder = new_run(config(tmp_path))
+    saved(folder, 1)
+    assert run_to_resume(config(tmp_path), "run-001@best") == (None, f"{folder}@best")
 
 
 def test_what_is_not_there_is_told_with_what_is(tmp_path):
     with pytest.raises(ValueError, match=r"no saved state to resume from for 'latest': no run in .*runs has one"):
-        state_to_resume(config(tmp_path), "latest")
+        run_to_resume(config(tmp_path), "latest")
     saved(new_run(config(tmp_path)), 1)
     with pytest.raises(ValueError, match=r"for 'run-7': .*runs has run-001"):
-        state_to_resume(config(tmp_path), "run-7")
+        run_to_resume(config(tmp_path), "run-7")
 
 
 def test_another_configuration_is_kept_beside_the_first(tmp_path):

@@ -222,8 +222,8 @@ def test_new_project_makes_its_environment_once(tmp_path: Path) -> None:
     train = 'make train ARGS="steps=12 batch_size=4 microbatch=2 evaluate.samples=4 device=cpu"'
     made = shell(train, cwd=tmp_path / "run", **offline)
     assert made.returncode == 0, made.stdout + made.stderr
-    metrics = (tmp_path / "run/runs/run-001/metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in metrics]
+    lines = (tmp_path / "run/runs/run-001/journal.jsonl").read_text().splitlines()
+    losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "step"]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
     assert "-m venv" in made.stdout

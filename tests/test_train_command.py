@@ -42,7 +42,7 @@ def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
     status, out, error = command(*TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path)
     assert (status, error) == (0, "")
-    assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.pt"
+    assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp"
     ended = json.loads((tmp_path / "end.json").read_text())
     assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
     assert 4 < ended["dev_loss"] < 6
@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
 
 def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     process = start(*TINY, "steps=100000", "log.every=1000", cwd=tmp_path)
-    wait_for(tmp_path / "runs/run-001/metrics.jsonl", '"step": 3,', process)
+    wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":3,', process)
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM, error
@@ -103,20 +103,20 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     status, out, error = command(*TINY, "--resume", "run-001", f"steps={step + 2}", cwd=tmp_path)
     assert status == 0, error
     assert f"from step {step}\n" in out
-    lines = [json.loads(line)["step"] for line in (tmp_path / "runs/run-001/metrics.jsonl").read_text().splitlines()]
-    assert lines == list(range(1, step + 3))
+    lines = [json.loads(line) for line in (tmp_path / "runs/run-001/journal.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     process = start(*TINY, "steps=100000", "parallel=fsdp2", "log.every=1000", cwd=tmp_path, command=RANKS)
-    wait_for(tmp_path / "runs/run-001/metrics.jsonl", '"step": 2,', process)
+    wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":2,', process)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
     assert len(ranks) == 2
     os.kill(int(ranks[1]), signal.SIGTERM)
     out, error = process.communicate(timeout=200)
     assert "stopped by SIGTERM after step" in out, error
-    assert list((tmp_path / "runs/run-001/recovery").glob("step-*.pt"))
+    assert list((tmp_path / "runs/run-001/recovery").glob("step-*.dcp"))
     assert process.returncode != 0
 
 

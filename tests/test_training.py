@@ -7,6 +7,7 @@ import json
 import os
 import signal
 
+import numpy
 import pytest
 import torch
 
@@ -105,10 +106,21 @@ def stopped(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranked(tmp_path_factory, stopped):
+def documents(tmp_path_factory):
+    """Words for a run on documents of 2 to 40 tokens, of which about half are learned."""
+    folder = tmp_path_factory.mktemp("documents")
+    lengths = numpy.random.default_rng(0).integers(2, 40, size=60)
+    numpy.save(folder / "a.npy", numpy.random.default_rng(1).integers(256, size=lengths.sum(), dtype="uint16"))
+    numpy.save(folder / "a.documents.npy", numpy.cumsum(lengths) - lengths)
+    numpy.save(folder / "a.mask.npy", numpy.random.default_rng(2).random(lengths.sum()) < 0.5)
+    return [f"data={{source: tokens, path: '{folder}/*.npy', documents: true, mask: true}}"]
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory, stopped, documents):
     """What two ranks answer for each of these, one after another, and for the stopped run."""
-    runs = str(tmp_path_factory.mktemp("ranked"))
-    return run_on_ranks(f"{__file__}:on_ranks", runs=runs, kinds=ON_RANKS, saved=str(stopped[1].saved))
+    runs, kinds = str(tmp_path_factory.mktemp("ranked")), ON_RANKS | {"documents": ["parallel=fsdp2", *documents]}
+    return run_on_ranks(f"{__file__}:on_ranks", runs=runs, kinds=kinds, saved=stopped[1].saved.location)
 
 
 def on_ranks(runs, kinds, saved):
@@ -138,6 +150,14 @@ def test_half_precision_trains_near_the_whole_one(tmp_path, ranked, plain, preci
         assert found != plain
 
 
+def test_masked_documents_of_all_lengths_weigh_the_same_on_two_ranks(tmp_path, ranked, documents):
+    """Their microbatches have other numbers of terms on each rank: a mean of means is off by percents."""
+    alone, _ = losses(tmp_path, *documents)
+    whole, _ = losses(tmp_path, *documents, "microbatch=8")
+    assert ranked[0]["documents"]["losses"] == pytest.approx(alone, rel=1e-6)
+    assert whole == pytest.approx(alone, rel=1e-6)
+
+
 def test_dropout_draws_other_numbers_on_each_rank(ranked):
     assert ranked[0]["drawn"] != ranked[1]["drawn"]
 
@@ -157,8 +177,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path):
 
 
 def test_a_new_learning_rate_counts_after_resuming(tmp_path, stopped):
-    same, _ = losses(tmp_path, resume=str(stopped[1].saved))
-    other, _ = losses(tmp_path, "optimizer.learning_rate=0.1", resume=str(stopped[1].saved))
+    same, _ = losses(tmp_path, resume=stopped[1].saved.location)
+    other, _ = losses(tmp_path, "optimizer.learning_rate=0.1", resume=stopped[1].saved.location)
     assert same[0] == other[0]
     assert same[1] != other[1]
 

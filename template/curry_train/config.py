@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from .primitives.checkpoint_config import CheckpointConfig
+from .runs.policy_config import PolicyConfig
 from .schedule import Schedule
 from .typed_fields import flat_keys, nearest_key, read_fields
 
@@ -82,30 +83,8 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class RetentionConfig:
-    """How many saved states are kept, the newest ones."""
-
-    recovery_keep: int = 3
-
-    def __post_init__(self) -> None:
-        _require(self.recovery_keep >= 1, "recovery_keep", self.recovery_keep, "1 or more")
-
-
-@dataclass(frozen=True)
-class SavingConfig:
-    """When the whole state is saved, beside the end of the run, however it ends."""
-
-    recovery_every: int | None = 100
-    retention: RetentionConfig = field(default_factory=RetentionConfig)
-
-    def __post_init__(self) -> None:
-        every = self.recovery_every
-        _require(every is None or every >= 1, "recovery_every", every, "1 or more, or null for the end alone")
-
-
-@dataclass(frozen=True)
 class LogConfig:
-    """A line every `every` steps where the output is no terminal; metrics.jsonl has each step."""
+    """A line every `every` steps where the output is no terminal; the journal has each step."""
 
     every: int = 10
     tensorboard: bool = False
@@ -137,7 +116,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     recompute: dict[str, Any] = field(default_factory=dict)  # a CheckpointConfig
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    checkpoint: SavingConfig = field(default_factory=SavingConfig)
+    checkpoint: PolicyConfig = field(default_factory=PolicyConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

@@ -1,27 +1,34 @@
-"""The journal of a training run, as a context that gives the loop a hook, beside those of progress.py.
+"""The journal of a training run, as a context that gives the loop a hook: each step, and what else happens.
 
-    with open_run(config) as run:
-        train_run(run, watch=[show_progress, write_journal])
+    with write_journal(run) as journal:
+        run_training_steps(..., after_step=[journal])
+        journal.ended(report.ended_by)
 
 Proof: `python -m pytest tests/test_journal_hook.py`.
 """
 
 import contextlib
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from .loop import StepReport
-from .progress import peak_bytes
 from .runs.journal import Journal
+from .runs.names import Saved
 from .runs.run_facts import run_facts
-from .training import Run
+
+if TYPE_CHECKING:
+    from .training import Run
 
 
 class RunJournal:
     """Called after each step. `journal` takes what else happens: saves, prunes, spikes, rollbacks."""
 
-    def __init__(self, journal: Journal, run: Run) -> None:
+    def __init__(self, journal: Journal, run: "Run") -> None:
         self.journal = journal
         self.step = run.first_step
         self.ended_by: str | None = None
@@ -45,9 +52,9 @@ class RunJournal:
         if report.dev_loss is not None:
             self.journal.write("eval", step=report.step, metric="dev_loss", value=report.dev_loss)
 
-    def saved(self, step: int, checkpoint: str, **facts: Any) -> None:
-        """A state was saved, as `recovery/step-00000100.dcp` in the run's folder."""
-        self.journal.write("save", step=step, checkpoint=checkpoint, **facts)
+    def saved(self, saved: Saved) -> None:
+        """A state was committed, with its size."""
+        self.journal.write("save", step=saved.step, checkpoint=saved.folder, num_bytes=saved.num_bytes)
 
     def pruned(self, step: int, checkpoint: str, **facts: Any) -> None:
         """The saved state of `step` was removed, because newer or better ones are kept."""
@@ -62,13 +69,14 @@ class RunJournal:
 
 
 @contextlib.contextmanager
-def write_journal(run: Run) -> Iterator[RunJournal]:
+def write_journal(run: "Run") -> Iterator[RunJournal]:
     """An event for each step in journal.jsonl, there at once; the first says what the run is made of."""
     parts = run.parts
     with Journal(run.folder, rank=parts.ranks.rank) as journal:
         facts = run_facts(asdict(parts.config), device=parts.ranks.device, world_size=parts.ranks.size)
         if run.first_step or not journal.empty:
-            journal.resume(run.first_step, facts=facts)
+            resumed = run.resumed.saved.folder if run.resumed else None
+            journal.resume(run.first_step, facts=facts, checkpoint=resumed)
         else:
             journal.start(facts=facts)
         hook = RunJournal(journal, run)
@@ -78,3 +86,11 @@ def write_journal(run: Run) -> Iterator[RunJournal]:
             journal.write("stop", step=hook.step, reason=f"{type(error).__name__}: {error}"[:1000])
             raise
         journal.write("stop", step=hook.step, reason=hook.reason())
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that was allocated on the device; on the CPU, the most that the process had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
-from .saved_state import TrainingState, write_state
+from .runs.names import Saved
+from .runs.policy import SavingPolicy
+from .runs.state import TrainingState
 
 MOST_SKIPPED = 25  # a loss scale that was halved so often is not what overflows
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -159,9 +160,9 @@ def run_training_steps(
     return RunReport(done, ended_by, report)
 
 
-def save_checkpoint(folder: Path, state: TrainingState, *, keep: int | None = None) -> Path:
-    """Write the state of a run into `folder`, whole or not at all, on all ranks together; the file."""
-    return write_state(folder, state, keep=keep)
+def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[Saved]:
+    """Save the whole state at its step, on all ranks together, whatever the cadence; nothing where that is done."""
+    return policy.save_now(state.step, state)
 
 
 def _due(done: int, every: int | None, steps: int) -> bool:

@@ -1,21 +1,17 @@
-"""What a person sees of a run, and what it leaves to be read afterwards: a bar, lines, metrics.jsonl, TensorBoard.
+"""What a person sees of a run: a bar or lines, and TensorBoard.
 
 Each is a context that gives the loop a hook; `train` opens them. Proof: `python -m pytest tests/test_progress.py`.
 """
 
 import contextlib
-import json
-import resource
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .core.sizes import format_bytes
+from .journal_hook import peak_bytes
 from .loop import StepReport
 from .training import Hook, Run
 
@@ -54,19 +50,6 @@ def show_progress(run: Run, *, console: Console | None = None, every: int = 10) 
 
 
 @contextlib.contextmanager
-def write_metrics(run: Run) -> Iterator[Hook]:
-    """A line for each step in metrics.jsonl, there at once."""
-    with (run.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-
-        def write(report: StepReport) -> None:
-            facts = asdict(report) | {"epoch": run.parts.stream.epoch, "peak_bytes": peak_bytes(run.parts.ranks.device)}
-            file.write(json.dumps(facts) + "\n")
-            file.flush()
-
-        yield write
-
-
-@contextlib.contextmanager
 def write_tensorboard(run: Run) -> Iterator[Hook]:
     """The same figures for TensorBoard, in the run's folder."""
     try:
@@ -85,7 +68,7 @@ def write_tensorboard(run: Run) -> Iterator[Hook]:
 
 
 def describe(run: Run) -> str:
-    """Two lines: what is trained, and how."""
+    """What is trained, and how; and what a run goes on from that was damaged."""
     parts, config = run.parts, run.parts.config
     steps = parts.stream.microbatches_per_window
     ranks = f" on each of {parts.ranks.size} ranks ({config.parallel})" if parts.ranks.size > 1 else ""
@@ -95,7 +78,7 @@ def describe(run: Run) -> str:
         f"{run.folder}: {parts.case.workload.name}, {parts.num_parameters / 1e6:.2f}M parameters, "
         f"{len(parts.stream.dataset):,} samples{began}\n"
         f"{steps} x {config.microbatch} samples a step{ranks}, {config.precision} on {parts.ranks.device.type}"
-        f"{recompute}"
+        f"{recompute}" + (f"\n{run.resumed.words}" if run.resumed and run.resumed.damaged else "")
     )
 
 
@@ -106,14 +89,6 @@ def figures(report: StepReport, run: Run) -> str:
     skipped = "" if report.stepped else "  skipped"
     rate, memory = report.num_terms / report.seconds, format_bytes(peak_bytes(run.parts.ranks.device))
     return f"loss {report.loss:.4f}{dev}{skipped}  {short(rate)} {unit}/s  {memory}"
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated on the device; on the CPU, the most that the process had."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def short(number: float) -> str:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from .config import load_config
 from .loop import StepReport
-from .progress import write_metrics
+from .runs.journal_reading import NAME, JournalReading
 from .runs.manifest import read_manifest
 from .runs.safe_reader import facts_of, read_metadata, read_tensors
 from .runs.saved_run import SavedRun
-from .saved_state import saved_states
 from .training import Hook, Run, train
 
 FIGURES = ("loss", "dev_loss", "grad_norm", "learning_rate")
@@ -60,7 +59,7 @@ def resume_check(
             f"it takes a save, then a kill, then a step: 1 <= save-every < kill-at < steps, got {save_every}, "
             f"{kill_at} and {steps}"
         )
-    given = [*words, f"steps={steps}", f"checkpoint.recovery_every={save_every}", f"runs={folder}"]
+    given = [*words, f"steps={steps}", f"checkpoint.rollback_every={save_every}", f"runs={folder}"]
     _train([*given, f"name={STRAIGHT}"], config=config)
     _train([*given, f"name={KILLED}"], config=config, kill_at=kill_at)
     killed = folder / f"{KILLED}-001"
@@ -88,23 +87,18 @@ def final_tensors(run: Path) -> dict[str, Tensor]:
         found = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in facts_of(metadata).items()}
         read_tensors(saved.files, newest.folder, metadata, found)
         return found
-    if states := saved_states(run / "recovery"):
-        return dict(_tensors_in(torch.load(states[-1], weights_only=True), ""))
     raise ValueError(f"{run} has no saved state")
-
-
-def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors_in(part, f"{name}.{key}" if name else str(key))
 
 
 def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
     """The figures of each step, in the order in which they were trained; a step that was done twice is there twice."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(line["step"], {name: line[name] for name in FIGURES if line.get(name) is not None}) for line in lines]
+    found: list[tuple[int, dict[str, Any]]] = []
+    for event in JournalReading(run / NAME):
+        if event.kind == "step":
+            found.append((event.step, {name: event.facts[name] for name in FIGURES if name in event.facts}))
+        elif event.kind == "eval":
+            found[-1][1][event.facts["metric"]] = event.facts["value"]
+    return found
 
 
 def _resumed_from(steps: Sequence[int]) -> int:
@@ -158,11 +152,12 @@ def _train_here(order: dict[str, Any]) -> None:
     def dies(run: Run) -> Iterator[Hook]:
         def after_step(report: StepReport) -> None:
             if report.step == order["kill_at"]:
+                run.policy.finish()  # so that where it goes on does not depend on how fast the disk is
                 os.kill(os.getpid(), signal.SIGKILL)
 
         yield after_step
 
-    train(load_config(order["config"], order["words"]), resume=order["resume"], watch=[write_metrics, dies])
+    train(load_config(order["config"], order["words"]), resume=order["resume"], watch=[dies])
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ import re
 from pathlib import Path
 
 from .config import Config
-from .saved_state import saved_states
-
-SAVED = "recovery"
+from .runs.names import BEST, KINDS, step_of
 
 
 def new_run(config: Config) -> Path:
@@ -36,18 +34,24 @@ def note_resumed(folder: Path, config: Config, *, step: int) -> None:
         (folder / f"config-from-step-{step:08d}.yaml").write_text(text, encoding="utf-8")
 
 
-def state_to_resume(config: Config, resume: str) -> Path:
-    """The saved state that `resume` means: `latest` of this name's runs, the name of a run, or a file."""
-    root = Path(config.runs)
-    if (path := Path(resume)).is_file():
-        return path
-    runs = [root / resume, path] if resume != "latest" else _newest_first(root, config.name)
-    for run in runs:
-        if found := saved_states(run / SAVED):
-            return found[-1]
-    there = sorted(path.name for path in root.glob("*/") if saved_states(path / SAVED))
+def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
+    """The folder to go on in, and what of it: `resume` is `latest` of this name's runs, a run by name or path, one of
+    its steps as RUN@500, or a checkpoint's path. From RUN@best, which has parameters only, a new run begins: None."""
+    root, path = Path(config.runs), Path(resume)
+    if path.parent.name in KINDS and (step := step_of(path.parent.name, path.name)) is not None:
+        return (None, resume) if path.parent.name == BEST else (path.parent.parent, str(step))
+    place, _, inside = resume.partition("@")
+    runs = [root / place, Path(place)] if place != "latest" else _newest_first(root, config.name)
+    for folder in runs:
+        if _is_run(folder):
+            return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
+    there = sorted(folder.name for folder in root.glob("*/") if _is_run(folder))
     known = f"{root} has {', '.join(there[-8:])}" if there else f"no run in {root} has one"
     raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
+
+
+def _is_run(folder: Path) -> bool:
+    return any(True for kind in KINDS for _ in (folder / kind).glob("*.dcp"))
 
 
 def _newest_first(root: Path, name: str) -> list[Path]:

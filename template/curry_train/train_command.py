@@ -22,7 +22,7 @@ from .core.provenance import provenance, write_json
 from .loop import SIGNALS
 from .options import DTYPES, UnusableInput, choose_device, model_option, writable
 from .primitives.grad_accum import NonFiniteWindow
-from .progress import show_progress, write_metrics, write_tensorboard
+from .progress import show_progress, write_tensorboard
 from .training import Trained, Watch, open_run, train_run
 
 
@@ -30,7 +30,7 @@ from .training import Trained, Watch, open_run, train_run
 @click.option(
     "--config", "path", type=click.Path(dir_okay=False), help="A YAML file; config.yaml here if there is one."
 )
-@click.option("--resume", metavar="WHAT", help="latest, the name of a run, or a saved state.")
+@click.option("--resume", metavar="WHAT", help="latest, a run, RUN@STEP, RUN@best for a new run, or a checkpoint.")
 @model_option("model", more="The same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="The same as device=.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="The same as dtype=.")
@@ -69,7 +69,7 @@ def train_command(
                 return
             console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
             shown = functools.partial(show_progress, console=console, every=config.log.every)
-            watch: list[Watch] = [shown, write_metrics, *([write_tensorboard] if config.log.tensorboard else [])]
+            watch: list[Watch] = [shown, *([write_tensorboard] if config.log.tensorboard else [])]
             run = opened.enter_context(open_run(config, resume=resume))
         except (ValueError, RuntimeError, MissingTechnique) as error:
             raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
@@ -90,14 +90,14 @@ def _here() -> str | None:
 def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
     if _rank():
         return
-    report, words = trained.report, ""
+    report, words, where = trained.report, "", trained.folder / trained.saved.folder if trained.saved else "nowhere"
     if report.last is None:
         words = f"nothing to do: {trained.folder} has its {report.step} steps; set steps= to more"
     elif report.finished:
-        words = f"{report.step} steps done, saved as {trained.saved}"
+        words = f"{report.step} steps done, saved as {where}"
     else:
         why = "the data ended" if report.ended_by == "data" else f"stopped by {report.ended_by}"
-        words = f"{why} after step {report.step}, saved as {trained.saved}\ngo on with --resume {trained.folder.name}"
+        words = f"{why} after step {report.step}, saved as {where}\ngo on with --resume {trained.folder.name}"
     click.echo(words, err=json_path == "-")
     if json_path:
         last = report.last

@@ -3,35 +3,45 @@
     trained = train(load_config("config.yaml", ["steps=1000"]))
 
     with open_run(config) as run:                     # what the user got wrong is told here
-        trained = train_run(run, watch=[write_metrics])
+        trained = train_run(run, watch=[show_progress])
 
 Proof: `python -m pytest tests/test_training.py`.
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from .config import Config
 from .distribute import start_ranks
+from .journal_hook import write_journal
 from .loop import RunReport, StepReport, run_training_steps, save_checkpoint, stop_on_signals
 from .parts import Parts, build_parts
 from .primitives.grad_accum import GradientAccumulation
-from .run_folder import SAVED, new_run, note_resumed, state_to_resume
-from .saved_state import TrainingState, read_state
+from .run_folder import new_run, note_resumed, run_to_resume
+from .runs.background import BackgroundSaver
+from .runs.names import Saved
+from .runs.policy import SavingPolicy
+from .runs.resume import Resumed
+from .runs.state import TrainingState
+from .runs.store import Store
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is about to go on from `state.step`, in its folder."""
+    """What is about to go on from `state.step`, in its folder. `resumed` says from what, and what was passed over."""
 
     folder: Path
     parts: Parts
     state: TrainingState
+    policy: SavingPolicy
+    resumed: Resumed | None
 
     @property
     def first_step(self) -> int:
@@ -40,11 +50,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a run ended, its folder, and the state that was saved last, if any was."""
+    """How a run ended, its folder, and the newest state in it."""
 
     report: RunReport
     folder: Path
-    saved: Path | None
+    saved: Saved | None
 
 
 Hook = Callable[[StepReport], Any]
@@ -63,37 +73,45 @@ def open_run(config: Config, *, resume: str | None = None) -> Iterator[Run]:
     state."""
     with start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks) as ranks:
         parts = build_parts(config, ranks)
-        state = TrainingState(parts.model, parts.optimizer, parts.scaler, parts.stream, config=asdict(config))
-        torch.manual_seed(config.seed + 1 + ranks.rank)  # what dropout draws differs from rank to rank
-        if resume is None:
+        state = TrainingState(parts.model, parts.optimizer, scaler=parts.scaler, config=asdict(config))
+        _seed(config.seed + 1 + ranks.rank)  # what dropout draws differs from rank to rank
+        folder, what = (None, None) if resume is None else run_to_resume(config, resume)
+        if folder is None:
             folder = ranks.agree(new_run(config) if ranks.first else None)
-        else:
-            saved = state_to_resume(config, resume)
-            read_state(saved, state)
-            folder = saved.parent.parent
-            if ranks.first:
+        with contextlib.ExitStack() as opened:
+            store = opened.enter_context(Store(folder))
+            saver = opened.enter_context(BackgroundSaver(store))
+            policy = opened.enter_context(SavingPolicy(store, config.checkpoint, saver=saver))
+            resumed = None if what is None else _resume(policy, state, parts, what)
+            if resumed is not None and ranks.first:
                 note_resumed(folder, config, step=state.step)
-        yield Run(folder, parts, state)
+            yield Run(folder, parts, state, policy, resumed)
 
 
 def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
     """Each of `watch` is opened on the first rank when the run begins, and told of every step."""
-    parts, config, written = run.parts, run.parts.config, list[Path]()
+    parts, config, state = run.parts, run.parts.config, run.state
 
-    def save(step: int) -> None:
-        run.state.step = step
-        keep = config.checkpoint.retention.recovery_keep
-        written.append(save_checkpoint(run.folder / SAVED, run.state, keep=keep))
+    def keep(report: StepReport) -> None:
+        state.step, state.position = report.step, parts.stream.position
+        metrics = {"loss": report.loss} | ({} if report.dev_loss is None else {"dev_loss": report.dev_loss})
+        for saved in run.policy.after_step(report.step, state, metrics):
+            journal.saved(saved)
+
+    def save_last(step: int) -> None:
+        for saved in save_checkpoint(run.policy, state):
+            journal.saved(saved)
 
     measured = parts.dev is not None and config.evaluate.every is not None
-    with _watching(watch if parts.ranks.first else (), run) as hooks, stop_on_signals() as stop:
+    watched = _watching(watch if parts.ranks.first else (), run)
+    with write_journal(run) as journal, watched as hooks, stop_on_signals() as stop:
         report = run_training_steps(
             parts.model,
             parts.optimizer,
             parts.stream,
             parts.loss,
             steps=config.steps,
-            first_step=run.state.step,
+            first_step=state.step,
             accumulation=GradientAccumulation(parts.stream.microbatches_per_window),
             count=parts.case.workload.count,
             clip_norm=config.clip_norm,
@@ -101,15 +119,35 @@ def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
             scaler=parts.scaler,
             evaluate=parts.dev_loss if measured else None,
             evaluate_every=config.evaluate.every if measured else None,
-            save=save,
-            save_every=config.checkpoint.recovery_every,
-            after_step=hooks,
+            save=save_last,
+            after_step=[journal, *hooks, keep],
             stop=stop,
         )
-    return Trained(report, run.folder, written[-1] if written else None)
+        journal.ended(report.ended_by)
+    return Trained(report, run.folder, run.policy.store.latest())
 
 
 @contextlib.contextmanager
 def _watching(watch: Sequence[Watch], run: Run) -> Iterator[list[Hook]]:
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(each(run)) for each in watch]
+
+
+def _resume(policy: SavingPolicy, state: TrainingState, parts: Parts, what: str) -> Resumed | None:
+    """Learning rates and the optimizer's other settings stay what the configuration says."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in _groups(parts)]
+    resumed = policy.resume(state, what)
+    for group, kept in zip(_groups(parts), settings, strict=True):
+        group.update(kept)
+    parts.stream.position = state.position
+    return resumed
+
+
+def _groups(parts: Parts) -> list[dict[str, Any]]:
+    return parts.optimizer.param_groups
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
