@@ -154,3 +154,10 @@ def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(t
     found = resume_check(tmp_path, words, steps=6, kill_at=5, save_every=2)
     assert (found.equal, found.resumed_from) == (False, 4)
     assert found.difference.startswith("loss of step 5 is ")
+
+
+def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
+    """As `diff`, `plot` and `--resume` find it."""
+    monkeypatch.chdir(runs.parent)
+    assert call("show", "first-001") == call("show", runs / "first-001")
+    assert call("verify", "first-001")[0] == 0

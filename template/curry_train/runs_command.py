@@ -168,6 +168,9 @@ def resume_check_command(
 
 
 def _open(run: str) -> SavedRun:
+    """A run's folder, or the name of one in `runs`."""
+    if "://" not in run and not _is_run(Path(run)) and _is_run(Path("runs", run)):
+        return SavedRun(Path("runs", run))
     if "://" not in run and not _is_run(Path(run)):
         raise UnusableInput(f"{run} is no run: give a folder that holds {', '.join(KINDS)}, such as runs/run-001")
     return SavedRun(run)
