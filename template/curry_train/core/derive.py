@@ -78,9 +78,9 @@ def _derived_class(mixin: type, original: type) -> Any:
 
 
 def _parts(derived: Any) -> tuple[type, type]:
-    while "_parts" not in vars(derived):  # others, such as fully_shard, may have derived a class from ours
-        derived = derived.__mro__[1]
-    parts: tuple[type, type] = derived._parts
+    """Others, such as `fully_shard`, may have derived a class from ours."""
+    ours: Any = next(kind for kind in derived.__mro__ if "_parts" in vars(kind))
+    parts: tuple[type, type] = ours._parts
     return parts
 
 
