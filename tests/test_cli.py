@@ -96,7 +96,7 @@ def test_a_verdict_that_does_not_hold_must_say_what_to_do():
     [
         (["--model", "bert"], 2, "no workload is called 'bert'"),
         (["--model", "absent.module:build"], 2, "can't import absent"),
-        (["--gate", "recompute/everything"], 2, "no gate matches 'recompute/everything'; there are grad-accum/equal"),
+        (["--gate", "recompute/everything"], 2, "no gate matches 'recompute/everything'; there are bench/twice"),
         (["--model", "mlp", "--blocks", "layers.*"], 2, "the pattern 'layers.*' matches no module; there are 0, 0.0"),
         (["--batch-size", "0"], 2, "0 is not in the range x>=1"),
         (["--dtype", "int8"], 2, "'int8' is not one of"),

@@ -25,7 +25,7 @@ def shown(runs, *words, terminal=False, resume=None):
 def test_lines_are_few_and_fit_into_80_columns(tmp_path):
     lines = shown(tmp_path, "evaluate={every: 12, samples: 4}").splitlines()[2:]
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "12/25", "20/25", "24/25", "25/25"]
-    assert all("loss" in line and "tokens/s" in line and "MiB" in line for line in lines)
+    assert all("loss" in line and "tokens/s" in line and "iB" in line for line in lines)
     assert ["dev" in line for line in lines] == [False, False, True, False, True, True]
     assert ["left" in line for line in lines] == [False, True, True, True, True, False]
     assert max(map(len, lines)) <= 80

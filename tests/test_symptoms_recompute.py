@@ -3,6 +3,7 @@
 python -m pytest tests/test_symptoms_recompute.py
 """
 
+import contextlib
 import random
 from functools import partial
 
@@ -144,12 +145,23 @@ def test_reentrant_checkpointing_of_a_frozen_start_loses_gradients(batch):
         step(cured, batch)
 
 
+@contextlib.contextmanager
+def warned_always():
+    """Torch says this once in a process, and another test may have heard it."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
+
+
 @symptom("`incompatible with .grad()`, or with `inputs=` of `.backward()`")
 def test_a_gradient_penalty_needs_checkpointing_that_is_not_reentrant(batch):
     block, x = blocks(linear, nn.Tanh, depth=1)[0], batch.requires_grad_()
     with pytest.raises(RuntimeError, match=r"incompatible with \.grad"):
         torch.autograd.grad(reentrant(block, x).sum(), x)
-    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+    with warned_always(), pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
         reentrant(block, x).sum().backward(create_graph=True)
     assert not x.grad.requires_grad  # so a penalty on it trains nothing
     block.zero_grad()
