@@ -98,6 +98,7 @@ def test_a_wrong_word_is_named_with_the_right_one(word, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["checkpoint.best_k_metric=accuracy"], "checkpoint.best_k_metric must be dev_loss or loss, .* got 'accuracy'"),
         (["dtype=bfloat16", "precision=float16"], "precision must be bfloat16 or float32 for bfloat16 weights"),
         (["ranks=2"], "ranks must be more than one rank only with parallel=ddp or parallel=fsdp2; got 2"),
         (["ranks=4", "parallel=ddp"], "batch_size must be a multiple of microbatch x ranks, 64; got 32"),

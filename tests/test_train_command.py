@@ -16,8 +16,8 @@ TRAIN = [sys.executable, "-m", "curry_train", "train"]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "curry_train", "train"]
 
 
-def start(*words, cwd, command=TRAIN):
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
+def start(*words, cwd, command=TRAIN, folders=()):
+    paths = os.pathsep.join(map(str, [*folders, ROOT / "template", ROOT / "tests"]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*command, *words], cwd=cwd, env=environment, start_new_session=True, **pipes)
@@ -88,6 +88,24 @@ def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
     assert status == 1
     assert "The weights were not changed" in " ".join(error.split())
     assert "Traceback" not in error
+
+
+def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_path):
+    """The end of the run is where the save in the background is heard."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
+    )
+    status, _, error = command(*TINY, "steps=2", cwd=tmp_path, folders=[tmp_path])
+    assert status == 1, error
+    assert "nothing was written" in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_tensorboard_that_is_not_installed_is_told_before_a_run_begins(tmp_path):
+    (tmp_path / "tensorboard.py").write_text("raise ImportError('not here')\n")
+    status, _, error = command(*TINY, "log.tensorboard=true", cwd=tmp_path, folders=[tmp_path])
+    assert (status, "pip install tensorboard" in " ".join(error.split())) == (2, True), error
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_signal_saves_and_the_run_goes_on(tmp_path):

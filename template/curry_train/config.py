@@ -18,6 +18,8 @@ from .runs.policy_config import PolicyConfig
 from .schedule import Schedule
 from .typed_fields import flat_keys, nearest_key, read_fields
 
+MEASURED = ("dev_loss", "loss")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -132,6 +134,9 @@ class Config:
         _require(self.batch_size % least == 0, "batch_size", self.batch_size, wanted)
         wanted = "more than one rank only with parallel=ddp or parallel=fsdp2"
         _require(self.parallel != "none" or self.ranks in (None, 1), "ranks", self.ranks, wanted)
+        known = self.checkpoint.best_k_metric in MEASURED or not self.checkpoint.best_k
+        wanted = f"{' or '.join(MEASURED)}, which are what this loop measures"
+        _require(known, "checkpoint.best_k_metric", self.checkpoint.best_k_metric, wanted)
         half = self.dtype == "bfloat16" and self.precision == "float16"
         _require(not half, "precision", self.precision, "bfloat16 or float32 for bfloat16 weights")
         try:

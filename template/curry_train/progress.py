@@ -6,6 +6,7 @@ Each is a context that gives the loop a hook; `train` opens them. Proof: `python
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -52,11 +53,7 @@ def show_progress(run: Run, *, console: Console | None = None, every: int = 10) 
 @contextlib.contextmanager
 def write_tensorboard(run: Run) -> Iterator[Hook]:
     """The same figures for TensorBoard, in the run's folder."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("log.tensorboard needs the package tensorboard: pip install tensorboard") from error
-    with SummaryWriter(run.folder / "tensorboard") as writer:
+    with require_tensorboard()(run.folder / "tensorboard") as writer:
 
         def write(report: StepReport) -> None:
             for name in ("loss", "dev_loss", "grad_norm", "learning_rate"):
@@ -65,6 +62,15 @@ def write_tensorboard(run: Run) -> Iterator[Hook]:
             writer.add_scalar("terms_per_second", report.num_terms / report.seconds, report.step)
 
         yield write
+
+
+def require_tensorboard() -> Any:
+    """Its writer, or how to get it."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError("log.tensorboard needs the package tensorboard: pip install tensorboard") from error
+    return SummaryWriter
 
 
 def describe(run: Run) -> str:

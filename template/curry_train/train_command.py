@@ -22,7 +22,8 @@ from .core.provenance import provenance, write_json
 from .loop import SIGNALS
 from .options import DTYPES, UnusableInput, choose_device, model_option, writable
 from .primitives.grad_accum import NonFiniteWindow
-from .progress import show_progress, write_tensorboard
+from .progress import require_tensorboard, show_progress, write_tensorboard
+from .runs.errors import RunError
 from .training import Trained, Watch, open_run, train_run
 
 
@@ -57,28 +58,29 @@ def train_command(
     show_config: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Train. Exit status: 0 done, 1 a loss or a gradient was not finite, 2 wrong usage, 3 no such device, 128 and its
-    number after a signal, with the state saved."""
+    """Train. Exit status: 0 done, 1 a loss or a gradient was not finite, or a state not saved, 2 wrong usage, 3 no such
+    device, 128 and its number after a signal, with the state saved."""
     options = {"model": model, "device": device, "dtype": dtype, "batch_size": batch_size, "seed": seed}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    with contextlib.ExitStack() as opened:
-        try:
-            config = load_config(path or _here(), [*words, *given])
-            if show_config:
-                click.echo(config.to_yaml(), nl=False)
-                return
-            console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
-            shown = functools.partial(show_progress, console=console, every=config.log.every)
-            watch: list[Watch] = [shown, *([write_tensorboard] if config.log.tensorboard else [])]
-            run = opened.enter_context(open_run(config, resume=resume))
-        except (ValueError, RuntimeError, MissingTechnique) as error:
-            raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
-        try:
+    try:
+        with contextlib.ExitStack() as opened:
+            try:
+                config = load_config(path or _here(), [*words, *given])
+                if show_config:
+                    click.echo(config.to_yaml(), nl=False)
+                    return
+                if config.log.tensorboard:
+                    require_tensorboard()
+                console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
+                shown = functools.partial(show_progress, console=console, every=config.log.every)
+                watch: list[Watch] = [shown, *([write_tensorboard] if config.log.tensorboard else [])]
+                run = opened.enter_context(open_run(config, resume=resume))
+            except (ValueError, RuntimeError, MissingTechnique) as error:
+                raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
             trained = train_run(run, watch=watch)
-        except NonFiniteWindow as error:
-            if not _rank():
-                click.echo("\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True)
-            _leave(1)
+    except (NonFiniteWindow, RunError) as error:  # training can't go on, or what it has can't be saved
+        click.echo("\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True)
+        _leave(1)
     _tell(config, trained, json_path)
     _leave(_status(trained))
 
