@@ -15,6 +15,7 @@ from curry_train.core.builtin import BUILTIN, transformer
 from curry_train.core.load import load_workload
 from curry_train.core.workload import Case
 from curry_train.gates import checkpoint_policy as gates
+from curry_train.gates import checkpoint_policy_retention
 from curry_train.runs.errors import DamagedCheckpoint
 from curry_train.runs.manifest import MANIFEST, FileEntry, Manifest, read_manifest, verify_files
 from curry_train.runs.safe_reader import read_tensors
@@ -23,7 +24,7 @@ from curry_train.runs.state import TrainingState
 from curry_train.runs.trial import Parts
 from curry_train.runs.writing import Writing
 
-CHECKS = {gate.name: gate.check for gate in gates.GATES}
+CHECKS = {gate.name: gate.check for gate in (*gates.GATES, *checkpoint_policy_retention.GATES)}
 CASE = Case(transformer(dropout=0.1, depth=1))
 
 
