@@ -28,7 +28,7 @@ from .core.verdict import Gate, Verdict
 from .core.workload import Case
 from .gate_rows import Row, measure_rows
 from .gates import discover
-from .options import DTYPES, UnusableInput, choose_device, model_option, run_options, writable
+from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
 from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
@@ -194,13 +194,7 @@ def _print_detail(console: Console, row: Row) -> None:
 @main.command("memory")
 @model_option("spec", required=True)
 @run_options
-@click.option(
-    "--plot",
-    "plot_path",
-    type=click.Path(dir_okay=False, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Draw the timeline as PNG; needs matplotlib.",
-)
+@plot_option("Draw the timeline as PNG; needs matplotlib.")
 def memory_command(
     spec: str,
     blocks: str | None,

@@ -17,7 +17,7 @@ from .core.blocks import NoBlocks, find_blocks
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.workload import Case
-from .options import DTYPES, UnusableInput, choose_device, model_option, run_options, writable
+from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
 from .plan.bench import measure_levers
 from .plan.levers import HELP, find_lever, list_levers
 from .plan.optimizers import OPTIMIZERS
@@ -62,13 +62,7 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
     callback=_peak,
     help="What utilisation is a part of; the data sheet's peak of the card if left out.",
 )
-@click.option(
-    "--plot",
-    "plot_path",
-    type=click.Path(dir_okay=False, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Draw times and peaks as PNG; needs matplotlib.",
-)
+@plot_option("Draw times and peaks as PNG; needs matplotlib.")
 @run_options
 def bench_command(
     spec: str,

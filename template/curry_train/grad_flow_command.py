@@ -18,7 +18,7 @@ from .core.provenance import provenance, write_json
 from .core.untouched import seeded
 from .core.workload import Case
 from .grad_flow_plot import plot_flow
-from .options import DTYPES, UnusableInput, choose_device, model_option, run_options, writable
+from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
 from .plan.strategies import STRATEGIES, Sample
 from .plots import require_matplotlib
 from .primitives.grad_flow import RECOMPUTE, GradFlow
@@ -37,13 +37,7 @@ from .primitives.grad_flow import RECOMPUTE, GradFlow
     "--strategy", default="none", type=click.Choice(list(STRATEGIES)), show_default=True, help="Way to save memory."
 )
 @click.option("--recompute", default="filter", type=click.Choice(RECOMPUTE), show_default=True)
-@click.option(
-    "--plot",
-    "plot_path",
-    type=click.Path(dir_okay=False, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Draw layers by steps as PNG; needs matplotlib.",
-)
+@plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
     spec: str,
     blocks: str | None,

@@ -53,6 +53,14 @@ def model_option(name: str, *, more: str = "", **settings: Any) -> Callable[[Cal
     return click.option("--model", name, metavar="NAME|PKG.MODULE:FACTORY", help=told.strip(), **settings)
 
 
+def plot_option(told: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--plot`, and what it draws."""
+    path = click.Path(dir_okay=False, writable=True)
+    return click.option(
+        "--plot", "plot_path", type=path, callback=lambda context, option, value: writable(value), help=told
+    )
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that mean the same in every command."""
     for option in (
