@@ -1,7 +1,9 @@
-"""What holds for all tests: the heap that the libraries fill is not gone through again at each measurement.
+"""What holds for all tests: what takes long and shows nothing is done once.
 
-Measurements collect garbage first, and with all libraries loaded each collection takes a quarter of a second.
-Proof: `python -m pytest tests/test_measure.py`.
+Ranks are forked from a python that has imported torch. And the heap that the libraries fill is not gone through again:
+measurements collect garbage first, and with all libraries loaded each collection takes a third of a second. What is
+there when a test starts, with what the tests before it imported, compiled and kept, is not looked at in it.
+Proof: `python -m pytest tests/test_measure.py tests/test_warm_python.py`.
 """
 
 import gc
@@ -9,7 +11,16 @@ import gc
 import pytest
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """All test modules, and so the libraries that they use, are imported by now."""
+@pytest.fixture(scope="session", autouse=True)
+def ranks_have_imported_torch() -> None:
+    from curry_train.core import ranks
+    from warm_python import WarmPython
+
+    ranks.PYTHON = WarmPython()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """All test modules are imported by now; some tests import more, such as what compiles."""
     gc.collect()
     gc.freeze()

@@ -4,7 +4,6 @@ depend on values, and Hugging Face's."""
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from curry_train.core.adapt import workload_parts
 from curry_train.core.untouched import seeded
@@ -73,6 +72,8 @@ def of_hugging_face(build):
 
 
 def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM  # on ranks that plan for other models it takes seconds
+
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -82,4 +83,6 @@ def llama():
 
 
 def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64))

@@ -3,7 +3,6 @@
 python -m pytest tests/test_estimate.py
 """
 
-import gc
 import random
 import re
 
@@ -25,15 +24,6 @@ from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
 from curry_train.plan.step_lives import record_step
 from curry_train.plan.timeline import timeline_of
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_is_imported_is_not_collected():
-    """Each step collects garbage, and looks through all that the libraries have made."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def two_segments(module):

@@ -17,6 +17,7 @@ import curry_train
 import gen_checkpoint_tests as command
 from curry_train.testgen import differences, is_rendered
 from house import ROOT
+from warm_python import warm_python
 
 TEMPLATE = str(ROOT / "template")
 
@@ -134,7 +135,7 @@ def spec(name):
 
 def pytest_run(root, *arguments, path):
     """A pytest of the user's own: another folder, no plugin of ours, the package on PYTHONPATH."""
-    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", *arguments]
+    words = [warm_python(), "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", *arguments]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
@@ -189,7 +190,7 @@ def test_the_command_in_the_header_renders_the_file_again(repository, run):
     shown = re.search(r"^    python (?:.*\\\n)*.*$", text, re.MULTILINE)[0]
     assert all(len(line) <= 88 for line in text.splitlines())
     path.unlink()
-    again = shown.strip().replace("python ", f"{sys.executable} ", 1)
+    again = shown.strip().replace("python ", f"{warm_python()} ", 1)
     environment = os.environ | {"PYTHONPATH": "src"}
     ended = subprocess.run(again, shell=True, cwd=repository, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

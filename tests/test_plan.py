@@ -70,7 +70,9 @@ def plans(name, steps=1):
 # No plan is above its budget, and what was predicted is measured.
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "gpt2")) for name in WORKLOADS]
+)
 def test_a_plan_takes_what_it_says_and_no_more_than_its_budget(name):
     workload, plain, least, found = plans(name)
     assert all(option.kind == NONE for option in plain.options.values())

@@ -4,6 +4,7 @@ python -m pytest tests/test_ranks.py
 """
 
 import os
+import sys
 import time
 
 import pytest
@@ -12,7 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from curry_train.core import ranks
 from curry_train.core.ranks import GradientSyncs, load_function, run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def new_interpreters(monkeypatch):
+    """And none that has imported torch already, as in the other tests."""
+    monkeypatch.setattr(ranks, "PYTHON", sys.executable)
 
 
 def counted_syncs(scale):

@@ -8,12 +8,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 from house import ROOT
 from markdown import fenced_blocks
+from warm_python import warm_python
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("skills/**/*.md"))]
 BLOCKS = [(page, block) for page in PAGES for block in fenced_blocks(page.read_text(encoding="utf-8"))]
@@ -32,7 +32,7 @@ def python_files_of(page):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The bundle elsewhere, with `python` being this one and a user's package to add to."""
+    """The bundle elsewhere, with `python` being one that has torch already and a user's package to add to."""
     root = tmp_path_factory.mktemp("bundle") / "bundle"
     ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, root, ignore=ignored)
@@ -41,8 +41,7 @@ def copy(tmp_path_factory):
     (root / "my_package").mkdir()
     (root / "my_package" / "__init__.py").touch()
     (root / "bin").mkdir()
-    (root / "bin" / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (root / "bin" / "python").chmod(0o755)
+    (root / "bin" / "python").symlink_to(warm_python())
     return root
 
 
@@ -70,6 +69,6 @@ def test_command_runs(block, copy):
 def test_python_runs(block, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
     ended = subprocess.run(
-        [sys.executable, "-c", block.text], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [warm_python(), "-c", block.text], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr

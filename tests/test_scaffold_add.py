@@ -1,5 +1,7 @@
 """One technique into a repository that exists: where it goes, whose files it spares, and that its test runs there."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from scaffold_case import ROOT, after, make_bundle, scaffold, shell, times, tree, write
 from scaffolding.bundle import Technique, read_bundle
 from scaffolding.target import find_target
+from warm_python import warm_python
 
 TECHNIQUES = read_bundle(ROOT).techniques
 
@@ -166,15 +169,31 @@ def test_add_goes_to_one_package_of_a_project(bundle: Path, repository: Path) ->
     assert f"use --into {repository}/src/mylib/training" in refused.stderr
 
 
+def add_and_test(technique: Technique, repository: Path, *, chosen: str = "") -> str:
+    """Add it, run its own test as the command says, or what is chosen of it, and use it; what the test printed."""
+    added = scaffold(ROOT, "add", technique.name, "--into", "src/mylib/training", cwd=repository)
+    assert added.returncode == 0, added.stderr
+    variables = {"PATH": f"{Path(warm_python()).parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    ran = shell(after(added.stdout, "Next:") + chosen, cwd=repository, **variables)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    line = after(added.stdout, "Use it:")
+    assert shell(f'PYTHONPATH=src python -c "{line}"', cwd=repository, **variables).returncode == 0
+    return ran.stdout
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
+def test_add_brings_a_technique_whose_gates_hold_there(technique: Technique, repository: Path) -> None:
+    """Every gate on one model, and one on two ranks, which import the package anew; all of its test is a long one."""
+    model = "snn" if technique.name == "snn-timesteps" else "mlp"
+    ran = add_and_test(technique, repository, chosen=f' -k "gates_hold and {model} or ranks_hold"')
+    assert int(re.search(r"(\d+) passed", ran)[1]) >= 2, ran  # type: ignore[index]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
 def test_add_brings_a_technique_whose_own_test_passes_there(technique: Technique, repository: Path) -> None:
-    added = scaffold(ROOT, "add", technique.name, "--into", "src/mylib/training", cwd=repository)
-    assert added.returncode == 0, added.stderr
-    ran = shell(after(added.stdout, "Next:"), cwd=repository, CUDA_VISIBLE_DEVICES="")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    line = after(added.stdout, "Use it:")
-    assert shell(f'PYTHONPATH=src python -c "{line}"', cwd=repository).returncode == 0
+    add_and_test(technique, repository)
 
 
 def _folder(path: Path) -> Path:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from warm_python import warm_python
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["model=training_models:tiny", "batch_size=4", "microbatch=2", "evaluate.samples=4", "device=cpu"]
 TRAIN = [sys.executable, "-m", "curry_train", "train"]
@@ -23,8 +25,9 @@ def start(*words, cwd, command=TRAIN, folders=()):
     return subprocess.Popen([*command, *words], cwd=cwd, env=environment, start_new_session=True, **pipes)
 
 
-def command(*words, cwd, **options):
-    process = start(*words, cwd=cwd, **options)
+def command(*words, cwd, command=None, **options):
+    """Of one that ends by itself."""
+    process = start(*words, cwd=cwd, command=command or [warm_python(), *TRAIN[1:]], **options)
     out, error = process.communicate(timeout=240)
     return process.returncode, out, error
 
@@ -40,7 +43,7 @@ def wait_for(path, text, process):
 
 def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
-    status, out, error = command(*TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path)
+    status, out, error = command(*TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path, command=TRAIN)
     assert (status, error) == (0, "")
     assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp"
     ended = json.loads((tmp_path / "end.json").read_text())
@@ -95,7 +98,7 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_pa
     (tmp_path / "sitecustomize.py").write_text(
         "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
     )
-    status, _, error = command(*TINY, "steps=2", cwd=tmp_path, folders=[tmp_path])
+    status, _, error = command(*TINY, "steps=2", cwd=tmp_path, folders=[tmp_path], command=TRAIN)
     assert status == 1, error
     assert "nothing was written" in " ".join(error.split())
     assert "Traceback" not in error

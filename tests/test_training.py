@@ -46,7 +46,7 @@ class _hooked:  # noqa: N801
         pass
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
     """A byte of the library's sources costs 5.5 nats for who knows nothing and 3.2 for who knows how often each is."""
     config = load_config(None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"])

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LAST_LINES = 12
+PYTHON: str | os.PathLike[str] = sys.executable  # which the ranks run under
 
 
 def run_on_ranks(target: str, *, num_ranks: int = 2, timeout: float = 180.0, **arguments: Any) -> list[Any]:
@@ -50,7 +51,7 @@ def _start(rank: int, num_ranks: int, arguments: Sequence[str]) -> subprocess.Po
     environment = os.environ | {name: str(value) for name, value in places.items()}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     with Path(arguments[-1], f"{rank}.log").open("wb") as log:
-        command = [sys.executable, "-m", str(__spec__.name), *arguments]
+        command = [PYTHON, "-m", str(__spec__.name), *arguments]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
