@@ -55,12 +55,17 @@ class HashingStream:
     def __init__(self, stream: BinaryIO, algorithm: str) -> None:
         self._stream, self._hash = stream, new_hash(algorithm)
         self.num_bytes = 0
+        self.failed: OSError | None = None  # torch's zip writer says only that it is at an unexpected place
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         written = 0
         while written < view.nbytes:  # an unbuffered stream may take a part
-            written += self._stream.write(view[written:])
+            try:
+                written += self._stream.write(view[written:])
+            except OSError as error:
+                self.failed = self.failed or error
+                raise
         self._hash.update(view)
         self.num_bytes += view.nbytes
         return view.nbytes

@@ -131,6 +131,7 @@ class LocalFiles(Files):
     def write(self, key: str, data: bytes) -> None:
         folder, _, name = key.rpartition("/")
         new = f"{folder}/.{name}.new".lstrip("/")
+        self.path(new).unlink(missing_ok=True)  # of a process that was killed while it wrote
         super().write(new, data)
         self.path(new).replace(self.path(key))
 

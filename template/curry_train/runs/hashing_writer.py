@@ -54,8 +54,10 @@ class HashingFolder:
         try:
             yield stream
             self.files.finish(raw)
-        except BaseException:
+        except BaseException as error:
             self.files.abandon(raw)
+            if stream.failed is not None and isinstance(error, Exception):
+                raise stream.failed from error
             raise
         self.entries[name] = FileEntry(stream.num_bytes, stream.hexdigest())
 

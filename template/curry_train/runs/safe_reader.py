@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from .errors import DamagedCheckpoint, HostileCheckpoint
 from .files import Files
 from .hashing_writer import METADATA
 from .manifest import Manifest
 
+FORGED = (IndexError, KeyError, ValueError, TypeError, EOFError, AttributeError)  # of torch.load on such bytes
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
     *(
@@ -92,6 +99,7 @@ def _check(metadata: Any, manifest: Manifest) -> None:
     for name, entry in metadata.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
             raise HostileCheckpoint(f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded")
+        _check_entry(name, entry)
     for index, place in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
             raise HostileCheckpoint(f"{METADATA} places {index!r:.80} in {place!r:.80}")
@@ -102,6 +110,18 @@ def _check(metadata: Any, manifest: Manifest) -> None:
             raise HostileCheckpoint(f"{index.fqn} asks for {place.transform_descriptors} to be run on it")
         if not 0 <= place.offset <= place.offset + place.length <= file.bytes:
             raise HostileCheckpoint(f"{index.fqn} is said to be outside of {place.relative_path}")
+
+
+def _check_entry(name: Any, entry: TensorStorageMetadata) -> None:
+    """Each part of an entry is of its type: torch asks for their attributes later, where nothing is caught."""
+    sizes = [entry.size]
+    if type(entry.chunks) is not list or any(type(chunk) is not ChunkStorageMetadata for chunk in entry.chunks):
+        raise HostileCheckpoint(f"{name!r:.80} has chunks that are none: {entry.chunks!r:.80}")
+    sizes += [size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes)]
+    if type(name) is not str or any(type(size) is not torch.Size for size in sizes):
+        raise HostileCheckpoint(f"{name!r:.80} has a size that is none: {sizes!r:.80}")
+    if type(entry.properties) is not TensorProperties or type(entry.properties.dtype) is not torch.dtype:
+        raise HostileCheckpoint(f"{name!r:.80} has no dtype: {entry.properties!r:.80}")
 
 
 def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
@@ -136,5 +156,5 @@ def read_tensors(files: Files, folder: str, metadata: Metadata, targets: Mapping
     plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])[0]
     try:
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    except (OSError, RuntimeError, AssertionError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, AssertionError, pickle.UnpicklingError, *FORGED) as error:
         raise DamagedCheckpoint(f"{files.location(folder)}: tensors can't be read ({error})") from error
