@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Iterable
 
 PLAIN = """
 import random, sys
@@ -46,7 +47,7 @@ torch.save(model.state_dict(), "weights.pt")
 """
 
 CHANGES = (
-    ("import random, sys\n", "import random, sys\nfrom curry_train.runs import saving\n"),
+    ("import numpy, torch\n", "import numpy, torch\nfrom curry_train.runs import saving\n"),
     (
         "for epoch in range(3):\n",
         'run = saving(model, optimizer, scheduler, runs="run", rollback_every=2, recovery_every=None)\n'
@@ -59,10 +60,41 @@ CHANGES = (
 )
 
 
+# The same on several ranks: how the plain script becomes that.
+ON_RANKS = (
+    ("import random, sys\n", "import os, random, sys\n"),
+    (
+        "torch.manual_seed(3); random.seed(3); numpy.random.seed(3)\n",
+        "import torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "from torch.utils.data.distributed import DistributedSampler\n"
+        "rank = int(os.environ['RANK'])\n"
+        "dist.init_process_group('gloo', init_method=os.environ['MEET'], rank=rank, world_size=2)\n"
+        "torch.manual_seed(3 + rank); random.seed(3 + rank); numpy.random.seed(3 + rank)\n",
+    ),
+    ("optimizer = ", "model = DistributedDataParallel(model)\noptimizer = "),
+    ("loader = ", "sampler = DistributedSampler(Noisy())\nloader = "),
+    ("batch_size=4, shuffle=True", "batch_size=3, sampler=sampler"),
+    ("    model.train()\n", "    sampler.set_epoch(epoch)\n    model.train()\n"),
+    (
+        'torch.save(model.state_dict(), "weights.pt")',
+        'torch.save(model.state_dict(), f"weights-{rank}.pt")\nos._exit(0)',
+    ),
+)
+
+
+def on_ranks(script: str) -> str:
+    """The script for two gloo ranks; their order of samples is DistributedSampler's, their noise each rank's own."""
+    return _changed(script, ON_RANKS)
+
+
 def attached() -> str:
     """The script with the few lines that it takes."""
-    script = PLAIN
-    for old, new in CHANGES:
+    return _changed(PLAIN, CHANGES)
+
+
+def _changed(script: str, changes: Iterable[tuple[str, str]]) -> str:
+    for old, new in changes:
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     return script

@@ -165,6 +165,20 @@ def test_an_error_saves_nothing_of_the_step_that_broke(tmp_path):
         assert run.steps == 2
 
 
+def test_an_error_asks_nothing_of_other_ranks_which_may_be_elsewhere(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("curry_train.runs.background.BackgroundSaver.finish", lambda self: asked.append(self))
+
+    def breaks():
+        with attach(tmp_path, in_background=True) as run:
+            for _ in run.batches("ab"):
+                raise KeyError("the body of the loop breaks")
+
+    with pytest.raises(KeyError, match="breaks"):
+        breaks()
+    assert asked == []
+
+
 def test_starting_anew_where_a_run_is_fails_before_anything_is_deleted(tmp_path):
     with attach(tmp_path) as run:
         go(run, "abcd")

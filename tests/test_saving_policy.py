@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 from collections import namedtuple
 
 import pytest
@@ -12,6 +13,8 @@ from curry_train.runs.free_space import NoRoom
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.reading import reading
+from curry_train.runs.resume import NothingSaved, load_chosen
+from curry_train.runs.retention import best_first
 from curry_train.runs.turned_back import NOTE, given_up
 from store_models import CountedFiles, equal, new_state, tensors_of, train
 
@@ -245,23 +248,92 @@ def test_the_end_is_saved_once(tmp_path):
         assert policy.save_now(7, state) == []
 
 
-def test_rollbacks_of_parameters_alone(tmp_path):
-    state = new_state()
-    config = PolicyConfig(rollback_every=2, recovery_every=6, rollback_parameters_only=True, retention=Retention(2, 1))
-    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
-        train_on(policy, state, 11)
-    assert steps(tmp_path, "rollback") == []
-    assert steps(tmp_path, "recovery") == [6]
-    assert steps(tmp_path, "best-k") == [8, 10]
-    assert SavedRun(tmp_path).latest().step == 6
+LIGHT = PolicyConfig(
+    rollback_every=2, recovery_every=6, best_k=2, rollback_parameters_only=True, retention=Retention(2, 1)
+)
 
 
-def test_an_automatic_cadence_saves_first_to_measure(tmp_path):
-    state = new_state()
-    config = PolicyConfig(rollback_every="auto", recovery_every=None)
+@pytest.fixture
+def light(tmp_path):
+    """A run whose rollbacks are parameters only: rollbacks 8 and 10, recovery 6, the best two of dev losses."""
+    state, dev = new_state(), {3: 0.5, 5: 0.3, 7: 0.4, 10: 0.6}
+    with Store(tmp_path) as store, SavingPolicy(store, LIGHT) as policy:
+        saved = train_on(policy, state, 11, dev=dev)
+    return tmp_path, state, saved
+
+
+def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
+    """By number among themselves: neither do they push out a best, nor does their step count as a metric."""
+    folder, _, saved = light
+    assert (steps(folder, "rollback"), steps(folder, "recovery")) == ([], [6])
+    held = SavedRun(folder).committed("best-k")
+    assert [one.step for one in held if one.serves_as == "rollback"] == [8, 10]
+    assert [one.step for one in best_first(held, LIGHT)] == [5, 7]
+    assert [one.step for one in saved if one.serves_as == "rollback"] == [2, 4, 8, 10]  # 6 is a recovery, which counts
+    recovery = SavedRun(folder).latest()
+    assert all(one.num_bytes < recovery.num_bytes / 2 for one in held)
+
+
+def test_latest_and_best_never_mean_a_rollback_of_parameters(light):
+    folder, _, _ = light
+    assert SavedRun(folder).latest().step == 6
+    assert (folder / "latest").resolve().name == "step-00000006.dcp"
+    assert load_chosen(folder, new_state(1), "latest", config=LIGHT).saved.step == 6
+    assert load_chosen(folder, new_state(1), "best", config=LIGHT).saved.step == 5
+
+
+def test_a_run_does_not_go_on_from_parameters_and_what_is_missing_is_said(light):
+    folder, _, _ = light
+    said = "of step 10 there are parameters only, without optimizer, generators and position.*saved are the steps 6"
+    with pytest.raises(NothingSaved, match=said), Store(folder) as store:
+        SavingPolicy(store, LIGHT).resume(new_state(1), 10)
+    other = new_state(1)
+    resumed = load_chosen(folder, other, f"{folder}/best-k/rollback-10-step-00000010.dcp", config=LIGHT)
+    assert "parameters only: optimizer, generators and position are as they were" in resumed.words
+    assert other.step == 0
+    with pytest.raises(NothingSaved, match="has no step 9"):
+        load_chosen(folder, new_state(1), 9)
+
+
+def test_rollbacks_of_parameters_beyond_a_rollback_are_given_up_with_their_line(light):
+    folder, state, _ = light
+    with Store(folder) as store, SavingPolicy(store, LIGHT) as policy:
+        assert policy.resume(state, 6).saved.step == 6
+        assert [one.step for one in store.committed("best-k")] == [5, 7]
+        train_on(policy, state, 8)
+        assert sorted(one.step for one in store.committed("best-k")) == [5, 7, 8]
+
+
+def test_an_automatic_cadence_saves_within_its_bound_from_the_first_on(tmp_path, monkeypatch):
+    """On a clock that only steps and saves move; the disk is said to take 2 s for a save, and takes 2."""
+    clock = [100.0]
+    monkeypatch.setattr("curry_train.runs.automatic.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("curry_train.runs.automatic.expected_seconds", lambda files, size: 2.0)
+    state, saved = new_state(), []
+    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=0.1)
     with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
-        saved = train_on(policy, state, 12)
-    assert [one.step for one in saved] == [10]  # what a save costs is thousands of these steps
+        plain = store.save
+        monkeypatch.setattr(store, "save", lambda *a, **k: clock.__setitem__(0, clock[0] + 2.0) or plain(*a, **k))
+        for _ in range(60):
+            clock[0] += 1.0
+            train(state, 1)
+            saved += [one.step for one in policy.after_step(state.step, state, {"loss": 1.0})]
+    assert saved == [40, 60]  # 4 s are to be earned, 2 are spent
+
+
+def test_an_automatic_cadence_goes_on_after_it_turned_back(tmp_path):
+    state = new_state()
+    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=1.0)
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+        train_on(policy, state, 4)
+        policy.save_now(4, state)
+        train_on(policy, state, 40)
+        assert policy.resume(state, 4).saved.step == 4
+        started = time.monotonic()
+        while not any(step > 4 for step in steps(tmp_path, "rollback")) and time.monotonic() < started + 30:
+            train_on(policy, state, state.step + 1)
+            time.sleep(0.05)
+    assert 4 < steps(tmp_path, "rollback")[-1] < 40
 
 
 def test_an_object_store_keeps_the_same(tmp_path, request):

@@ -16,6 +16,7 @@ from curry_train.runs.policy_config import PolicyConfig, Retention
 from store_models import equal, new_state, tensors_of, train
 from test_store_ranks import sharded
 
+AUTOMATIC = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=1.0, retention=Retention(50, 3))
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=1, retention=Retention(2, 1))
 
 
@@ -52,7 +53,7 @@ def on_two_ranks(folder):
     dist.barrier()
     other = new_state(9, build=sharded)
     with Store(f"{folder}/run") as store, BackgroundSaver(store) as saver:
-        policy = SavingPolicy(store, PolicyConfig(rollback_every="auto", recovery_every=None), saver=saver)
+        policy = SavingPolicy(store, AUTOMATIC, saver=saver)
         resumed = policy.resume(other)
         found["resumed"] = [resumed.saved.step, list(resumed.damaged), equal(tensors_of(other), held)]
         train_on(policy, other, 26)

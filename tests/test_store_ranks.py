@@ -18,6 +18,7 @@ from curry_train.core.ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
 from curry_train.runs.files import LocalFiles
 from curry_train.runs.ranks import OtherRank, Ranks
+from curry_train.runs.resume import load_chosen
 from store_models import At, CountedFiles, equal, fail, network, new_state, tensors_of, train
 
 
@@ -94,6 +95,54 @@ def failing_rank(folder, rank, background):
         return {"said": said, "committed": [saved.step for saved in store.committed("rollback")]}
 
 
+class Unreadable(LocalFiles):
+    """After so many files of one checkpoint were opened, every read of that one fails."""
+
+    def __init__(self, root, folder, after):
+        super().__init__(root)
+        self._folder, self._left = folder, after
+
+    def open(self, key):
+        if key.startswith(f"{self._folder}/"):
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(5, "Input/output error")
+        return super().open(key)
+
+
+def unreadable(folder, kind, rank, after):
+    """What a load says on each rank, and where a resume ends up, when one rank's disk fails after so many files."""
+    found = {}
+    newest = "best-k/dev_loss-1-step-00000002.dcp" if kind == "best-k" else "rollback/step-00000002.dcp"
+    for how in ("load", "resume"):
+        state = new_state(9, build=sharded)
+        files = Unreadable(folder, newest, after) if dist.get_rank() == rank else LocalFiles(folder)
+        run = SavedRun(folder, files=files)
+        try:
+            if how == "load":
+                run.load(newest, state)
+            else:
+                resumed = load_chosen(run, state, "best" if kind == "best-k" else "latest")
+                found[how] = [resumed.saved.step, list(resumed.damaged)]
+        except RunError as error:
+            found[how] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def on_a_disk_that_fails(folder):
+    state = new_state(5, build=sharded)
+    with Store(folder) as store:
+        for step in (1, 2):
+            store.save("rollback", step, state)
+            store.save("best-k", step, state, metric=("dev_loss", 3.0 - step))
+    return {
+        f"{kind} {rank} {after}": unreadable(folder, kind, rank, after)
+        for kind in ("rollback", "best-k")
+        for rank in (0, 1)
+        for after in range(8)
+    }
+
+
 def one_sided():
     ranks = Ranks()
     said = []
@@ -140,6 +189,25 @@ def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
     assert [answer["committed"] for answer in found] == [[1], [1]]
     assert "Input/output error" in found[0]["said"]
     assert "Input/output error" in found[1]["said"] or "the first rank gave this save up" in found[1]["said"]
+
+
+def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
+    """At any file, also after all were verified: both raise, or both take the one before. None goes on alone."""
+    found = run_on_ranks(f"{__file__}:on_a_disk_that_fails", folder=str(tmp_path), timeout=90)
+    broken = {"rollback": 0, "best-k": 0}
+    for case in found[0]:
+        kind, rank, _ = case.split()
+        own, other = found[int(rank)][case], found[1 - int(rank)][case]
+        if "load" in own:
+            broken[kind] += 1
+            assert own["load"].startswith("DamagedCheckpoint: ")
+            assert "Input/output error" in own["load"]
+            assert other["load"].startswith(f"OtherRank: rank {rank}: DamagedCheckpoint: ")
+            assert own["resume"][0] == other["resume"][0] == 1
+        else:
+            assert own == other, case  # no file was left to fail, but for the look at manifests of a resume
+    assert broken["rollback"] >= 10
+    assert broken["best-k"] >= 8
 
 
 def test_ranks_agree_and_fail_together(answers):

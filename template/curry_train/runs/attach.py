@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,7 +39,7 @@ from .store import Store
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 OF_DATA = "data-"
-WAIT_SECONDS = 20.0  # workers of a process that was killed hold its lock for some seconds more
+WAIT_SECONDS = 5.0  # a process that was killed holds its lock until the kernel has given back its memory
 
 
 def saving(
@@ -90,7 +91,7 @@ class AttachedRun:
             notes[:] = [note for note in notes if not note.startswith(f"the generator {OF_DATA}")]
         self._by_epochs = self._in_epoch = self._iterating = False
         self._metrics: dict[str, Any] | None = None
-        self._stop: int | None = None
+        self._ranks, self._stop = _on_the_host(), 0
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -102,7 +103,7 @@ class AttachedRun:
         if error is None:
             self.close()
         else:  # where it stopped is no place between two steps
-            self._release()
+            self._release(kind, error, at)
 
     @property
     def steps(self) -> int:
@@ -154,13 +155,14 @@ class AttachedRun:
             self._iterating = False
 
     def step(self, loss: Any = None, **metrics: Any) -> None:
-        """After the optimizer's step. Numbers or tensors; they are looked at only when something is due."""
+        """After the optimizer's step, on every rank. Numbers or tensors, looked at only when something is due."""
         self.state.step += 1
         self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
         self._save_between()
 
     def measured(self, **metrics: Any) -> None:
-        """Figures that came after the step, such as `dev_loss` at the end of an epoch."""
+        """Figures that came after the step, such as `dev_loss` at the end of an epoch. Within a loop over epochs or
+        batches one rank may say them for all."""
         self._metrics = (self._metrics or {}) | metrics
         self._save_between()
 
@@ -179,27 +181,41 @@ class AttachedRun:
 
     def _save(self) -> None:
         metrics, self._metrics = self._metrics, None
-        if metrics is not None:
+        name = self.policy.config.best_k_metric
+        measured = metrics is not None and metrics.get(name) is not None
+        stop, stepped, measured_there = self._ranks.highest([self._stop, metrics is not None, measured])
+        if stepped:
+            metrics = metrics or {}
+            if measured_there and self._ranks.size > 1:  # on the first rank alone, as evaluation often is
+                metrics[name] = self._ranks.exchange(lambda: float(metrics[name]) if measured else None, _first)
             self.policy.after_step(self.state.step, self.state, metrics)
-        if self._stop is not None:
-            self._end()
-
-    def _end(self) -> None:
-        """As the signal asked."""
-        number, self._stop = self._stop or signal.SIGTERM, None
-        self.close()
-        sys.exit(128 + number)
+        if stop:
+            self._stop = 0
+            self.close()
+            sys.exit(128 + stop)
 
     def _ask_to_stop(self, number: int, frame: Any) -> None:
         self._stop = number
 
-    def _release(self) -> None:
+    def _release(self, *raised: Any) -> None:
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
             self._handler = None
         if self._saver is not None:
-            self._saver.close()
+            self._saver.__exit__(*(raised or (None, None, None)))  # with an error nothing is asked of other ranks
         self.store.close()
+
+
+def _on_the_host() -> Ranks:
+    """The ranks, in a group that does not wait for a GPU. All together."""
+    ranks = Ranks()
+    if ranks.size > 1 and dist.get_backend() == "nccl":
+        return Ranks(dist.new_group(backend="gloo"))
+    return ranks
+
+
+def _first(every: list[float | None]) -> list[float | None]:
+    return [next((value for value in every if value is not None), None)] * len(every)
 
 
 def _open(store: Store) -> None:

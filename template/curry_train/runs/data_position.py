@@ -22,6 +22,8 @@ _NOTHING: Any = object()
 class DataPosition:
     """`epoch` counts passes from 0, `batch` those that were taken of this pass."""
 
+    of_each_rank = True  # of their generators
+
     def __init__(self) -> None:
         self.epoch = self.batch = 0
         self.began: RandomState | None = None

@@ -1,4 +1,5 @@
-"""One writer for each run: a file says who, and the kernel's lock on it ends with the process, however that ends.
+"""One writer for each run: a file says who, and the kernel's lock on it ends with the process, however that ends, and
+though children of it live on.
 
 Where no kernel lock is (an object store), the file alone counts: a holder that died on this host is recognised by its
 number and start time, one on another host has to be released by hand.
@@ -12,12 +13,14 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .errors import LockedRun
 from .files import Files, LocalFiles
+from .forked import close_here, keep_from_children, open_here
 
 NAME = "writer.lock"
+LONGEST = 4096  # bytes of a claim
 SETTLE_SECONDS = 0.2  # between claim and second look, where nothing creates a file exclusively
 
 
@@ -26,8 +29,8 @@ class RunLock:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._stream: BinaryIO | None = None
-        self.held = False
+        self._descriptor: int | None = None
+        self.held = self._is_of_parent = False
 
     def acquire(self) -> None:
         """Raises LockedRun, which names the holder."""
@@ -38,33 +41,45 @@ class RunLock:
         else:
             self._acquire_by_file()
         self.held = True
+        keep_from_children(self)
 
     def release(self) -> None:
+        self._is_of_parent = False
         if not self.held:
             return
         self.held = False
-        if self._stream is not None:
-            self._stream.truncate(0)
-            self._stream.close()
-            self._stream = None
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            close_here(self._descriptor)
+            self._descriptor = None
         else:
             self._files.remove_file(NAME)
 
+    def leave_behind(self) -> None:
+        """In a child that was forked, where the descriptor is closed: the parent holds the lock."""
+        self.held, self._is_of_parent, self._descriptor = False, True, None
+
+    def require_own(self) -> None:
+        """Raises LockedRun in a child of the process that holds the lock."""
+        if self._is_of_parent:
+            raise LockedRun(
+                f"this process was forked from the process that writes here, {self._files.location('')}: save there, "
+                f"and read here with a SavedRun"
+            )
+
     def _acquire_locally(self, files: LocalFiles) -> None:
         path = files.path(NAME)
-        stream: Any = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644), "r+b")
+        descriptor = open_here(path, os.O_RDWR | os.O_CREAT)
         try:
-            free, holder = _lock(stream), _parse(stream.read())
+            free, holder = _lock(descriptor), _parse(os.read(descriptor, LONGEST))
             if not free or (holder is not None and _alive(holder) is not False):
                 raise LockedRun(_locked(str(path), holder, free=free))
-            stream.seek(0)
-            stream.truncate()
-            stream.write(_claim(uuid.uuid4().hex))
-            stream.flush()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _claim(uuid.uuid4().hex), 0)
         except BaseException:
-            stream.close()
+            close_here(descriptor)
             raise
-        self._stream = stream
+        self._descriptor = descriptor
 
     def _acquire_by_file(self) -> None:
         token, where = uuid.uuid4().hex, self._files.location(NAME)
@@ -83,13 +98,13 @@ class RunLock:
         return _parse(self._files.read(NAME)) if self._files.kind(NAME) == "file" else None
 
 
-def _lock(stream: BinaryIO) -> bool:
+def _lock(descriptor: int) -> bool:
     try:
         import fcntl
     except ImportError:  # not on Windows: the file alone counts
         return True
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if isinstance(error, BlockingIOError):
             return False
@@ -113,10 +128,17 @@ def _parse(data: bytes) -> dict[str, Any] | None:
 
 def _started(pid: int) -> str | None:
     """When a process began, as the kernel counts, so that another one of its number is told apart."""
+    facts = _facts(pid)
+    return facts[19] if facts else None
+
+
+def _facts(pid: int) -> list[str] | None:
+    """What the kernel says of a process, from its state on."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return None
+    return facts if len(facts) > 19 else None
 
 
 def _alive(holder: dict[str, Any]) -> bool | None:
@@ -132,6 +154,9 @@ def _alive(holder: dict[str, Any]) -> bool | None:
         return False
     except PermissionError:
         return True
+    facts = _facts(pid)
+    if facts and facts[0] in "ZX":  # dead, and nobody waited for it, as in a container whose first process never does
+        return False
     started = _started(pid)
     return holder.get("started") is None or started is None or started == holder["started"]
 
@@ -144,5 +169,5 @@ def _locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
     if alive:
         return f"{where} is held by {who}, which is running: end it, or give this run another folder"
     if not free:
-        return f"{where} is held by a child of {who}, which is dead: end its children, such as DataLoader workers"
+        return f"{where} is held still for {who}, which is dead: wait until the system has cleared it away"
     return f"{where} is held by {who}, which can't be seen from here: if it is dead, delete {where}"

@@ -12,6 +12,7 @@ KINDS = ("rollback", "recovery", "best-k")
 RESUMABLE = ("rollback", "recovery")
 BEST = "best-k"
 SUFFIX = ".dcp"
+PARAMETERS = "rollback"  # the metric of a rollback that holds parameters only; its value is the step
 
 _METRIC = re.compile(r"[A-Za-z]\w*")
 _STEP = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
@@ -43,6 +44,11 @@ class Saved:
     location: str
     metric: Metric | None = None
     num_bytes: int = 0
+
+    @property
+    def serves_as(self) -> str:
+        """The kind whose cadence and number it is under: a rollback of parameters only is a file as a best-K is."""
+        return "rollback" if self.metric is not None and self.metric.name == PARAMETERS else self.kind
 
 
 def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:

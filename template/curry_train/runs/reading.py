@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 
 from .files import Files, LocalFiles
+from .forked import close_here, open_here
 from .manifest import MANIFEST
 
 
@@ -41,26 +42,23 @@ def _locked(files: Files, folder: str, *, alone: bool) -> int | None:
         import fcntl
     except ImportError:
         return None
-    if not isinstance(files, LocalFiles):
+    if not isinstance(files, LocalFiles) or files.kind(folder) != "folder":  # a link leads out of the run
         return None
     try:
-        descriptor = os.open(files.path(f"{folder}/{MANIFEST}"), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = open_here(files.path(f"{folder}/{MANIFEST}"), os.O_RDONLY)
     except OSError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
     except BlockingIOError:
-        os.close(descriptor)
+        close_here(descriptor)
         raise
     except OSError:  # a file system without locks
-        os.close(descriptor)
+        close_here(descriptor)
         return None
     return descriptor
 
 
 def _unlock(descriptor: int | None) -> None:
     if descriptor is not None:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
-        os.close(descriptor)
+        close_here(descriptor)

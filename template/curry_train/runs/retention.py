@@ -7,10 +7,8 @@ Proof: `python -m pytest tests/test_retention.py`.
 
 from collections.abc import Collection, Iterable
 
-from .names import BEST, RESUMABLE, Metric, Saved
+from .names import BEST, PARAMETERS, RESUMABLE, Metric, Saved
 from .policy_config import PolicyConfig
-
-PARAMETERS = "rollback"  # the metric of a rollback that holds parameters only; its value is the step
 
 
 def to_delete(
@@ -58,7 +56,7 @@ def newest_first(saved: Iterable[Saved]) -> list[Saved]:
 
 def is_of_line(saved: Saved) -> bool:
     """Whether it says where training was, and not how good it was."""
-    return saved.kind in RESUMABLE or _metric(saved) == PARAMETERS
+    return saved.serves_as in RESUMABLE
 
 
 def best_first(saved: Iterable[Saved], config: PolicyConfig) -> list[Saved]:
@@ -90,7 +88,7 @@ def _steps(line: list[Saved], count: int) -> list[Saved]:
 
 
 def _parameters(saved: Iterable[Saved], step: int) -> list[Saved]:
-    held = [one for one in saved if one.kind == BEST and _metric(one) == PARAMETERS and one.step <= step]
+    held = [one for one in saved if one.kind == BEST and one.serves_as == "rollback" and one.step <= step]
     return sorted(held, key=lambda one: one.step, reverse=True)
 
 

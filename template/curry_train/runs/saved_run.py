@@ -5,10 +5,14 @@ Proof: `python -m pytest tests/test_store.py`.
 """
 
 import contextlib
+import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from .errors import DamagedCheckpoint
 from .files import Files, LocalFiles
@@ -16,6 +20,7 @@ from .manifest import Manifest, read_manifest, verify_files
 from .names import BEST, KINDS, RESUMABLE, Saved, step_of
 from .object_files import ObjectFiles
 from .ranks import Ranks
+from .reading import reading
 from .safe_reader import facts_of, read_metadata, read_tensors
 from .safetensors_file import SafetensorsReader
 from .snapshot import Contents, LoadReport, State
@@ -54,33 +59,52 @@ class SavedRun:
     def verify(self, checkpoint: Saved | str | os.PathLike[str]) -> Manifest:
         """Read every file again. Raises DamagedCheckpoint, which says what differs."""
         folder = self.folder_of(checkpoint)
-        manifest = read_manifest(self.files, folder)
-        verify_files(self.files, folder, manifest, manifest.files)
+        with reading(self.files, folder):
+            manifest = read_manifest(self.files, folder)
+            verify_files(self.files, folder, manifest, manifest.files)
         return manifest
 
     def load(self, checkpoint: Saved | str | os.PathLike[str], state: State, *, strict: bool = True) -> LoadReport:
-        """Verify, compare, and only then change the state. The ranks share the reading for the verification."""
-        ranks, folder = Ranks(self.group), self.folder_of(checkpoint)
+        """Verify, compare, and only then change the state. The ranks share the reading for the verification, and what
+        fails on one of them is raised on all. An error while values are read leaves a state that is to be loaded anew.
+        """
+        ranks = Ranks(self.group)
+        folder = ranks.agree(lambda: self.folder_of(checkpoint))
+        with reading(self.files, folder):
+            return self._load(folder, state, ranks, strict=strict)
 
+    def _load(self, folder: str, state: State, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
             verify_files(self.files, folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
             return manifest
 
         manifest = ranks.all_do(check)
-        values = self._values(folder)
-        parts = values["values"], values["ranks"], values["ties"]
-        if manifest.kind == BEST:
-            reader = SafetensorsReader(self.files, folder)
-            best = Contents(reader.facts(), *parts, model_only=True)
-            loading = ranks.all_do(lambda: state.begin_load(best, strict=strict))
-            reader.read_into(loading.targets)
-        else:
-            metadata = ranks.all_do(lambda: read_metadata(self.files, folder, manifest))
-            loading = ranks.all_do(lambda: state.begin_load(Contents(facts_of(metadata), *parts), strict=strict))
-            read_tensors(self.files, folder, metadata, loading.targets)
-        loading.finish()
+        content = ranks.all_do(lambda: self._open_content(folder, manifest))
+        loading = ranks.all_do(lambda: state.begin_load(content.contents, strict=strict))
+        ranks.all_do(lambda: self._fill(folder, content, loading.targets))
+        ranks.all_do(loading.finish)
         return loading.report
+
+    def _open_content(self, folder: str, manifest: Manifest) -> "_Content":
+        """What is in a checkpoint that was verified, before a value of it is read."""
+        try:
+            values = self._values(folder)
+            parts = values["values"], values["ranks"], values["ties"]
+            if manifest.kind == BEST:
+                reader = SafetensorsReader(self.files, folder)
+                return _Content(Contents(reader.facts(), *parts, model_only=True), reader.read_into)
+            metadata = read_metadata(self.files, folder, manifest)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.files.location(folder)} can't be read ({error})") from error
+        fill = functools.partial(read_tensors, self.files, folder, metadata)
+        return _Content(Contents(facts_of(metadata), *parts), fill)
+
+    def _fill(self, folder: str, content: "_Content", targets: Mapping[str, Tensor]) -> None:
+        try:
+            content.read_into(targets)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{self.files.location(folder)}: tensors can't be read ({error})") from error
 
     def folder_of(self, checkpoint: Saved | str | os.PathLike[str]) -> str:
         """The folder of a checkpoint, relative to the run's; `checkpoint` may be a path, or `latest`."""
@@ -123,6 +147,12 @@ class SavedRun:
     def _saved(self, folder: str, manifest: Manifest) -> Saved:
         location = self.files.location(folder)
         return Saved(manifest.kind, manifest.step, folder, location, manifest.metric, manifest.num_bytes)
+
+
+@dataclass(frozen=True)
+class _Content:
+    contents: Contents
+    read_into: Callable[[Mapping[str, Tensor]], None]
 
 
 def _newness(saved: Saved) -> tuple[int, bool]:

@@ -55,6 +55,7 @@ class Store(SavedRun):
 
     def open(self) -> None:
         """Take the lock, and sweep. Raises LockedRun, which names the holder."""
+        self._lock.require_own()
         if not self._opened:
             Ranks(self.group).agree(self._open_first)
             self._opened = True
