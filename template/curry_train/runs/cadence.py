@@ -10,8 +10,9 @@ from collections import deque
 from .names import RESUMABLE
 from .policy_config import AUTO, PolicyConfig
 
-FIRST = 10  # steps until the first save of an automatic cadence, which measures what one costs
-RECENT = 8  # saves and steps whose mean is what the next will take
+FIRST = 8  # steps until the first save where nothing says what one costs; it is over the bound, and measures
+MARGIN = 2.0  # times the longest of late is to be earned; what is left over counts for the next, so none gets rarer
+RECENT = 8  # steps whose mean is what the next takes, and saves of which the next takes as long as the longest
 
 
 def young_daly(save_seconds: float, mean_time_between_failures: float) -> float:
@@ -50,33 +51,49 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
 
 
 class CadenceFromOverhead:
-    """Every save of any kind is a debt, which each step pays off by `overhead` of its own time; with no debt left a
-    rollback is due. So the sum of all saves stays within the bound, and only one beyond it is ever under way.
+    """Steps earn `overhead` of their time, every save of any kind costs its own; a rollback is due once what it may
+    cost is earned. So all saves together stay within the bound from the first on, unless one takes over `MARGIN` times
+    as long as every one of late, or those of other kinds cost more than is earned: that is earned before the next.
     """
 
-    def __init__(self, overhead: float = 0.035, *, mean_time_between_failures: float | None = None) -> None:
+    def __init__(
+        self, overhead: float = 0.035, *, mean_time_between_failures: float | None = None, expected: float | None = None
+    ) -> None:
         self.overhead, self.mean_time_between_failures = overhead, mean_time_between_failures
-        self._debt = 0.0
+        self.expected = expected  # seconds of a save, before one was made
+        self._earned = self._since = 0.0
         self._steps, self._saves = deque[float](maxlen=RECENT), deque[float](maxlen=RECENT)
 
     def stepped(self, seconds: float) -> None:
         self._steps.append(seconds)
-        self._debt = max(0.0, self._debt - self.overhead * seconds)
+        self._since += seconds
+        self._earned += self.overhead * seconds
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
         """Training stood still so long; `save` if a whole save was made of it, or begun in the background."""
-        self._debt += seconds
+        self._earned -= seconds
         if save:
             self._saves.append(seconds)
+            self._since = 0.0
+
+    def waited_later(self, seconds: float) -> None:
+        """Once more for the save before, which is in the background."""
+        self._earned -= seconds
+        if self._saves:
+            self._saves[-1] += seconds
 
     def steps_to_next(self) -> int:
-        """How many more steps until a rollback is due, as far as is known now."""
-        if not self._saves or not self._steps:
-            return FIRST
-        step, save = _mean(self._steps), _mean(self._saves)
-        steps = steps_between(self._debt, step, self.overhead)
+        """How many more steps until a rollback is due, as far as is known now; 0 if it is due."""
+        if not self._steps:
+            return 1
+        save = max(self._saves, default=self.expected)
+        if save is None:
+            return max(0, FIRST - len(self._steps))
+        step, lacking = _mean(self._steps), MARGIN * save - self._earned
+        steps = 0 if lacking <= 1e-9 * save else steps_between(lacking, step, self.overhead)
         if self.mean_time_between_failures is not None and save > 0:
-            steps = max(steps, math.floor(young_daly(save, self.mean_time_between_failures) / step))
+            waiting = young_daly(save, self.mean_time_between_failures) - self._since
+            steps = max(steps, math.ceil(waiting / step - 1e-9))
         return steps
 
 

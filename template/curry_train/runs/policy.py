@@ -18,23 +18,23 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from .automatic import AutomaticCadence
 from .background import BackgroundSaver
-from .cadence import CadenceFromOverhead, due
+from .cadence import due
 from .errors import RunError
 from .free_space import bytes_of, require_room
 from .health import what_is_wrong
-from .names import BEST, KINDS, RESUMABLE, Metric, Saved, folder_name
-from .policy_config import AUTO, PolicyConfig
+from .names import BEST, KINDS, PARAMETERS, RESUMABLE, Metric, Saved, folder_name
+from .policy_config import PolicyConfig
 from .ranks import Ranks
 from .reading import is_being_read
 from .resume import NothingSaved, Resumed, choose, load_chosen
-from .retention import PARAMETERS, is_among_best, is_of_line, to_delete
+from .retention import is_among_best, is_of_line, to_delete
 from .snapshot import State
 from .store import Store
 from .turned_back import finish_giving_up, give_up, given_up
 
 logger = logging.getLogger(__name__)
-HOUR = 3600.0
 
 
 class SavingPolicy:
@@ -52,13 +52,8 @@ class SavingPolicy:
         self._protected: set[str] = set()
         self._last: Saved | None = None
         self._pending: int | None = None
-        self._stalled, self._entered, self._begun = 0.0, False, False
-        self._started = self._following = -1
-        hours = self.config.mean_hours_between_failures
-        self._cadence = CadenceFromOverhead(
-            self.config.overhead, mean_time_between_failures=None if hours is None else hours * HOUR
-        )
-        self._returned = time.perf_counter()
+        self._entered = self._begun = False
+        self._cadence = AutomaticCadence(store, self.config, saver=saver)
 
     def __enter__(self) -> "SavingPolicy":
         return self
@@ -79,6 +74,7 @@ class SavingPolicy:
             if what != "latest":
                 self.turn_back(resumed.saved.step)
         logger.info("%s", resumed.words)
+        self._cadence.go_on()  # reading is no step
         return resumed
 
     def after_step(self, step: int, state: State, metrics: Mapping[str, Any]) -> list[Saved]:
@@ -88,14 +84,9 @@ class SavingPolicy:
         out what may be infinite in sound training, such as the norm of a gradient that a scaler skips.
         """
         ranks = Ranks(self.store.group)
-        if self._started < 0:
-            self._started, self._following = step, step - 1 + self._cadence.steps_to_next()
-        self._cadence.stepped(time.perf_counter() - self._returned)
-        automatic = self.config.rollback_every == AUTO and step >= self._following
-        kinds, measured = (
-            due(step, self.config, automatic=automatic),
-            metrics.get(self.config.best_k_metric) is not None,
-        )
+        self._cadence.trained()
+        kinds = due(step, self.config, automatic=self._cadence.is_due(step, state))
+        measured = metrics.get(self.config.best_k_metric) is not None
         saved: list[Saved] = []
         if kinds or (measured and self.config.best_k):
             began, self._begun = time.perf_counter(), False
@@ -106,9 +97,7 @@ class SavingPolicy:
             else:
                 saved = self._save_due(step, state, kinds, value)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
-            if self._begun:
-                self._following = step + ranks.agree(self._cadence.steps_to_next)
-        self._returned = time.perf_counter()
+        self._cadence.go_on()
         return saved
 
     def save_now(self, step: int, state: State) -> list[Saved]:
@@ -133,7 +122,7 @@ class SavingPolicy:
             give_up(self.store, [one.folder for one in gone])
         if self._last and self._last.step > step:
             self._last = None
-        self._following = step + self._cadence.steps_to_next()
+        self._cadence.turned_back()
         return gone
 
     def protect(self, saved: Saved) -> None:
@@ -171,7 +160,7 @@ class SavingPolicy:
             done = [self.store.save(kind, step, state, metric=metric)]
         else:
             self.saver.save(kind, step, state, metric=metric)
-            self._pending, self._stalled = step, self.saver.stalled
+            self._pending = step
         self._begun = True
         return self._committed(done, step)
 
@@ -180,7 +169,6 @@ class SavingPolicy:
         if self.saver is None or self._pending is None:
             return []
         step, self._pending = self._pending, None
-        self._cadence.waited(self.saver.stalled - self._stalled)
         done = self.saver.finish()
         return self._committed([done] if done else [], step)
 

@@ -1,0 +1,100 @@
+"""Does an automatic cadence keep its bound? Trains for real, saves as the policy says, and looks after every save.
+
+`python -m curry_train.cadence_benchmark --seconds 60 --json checkpoint_cadence.json` records it, with Young and Daly's
+interval for an hour-long, a day-long and a week-long time between failures.
+Proof: `python -m pytest tests/test_store_benchmark.py -k cadence`.
+"""
+
+import argparse
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .core.provenance import provenance, write_json
+from .runs.background import BackgroundSaver
+from .runs.cadence import young_daly
+from .runs.policy import SavingPolicy
+from .runs.policy_config import PolicyConfig
+from .runs.store import Store
+from .store_benchmark import WIDTH, made_state
+
+HOURS = (1, 24, 168)
+SAVE_SECONDS = 60.0
+
+
+def measure_cadence(folder: Path, *, mib: int, seconds: float, overhead: float, background: bool) -> dict[str, Any]:
+    """Train so long. `highest` is the part of the steps' time that all saves took, at the worst moment after one."""
+    state = made_state(mib * 2**20)
+    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=overhead)
+    saved, costs, highest, saving, stepping = list[int](), list[float](), 0.0, 0.0, 0.0
+    with Store(folder) as store:
+        saver = BackgroundSaver(store) if background else None
+        policy = SavingPolicy(store, config, saver=saver)
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            began, stalled = time.perf_counter(), saver.stalled if saver else 0.0
+            state.model(torch.randn(64, WIDTH)).square().mean().backward()
+            state.optimizers[0].step()
+            state.optimizers[0].zero_grad()
+            state.step += 1
+            ended, waited = time.perf_counter(), (saver.stalled if saver else 0.0) - stalled  # in the optimizer's step
+            stepping += ended - began - waited
+            done = policy.after_step(state.step, state, {})
+            saving += time.perf_counter() - ended + waited
+            saved += [one.step for one in done]
+            if done and saver is None:
+                costs.append(time.perf_counter() - ended)
+            highest = max(highest, saving / stepping) if done else highest
+        saved += [one.step for one in policy.finish()]
+        if saver is not None:
+            saver.close()
+    return {
+        "bound": overhead,
+        "highest": highest,
+        "at_the_end": saving / stepping,
+        "saves": len(saved),
+        "each": costs,
+        "steps": state.step,
+        "seconds": saving + stepping,
+        "saving_seconds": saving,
+        "state_bytes": sum(tensor.nbytes for tensor in state.snapshot().tensors.values()),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description="Does an automatic cadence keep its bound, on this machine's disk?")
+    parser.add_argument("--mib", type=int, default=64, help="size of the state")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training, in the foreground and again behind")
+    parser.add_argument("--overhead", type=float, default=0.035)
+    parser.add_argument("--folder", help="where to write; it is emptied again")
+    parser.add_argument("--json", metavar="PATH", help="write the figures; - is standard output")
+    options = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    found = provenance(torch.device("cpu"))
+    for name in ("foreground", "background"):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            found[name] = measure_cadence(
+                Path(folder),
+                mib=options.mib,
+                seconds=options.seconds,
+                overhead=options.overhead,
+                background=name == "background",
+            )
+        row = found[name]
+        held = "holds" if row["highest"] <= row["bound"] else "does not hold"
+        print(f"{name}: {row['saves']} saves took {row['highest']:.2%} at most, of {row['bound']:.2%}: {held}")
+    found["young_daly"] = {
+        "save_seconds": SAVE_SECONDS,
+        "minutes": {f"{hours}h": young_daly(SAVE_SECONDS, hours * 3600.0) / 60 for hours in HOURS},
+    }
+    if options.json:
+        write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    main()
