@@ -14,7 +14,8 @@ from typing import Any, Literal
 import yaml
 
 from .primitives.checkpoint_config import CheckpointConfig
-from .runs.policy_config import PolicyConfig
+from .runs.policy_config import AUTO, PolicyConfig
+from .runs.spike_config import SpikeConfig
 from .schedule import Schedule
 from .typed_fields import flat_keys, nearest_key, read_fields
 
@@ -33,6 +34,7 @@ class DataConfig:
     mask: bool = False  # FILE.mask.npy says which tokens are learned
     shuffle: bool = True
     dev_fraction: float = 0.05  # of the samples, at the end, never trained on
+    skip: tuple[tuple[int, ...], ...] = ()  # positions of the run, each from one up to another, that are passed over
 
     def __post_init__(self) -> None:
         known = self.source in ("text", "tokens", "workload") or ":" in self.source
@@ -44,6 +46,8 @@ class DataConfig:
             _require(not getattr(self, name) or self.source == "tokens", name, True, "false unless source is tokens")
         _require(self.length is None or self.length >= 1, "length", self.length, "1 or more, or null")
         _require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
+        paired = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)
+        _require(paired, "skip", self.skip, "pairs such as [[5760, 5888]], from a position up to a greater one")
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Config:
     recompute: dict[str, Any] = field(default_factory=dict)  # a CheckpointConfig
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: PolicyConfig = field(default_factory=PolicyConfig)
+    spike: SpikeConfig = field(default_factory=SpikeConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
@@ -137,6 +142,13 @@ class Config:
         known = self.checkpoint.best_k_metric in MEASURED or not self.checkpoint.best_k
         wanted = f"{' or '.join(MEASURED)}, which are what this loop measures"
         _require(known, "checkpoint.best_k_metric", self.checkpoint.best_k_metric, wanted)
+        last = self.steps * self.batch_size
+        for start, stop in sorted(self.data.skip):
+            wanted = f"of positions that the run comes to; {self.steps} steps of {self.batch_size} end at {last}"
+            _require(start < last, "data.skip", [start, stop], wanted)
+            last += stop - start
+        if self.spike.rolls_back:
+            _require_way_back(self.checkpoint, self.spike)
         half = self.dtype == "bfloat16" and self.precision == "float16"
         _require(not half, "precision", self.precision, "bfloat16 or float32 for bfloat16 weights")
         try:
@@ -201,6 +213,20 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         inner = values.get(folder)
         values[folder] = values = dict(inner) if isinstance(inner, Mapping) else {}
     values[last] = value
+
+
+def _require_way_back(policy: PolicyConfig, spike: SpikeConfig) -> None:
+    """Among the states that stay there has to be one from before the first sample that is skipped."""
+    reach, every, keep, name = spike.patience + spike.skip_around, policy.rollback_every, policy.retention, "rollback"
+    number = keep.rollback_keep
+    if every is None or policy.rollback_parameters_only:
+        every, number, name = policy.recovery_every, keep.recovery_keep, "recovery"
+    held = every == AUTO or (isinstance(every, int) and every * (number - 1) >= reach)
+    wanted = (
+        f"warn or none, or checkpoint.{name}_every x (checkpoint.retention.{name}_keep - 1) at least {reach}, the "
+        "steps from a spike back to the first sample that is skipped"
+    )
+    _require(held, "spike.action", spike.action, wanted)
 
 
 def _require(held: bool, key: str, value: Any, wanted: str) -> None:

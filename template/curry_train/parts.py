@@ -68,6 +68,7 @@ def build_parts(config: Config, ranks: Ranks) -> Parts:
         shuffle=config.data.shuffle,
         rank=ranks.rank,
         ranks=ranks.size,
+        skipped=[(start, stop) for start, stop in config.data.skip],
     )
     if config.data.length is not None:
         _check_length(module, data, case, config.data.length)

@@ -1,7 +1,8 @@
-"""The commands that look after saved state: what is there, is it whole, does a resume hold.
+"""The commands that look after saved state: what is there, is it whole. Others are in modules beside this one.
 
     python -m curry_train runs list
     python -m curry_train runs verify runs/run-001
+    python -m my_package.runs_command list            # in a package that has no command line of ours
 
 Proof: `python -m pytest tests/test_runs_command.py`.
 """
@@ -10,7 +11,6 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +20,8 @@ import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from .config import load_config
-from .core.provenance import provenance, write_json
-from .options import UnusableInput, choose_device, model_option, writable
-from .resume_check import resume_check
+from .core.provenance import write_json
+from .options import UnusableInput, writable
 from .runs.errors import DamagedCheckpoint
 from .runs.names import KINDS
 from .runs.saved_run import SavedRun
@@ -36,7 +34,14 @@ JSON = click.option(
     callback=lambda context, option, path: writable(path),
     help="Write the facts; - is standard output.",
 )
-BESIDE = ("diff", "estimate", "plot")
+# Each is in a module of its own, which a package has or has not: of which technique, or of the training project.
+BESIDE = {
+    "diff": "checkpoint-policy",
+    "estimate": "checkpoint-policy",
+    "plot": "checkpoint-policy",
+    "resume-check": None,
+    "spike-check": "loss-spike",
+}
 RUN = click.argument("run", metavar="RUN")
 
 
@@ -49,13 +54,30 @@ class Commands(click.Group):
         )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in BESIDE and cmd_name in self.list_commands(ctx):
-            return cast(click.Command, getattr(importlib.import_module(_beside(cmd_name)), f"{cmd_name}_command"))
+        if cmd_name in BESIDE:
+            if cmd_name not in self.list_commands(ctx):
+                raise UnusableInput(_missing(cmd_name))
+            return cast(
+                click.Command, getattr(importlib.import_module(_beside(cmd_name)), f"{_word(cmd_name)}_command")
+            )
         return super().get_command(ctx, cmd_name)
 
 
+def _missing(name: str) -> str:
+    if (technique := BESIDE[name]) is None:
+        return (
+            f"{name} trains, so it needs the training project, which {__package__} has not: python scripts/scaffold.py "
+            f"new DIR --name NAME makes one, and runs it there on any --model package.module:factory"
+        )
+    return f"{__package__} has no {name}: python scripts/scaffold.py add {technique} --into its folder brings it"
+
+
 def _beside(name: str) -> str:
-    return f"{__package__}.runs_{name}_command"
+    return f"{__package__}.runs_{_word(name)}_command"
+
+
+def _word(name: str) -> str:
+    return name.replace("-", "_")
 
 
 @click.group("runs", cls=Commands)
@@ -72,9 +94,9 @@ def list_command(folder: str, json_path: str | None) -> None:
     if not root.is_dir():
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if _is_run(path)]
-    console = _console(json_path)
+    console = console_for(json_path)
     console.print(runs_table(rows) if rows else f"{folder} holds no run")
-    _end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
+    end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
 
 
 @runs_command.command("show")
@@ -84,11 +106,11 @@ def show_command(run: str, json_path: str | None) -> None:
     """The checkpoints of a run: kind, step, metric, size and date, and which of them are damaged, and why."""
     saved = _open(run)
     rows, newest = checkpoint_rows(saved), saved.latest()
-    console = _console(json_path)
+    console = console_for(json_path)
     console.print(checkpoints_table(rows))
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
     facts = {"run": run, "latest": newest.folder if newest else None, "checkpoints": rows}
-    _end(json_path, facts, well=not any(row["damaged"] for row in rows))
+    end(json_path, facts, well=not any(row["damaged"] for row in rows))
 
 
 @runs_command.command("verify")
@@ -105,7 +127,7 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     except (ValueError, DamagedCheckpoint) as error:
         raise UnusableInput(str(error)) from error
     found: dict[str, str | None] = {}
-    with _progress() as say:
+    with progress_of() as say:
         for folder in folders:
             say(folder)
             try:
@@ -114,57 +136,12 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
             except DamagedCheckpoint as error:
                 found[folder] = str(error)
     damaged = {folder: why for folder, why in found.items() if why}
-    console = _console(json_path)
+    console = console_for(json_path)
     for folder, why in damaged.items():
         console.print(f"damaged: {folder}", style="red", markup=False)
         console.print(textwrap.indent("\n".join(textwrap.wrap(why, 76)), "  "), markup=False)
     console.print(f"{len(found) - len(damaged)} of {len(found)} checkpoints whole")
-    _end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(found)}, well=not damaged)
-
-
-@runs_command.command("resume-check")
-@model_option("model", more="The same as model=.")
-@click.option("--config", type=click.Path(dir_okay=False, exists=True), help="A YAML file.")
-@click.option("--steps", default=12, type=click.IntRange(3), show_default=True)
-@click.option("--kill-at", type=click.IntRange(2), help="The step in which the second run dies; two thirds of the way.")
-@click.option("--save-every", type=click.IntRange(1), help="Steps from save to save; so that one is lost, if left out.")
-@click.option("--out", type=click.Path(file_okay=False), help="Keep the runs there.")
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
-@JSON
-def resume_check_command(
-    model: str | None,
-    config: str | None,
-    steps: int,
-    kill_at: int | None,
-    save_every: int | None,
-    out: str | None,
-    words: tuple[str, ...],
-    json_path: str | None,
-) -> None:
-    """Train straight, train again and kill -9, resume, and compare every figure and the final state to the bit."""
-    died = kill_at or max(2, steps * 2 // 3)
-    given = [*words, *([f"model={model}"] if model else [])]
-    with contextlib.ExitStack() as stack:
-        if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resume-check-")))
-        else:
-            folder = Path(out)
-            if folder.exists() and any(folder.iterdir()):
-                raise UnusableInput(f"{out} is not empty: give a new folder")
-        try:
-            say = stack.enter_context(_progress())
-            say("straight, killed, resumed")
-            every = save_every or max(1, died // 2)
-            facts = provenance(choose_device(load_config(config, given).device))
-            found = resume_check(folder, given, steps=steps, kill_at=died, save_every=every, config=config)
-        except ValueError as error:
-            raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
-    lost = found.killed_at - found.resumed_from
-    console = _console(json_path)
-    console.print(f"{steps} steps, killed in step {died}, resumed from step {found.resumed_from}: {lost} done again")
-    told = f"equal: {found.figures} figures and {found.tensors} tensors"
-    console.print(told if found.equal else "\n".join(textwrap.wrap(f"NOT equal: {found.difference}", 80)), markup=False)
-    _end(json_path, facts | found.to_json(), well=found.equal)
+    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(found)}, well=not damaged)
 
 
 def _open(run: str) -> SavedRun:
@@ -180,12 +157,12 @@ def _is_run(path: Path) -> bool:
     return any((path / kind).is_dir() for kind in KINDS)
 
 
-def _console(json_path: str | None) -> Console:
+def console_for(json_path: str | None) -> Console:
     return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def progress_of() -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -193,7 +170,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda words: progress.update(task, description=words)
 
 
-def _end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
+def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if well else 1)
+
+
+if __name__ == "__main__":
+    runs_command(prog_name=f"python -m {__package__}.runs_command")

@@ -31,7 +31,11 @@ from .training import Trained, Watch, open_run, train_run
 @click.option(
     "--config", "path", type=click.Path(dir_okay=False), help="A YAML file; config.yaml here if there is one."
 )
-@click.option("--resume", metavar="WHAT", help="latest, a run, RUN@STEP, RUN@best for a new run, or a checkpoint.")
+@click.option(
+    "--resume",
+    metavar="WHAT",
+    help="latest, a run, RUN@STEP, RUN@before-STEP, RUN@best for a new run, or a checkpoint.",
+)
 @model_option("model", more="The same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="The same as device=.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="The same as dtype=.")

@@ -23,14 +23,17 @@ from .distribute import start_ranks
 from .journal_hook import write_journal
 from .loop import RunReport, StepReport, run_training_steps, save_checkpoint, stop_on_signals
 from .parts import Parts, build_parts
-from .primitives.grad_accum import GradientAccumulation
+from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow
 from .run_folder import new_run, note_resumed, run_to_resume
 from .runs.background import BackgroundSaver
 from .runs.names import Saved
 from .runs.policy import SavingPolicy
+from .runs.recoveries import Recoveries
 from .runs.resume import Resumed
+from .runs.spike import SpikeWatchdog
 from .runs.state import TrainingState
 from .runs.store import Store
+from .spike_watch import SpikeWatch
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,17 @@ class Run:
     parts: Parts
     state: TrainingState
     policy: SavingPolicy
+    watchdog: SpikeWatchdog
+    recoveries: Recoveries
     resumed: Resumed | None
 
     @property
     def first_step(self) -> int:
         return self.state.step
+
+    def load(self, what: str) -> Resumed | None:
+        """Put the whole run to a saved state of it."""
+        return _load(self.policy, self.state, self.parts, what)
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,9 @@ def open_run(config: Config, *, resume: str | None = None) -> Iterator[Run]:
     state."""
     with start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks) as ranks:
         parts = build_parts(config, ranks)
-        state = TrainingState(parts.model, parts.optimizer, scaler=parts.scaler, config=asdict(config))
+        watchdog = SpikeWatchdog(config.spike)
+        held = {"spike": watchdog}
+        state = TrainingState(parts.model, parts.optimizer, scaler=parts.scaler, config=asdict(config), extra=held)
         _seed(config.seed + 1 + ranks.rank)  # what dropout draws differs from rank to rank
         folder, what = (None, None) if resume is None else run_to_resume(config, resume)
         if folder is None:
@@ -82,10 +93,13 @@ def open_run(config: Config, *, resume: str | None = None) -> Iterator[Run]:
             store = opened.enter_context(Store(folder))
             saver = opened.enter_context(BackgroundSaver(store))
             policy = opened.enter_context(SavingPolicy(store, config.checkpoint, saver=saver))
-            resumed = None if what is None else _resume(policy, state, parts, what)
+            resumed = None if what is None else _load(policy, state, parts, what)
             if resumed is not None and ranks.first:
                 note_resumed(folder, config, step=state.step)
-            yield Run(folder, parts, state, policy, resumed)
+            recoveries = Recoveries(store.files)
+            for recovery in recoveries.done:
+                parts.stream.skip(recovery.start, recovery.stop)
+            yield Run(folder, parts, state, policy, watchdog, recoveries, resumed)
 
 
 def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
@@ -95,34 +109,46 @@ def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
     def keep(report: StepReport) -> None:
         state.step, state.position = report.step, parts.stream.position
         metrics = {"loss": report.loss} | ({} if report.dev_loss is None else {"dev_loss": report.dev_loss})
-        for saved in run.policy.after_step(report.step, state, metrics):
-            journal.saved(saved)
+        if spikes.found is None:
+            for saved in run.policy.after_step(report.step, state, metrics):
+                journal.saved(saved)
 
     def save_last(step: int) -> None:
-        for saved in save_checkpoint(run.policy, state):
-            journal.saved(saved)
+        if spikes.found is None:
+            for saved in save_checkpoint(run.policy, state):
+                journal.saved(saved)
+
+    def train_on() -> RunReport | None:
+        """Until the end, or a spike."""
+        try:
+            return run_training_steps(
+                parts.model,
+                parts.optimizer,
+                parts.stream,
+                parts.loss,
+                steps=config.steps,
+                first_step=state.step,
+                accumulation=GradientAccumulation(parts.stream.microbatches_per_window),
+                count=parts.case.workload.count,
+                clip_norm=config.clip_norm,
+                schedule=spikes.factor,
+                scaler=parts.scaler,
+                evaluate=parts.dev_loss if measured else None,
+                evaluate_every=config.evaluate.every if measured else None,
+                save=save_last,
+                after_step=[journal, *hooks, spikes, keep],
+                stop=stop,
+            )
+        except NonFiniteWindow as error:
+            spikes.not_finite(error)
+            return None
 
     measured = parts.dev is not None and config.evaluate.every is not None
     watched = _watching(watch if parts.ranks.first else (), run)
     with write_journal(run) as journal, watched as hooks, stop_on_signals() as stop:
-        report = run_training_steps(
-            parts.model,
-            parts.optimizer,
-            parts.stream,
-            parts.loss,
-            steps=config.steps,
-            first_step=state.step,
-            accumulation=GradientAccumulation(parts.stream.microbatches_per_window),
-            count=parts.case.workload.count,
-            clip_norm=config.clip_norm,
-            schedule=config.learning_rates(),
-            scaler=parts.scaler,
-            evaluate=parts.dev_loss if measured else None,
-            evaluate_every=config.evaluate.every if measured else None,
-            save=save_last,
-            after_step=[journal, *hooks, keep],
-            stop=stop,
-        )
+        spikes = SpikeWatch(run, journal, stop)
+        while (report := train_on()) is None or spikes.found is not None:
+            spikes.recover()
         journal.ended(report.ended_by)
     return Trained(report, run.folder, run.policy.store.latest())
 
@@ -133,7 +159,7 @@ def _watching(watch: Sequence[Watch], run: Run) -> Iterator[list[Hook]]:
         yield [stack.enter_context(each(run)) for each in watch]
 
 
-def _resume(policy: SavingPolicy, state: TrainingState, parts: Parts, what: str) -> Resumed | None:
+def _load(policy: SavingPolicy, state: TrainingState, parts: Parts, what: str) -> Resumed | None:
     """Learning rates and the optimizer's other settings stay what the configuration says."""
     settings = [{key: value for key, value in group.items() if key != "params"} for group in _groups(parts)]
     resumed = policy.resume(state, what)

@@ -67,8 +67,11 @@ def _as(kind: Any, value: Any) -> tuple[bool, Any]:
     if get_origin(kind) is Literal:
         return value in get_args(kind), value
     if get_origin(kind) is tuple:
-        listed = isinstance(value, list | tuple) and all(_as(get_args(kind)[0], part)[0] for part in value)
-        return listed, tuple(value) if listed else value
+        parts = (
+            [_as(get_args(kind)[0], part) for part in value] if isinstance(value, list | tuple) else [(False, value)]
+        )
+        listed = all(fits for fits, _ in parts)
+        return listed, tuple(part for _, part in parts) if listed else value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return True, float(value)  # YAML takes 3e-4 for text

@@ -50,7 +50,7 @@ class Stream:
             raise ValueError(f"position must be at least 0, got {position}")
         self.dataset, self.order = dataset, Order(len(dataset), seed=seed, shuffle=shuffle)
         self.batch_size, self.microbatch, self.rank, self.ranks = batch_size, microbatch, rank, ranks
-        self.skipped, self.position = _merged(skipped), position
+        self.skipped, self.position = merged(skipped), position
 
     @property
     def microbatches_per_window(self) -> int:
@@ -79,6 +79,21 @@ class Stream:
                 position = max(position, stop)
         return numpy.concatenate(parts), position
 
+    def after(self, position: int, *, windows: int) -> int:
+        """Where the window begins that comes so many windows after the one at `position`."""
+        for _ in range(windows):
+            position = self.window(position)[1]
+        return position
+
+    def skip(self, start: int, stop: int) -> None:
+        """Pass over these positions as well, from the next window on."""
+        self.skipped = merged([*self.skipped, (start, stop)])
+
+    def samples_between(self, start: int, stop: int) -> list[int]:
+        """The samples at these positions that are not skipped."""
+        held = [place for place in range(start, stop) if not any(low <= place < high for low, high in self.skipped)]
+        return [int(sample) for sample in self.order(held)]
+
     def samples(self, position: int) -> NDArray[numpy.int64]:
         """The samples of all ranks in the window that begins at `position`."""
         return self.order(self.window(position)[0])
@@ -95,7 +110,7 @@ class Stream:
                 yield batch
 
 
-def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
+def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """In order, those that touch as one."""
     merged: list[Range] = []
     for start, stop in sorted(ranges):

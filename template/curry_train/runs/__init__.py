@@ -27,9 +27,13 @@ __getattr__, __dir__, __all__ = lazy_names(
         "object_files": ("ObjectFiles",),
         "policy": ("SavingPolicy",),
         "policy_config": ("PolicyConfig", "Retention"),
+        "recoveries": ("Recoveries",),
         "resume": ("Resumed", "load_chosen"),
         "saved_run": ("SavedRun",),
         "snapshot": ("LoadReport", "Snapshot"),
+        "spike": ("Spike", "SpikeWatchdog"),
+        "spike_config": ("SpikeConfig",),
+        "spike_recovery": ("SpikeNotRecovered", "recover"),
         "state": ("TrainingState",),
         "store": ("Store",),
     },
@@ -40,5 +44,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             *("attach", "disk_estimate", "policy", "policy_config", "resume"),
         ),
         "checkpoint-policy",
-    ),
+    )
+    | dict.fromkeys(("recoveries", "spike", "spike_config", "spike_recovery"), "loss-spike"),
 )

@@ -1,4 +1,4 @@
-"""Where a run goes on: `latest`, a step, `best`, another run. A damaged checkpoint is passed over, and that is said.
+"""Where a run goes on: `latest`, a step, `before-180`, `best`, another run. What is damaged is passed over, and said.
 
     resumed = load_chosen("runs/x", state, "latest")
     print(resumed.words)
@@ -16,12 +16,12 @@ from .errors import DamagedCheckpoint, HostileCheckpoint, RunError
 from .names import BEST, KINDS, RESUMABLE, Saved, step_of
 from .policy_config import PolicyConfig
 from .ranks import OtherRank, Ranks
-from .reading import reading
 from .retention import best_first, newest_first
 from .saved_run import SavedRun
 from .snapshot import LoadReport, State
 from .turned_back import given_up
 
+BEFORE = "before-"
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +61,8 @@ def load_chosen(
     config: PolicyConfig | None = None,
     strict: bool = True,
 ) -> Resumed:
-    """Load what `what` means into `state`: `latest`, `best`, a step, a run's folder, or a checkpoint's.
+    """Load what `what` means into `state`: `latest`, `best`, a step, `before-180` for the newest before that step, a
+    run's folder, or a checkpoint's.
 
     On all ranks together. Raises DamagedCheckpoint, which names each, where none that was asked for is whole.
     """
@@ -83,8 +84,7 @@ def _try(run: SavedRun, saved: Saved, state: State, *, strict: bool, ranks: Rank
     """A report on every rank, or on every rank why the checkpoint is damaged."""
     report, own = None, None
     try:
-        with reading(run.files, saved.folder):
-            report = run.load(saved, state, strict=strict)
+        report = run.load(saved, state, strict=strict)
     except (RunError, ValueError, OSError) as error:  # every rank has to hear of it before any goes on
         own = error
     damage = isinstance(own, DamagedCheckpoint) and not isinstance(own, HostileCheckpoint)
@@ -110,6 +110,8 @@ def choose(run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | 
         return _best(run, config)
     if text.isdecimal():
         return _step(run, int(text))
+    if text.startswith(BEFORE) and text[len(BEFORE) :].isdecimal():
+        return _latest(run, before=int(text[len(BEFORE) :]))
     place, _, inside = text.partition("@")
     path = Path(place)
     if path.parent.name in KINDS and step_of(path.parent.name, path.name) is not None:
@@ -117,18 +119,24 @@ def choose(run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | 
         return replace(_found(other, f"{path.parent.name}/{path.name}"), place=str(path.parent.parent))
     if not any(SavedRun(place).files.kind(kind) == "folder" for kind in KINDS):
         raise ValueError(
-            f"{text!r} is no checkpoint and no run: give latest, best, a step such as 500, a run's folder, or "
-            f"RUN@STEP; {_others(run)}"
+            f"{text!r} is no checkpoint and no run: give latest, best, a step such as 500, before-500, a run's folder, "
+            f"or RUN@STEP; {_others(run)}"
         )
     return replace(choose(SavedRun(place), inside or "latest", config=config), place=place)
 
 
-def _latest(run: SavedRun) -> Choice:
+def _latest(run: SavedRun, *, before: int | None = None) -> Choice:
     gone = given_up(run.files)
     line = [one for one in newest_first(_resumable(run)) if one.folder not in gone]
     broken = {folder: why for kind in RESUMABLE for folder, why in run.damaged(kind).items() if folder not in gone}
+    if before is not None:
+        line = [one for one in line if one.step < before]
+        broken = {folder: why for folder, why in broken.items() if _step_in(folder) < before}
     if not line and not broken:
-        raise NothingSaved(f"{run.files.location('')} holds nothing to resume from: start the run anew")
+        where = run.files.location("")
+        if before is not None:
+            raise NothingSaved(f"{where} holds no state from before step {before}; {_others(run)}")
+        raise NothingSaved(f"{where} holds nothing to resume from: start the run anew")
     newest = line[0].step if line else -1
     return Choice(line, {folder: why for folder, why in broken.items() if _step_in(folder) > newest})
 
@@ -149,6 +157,12 @@ def _step(run: SavedRun, step: int) -> Choice:
         folder: why for kind in RESUMABLE for folder, why in run.damaged(kind).items() if _step_in(folder) == step
     }
     if not found and not broken:
+        parameters = [one for one in run.committed(BEST) if one.step == step]
+        if parameters:
+            raise NothingSaved(
+                f"of step {step} there are parameters only, without optimizer, generators and position, so no run goes "
+                f"on from it; a new one can begin from {parameters[-1].location}; {_others(run)}"
+            )
         raise NothingSaved(f"{run.files.location('')} has no step {step}; {_others(run)}")
     return Choice(found, broken)
 

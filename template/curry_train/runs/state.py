@@ -26,7 +26,8 @@ RANDOM, GRADIENT, PART = "random.", "gradient.", "part."
 
 class TrainingState:
     """`position` counts the samples consumed, `step` the optimizer's steps, `microstep` the backward passes since the
-    last one; the loop sets them. `extra` holds anything else with `state_dict` and `load_state_dict`, by name.
+    last one; the loop sets them. `extra` holds anything else with `state_dict` and `load_state_dict`, by name, of the
+    first rank; of every rank, where it says `of_each_rank = True`.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class TrainingState:
         if self.microstep:
             tensors |= self._gradients(ranks.rank)
         optimizers = [one.take(tensors) for one in self._optimizer_states()]
-        parts, part_tensors = {}, dict[str, Tensor]()
+        parts, own_parts, part_tensors = dict[str, Any](), dict[str, Any](), dict[str, Tensor]()
         for name, part in sorted(self.parts.items()):
-            changing = dict[str, Tensor]()
-            parts[name] = encode(part.state_dict(), PART + name, tensors=changing)
+            changing, each = dict[str, Tensor](), getattr(part, "of_each_rank", False)
+            path = f"{PART}{name}.rank-{ranks.rank}" if each else PART + name
+            (own_parts if each else parts)[name] = encode(part.state_dict(), path, tensors=changing)
             live = isinstance(part, nn.Module)  # an average of weights changes after a step; a loader's state at once
             part_tensors |= changing if live else {key: held.clone() for key, held in changing.items()}
         tensors |= part_tensors
@@ -82,7 +84,7 @@ class TrainingState:
             "optimizers": optimizers,
             "parts": parts,
         }
-        return Snapshot(tensors, values, {"random": random.values}, ties, self.optimizers)
+        return Snapshot(tensors, values, {"random": random.values, "parts": own_parts}, ties, self.optimizers)
 
     def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
         """Where the saved tensors go. Raises StateMismatch while nothing has been changed."""
@@ -100,7 +102,7 @@ class TrainingState:
                     targets |= state.targets(saved, contents.tensors)
                 except StateMismatch as error:
                     report.different.append(str(error))
-            self._compare_parts(values, report)
+            self._compare_parts(contents, report)
             if values["microstep"]:
                 if not same_world:
                     report.different.append("it was saved between two steps, whose gradients are of each rank")
@@ -110,10 +112,13 @@ class TrainingState:
             raise StateMismatch(_describe(report))
         if same_world and ranks.rank:
             for name in self._buffer_names():
-                if (mine := f"rank-{ranks.rank}.{name}") in contents.tensors and name in fitting:
-                    fitting[mine] = fitting.pop(name)
+                if (ours := f"rank-{ranks.rank}.{name}") in contents.tensors and name in fitting:
+                    fitting[ours] = fitting.pop(name)
         rank = ranks.rank if ranks.rank < values.get("world_size", 0) else 0
-        fitting |= _fresh(contents, (f"{PART}",))
+        own_parts = _parts_of(contents, rank)
+        parts = {**values["parts"], **own_parts}
+        mine = [f"{PART}{name}.rank-{rank}." if name in own_parts else f"{PART}{name}" for name in parts]
+        fitting |= _fresh(contents, tuple(mine))
         fitting |= {name: held for name, held in _fresh(contents, (RANDOM,)).items() if name.endswith(f".rank-{rank}")}
 
         def finish() -> None:
@@ -126,8 +131,8 @@ class TrainingState:
                     state.restore(saved, fitting)
             self._set_gradients(ranks.rank, fitting)
             for name, part in self.parts.items():
-                if name in values["parts"]:
-                    part.load_state_dict(decode(values["parts"][name], tensors=fitting))
+                if name in parts:
+                    part.load_state_dict(decode(parts[name], tensors=fitting))
             self.step, self.position, self.microstep = values["step"], values["position"], values["microstep"]
             suffix = f".rank-{rank}"
             held = {
@@ -182,8 +187,13 @@ class TrainingState:
         for parameter, name in parameter_names(self.model).items():
             parameter.grad = filled.get(f"{GRADIENT}rank-{rank}.{name}")
 
-    def _compare_parts(self, values: Mapping[str, Any], report: LoadReport) -> None:
-        saved = {*values["parts"], *(f"optimizer {index}" for index in range(len(values["optimizers"])))}
+    def _compare_parts(self, contents: Contents, report: LoadReport) -> None:
+        values = contents.values
+        saved = {
+            *values["parts"],
+            *_parts_of(contents, 0),
+            *(f"optimizer {index}" for index in range(len(values["optimizers"]))),
+        }
         own = {*self.parts, *(f"optimizer {index}" for index in range(len(self.optimizers)))}
         report.missing += sorted(own - saved)
         report.extra += sorted(saved - own)
@@ -209,6 +219,10 @@ class TrainingState:
         saved = decode(values["config"])
         changed = sorted(key for key in {*saved, *self.config} if saved.get(key) != self.config.get(key))
         return [*notes, f"the configuration differs in {', '.join(changed)}"] if changed else notes
+
+
+def _parts_of(contents: Contents, rank: int) -> Mapping[str, Any]:  # not of a best-K, which has none
+    return contents.rank_values[rank].get("parts", {}) if contents.rank_values else {}
 
 
 def _is_whole(tensor: Tensor) -> bool:

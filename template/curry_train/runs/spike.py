@@ -1,0 +1,125 @@
+"""Watches a loss, and says when it spiked: over a baseline that neither warm-up nor drift nor the spike itself moves.
+
+    watchdog = SpikeWatchdog(SpikeConfig(patience=3))
+    for step in ...:
+        if spike := watchdog.observe(step, loss):
+            print(spike.words)
+
+The level is the median of the last losses, so that a loss that stops falling is no spike. The noise is what is left
+around a line through more of them, so that one that falls is not noisy for that, and one that has long been rising may
+go on. What is too high enters neither. Before half a window of losses nothing is judged but what is not finite. The
+state belongs into the checkpoint: it is then what it was at that step after a resume, and after a rollback.
+Proof: `python -m pytest tests/test_spike.py`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from .spike_config import SpikeConfig
+
+LEVEL = 16  # losses whose median is the level
+NORMAL = 1.4826  # standard deviations in a median absolute deviation of normal noise
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Found after `step`; `first` is the first step whose loss was too high. None where a loss was not finite before
+    there was a baseline."""
+
+    step: int
+    first: int
+    loss: float
+    baseline: float | None
+    limit: float | None
+
+    @property
+    def words(self) -> str:
+        if not math.isfinite(self.loss):
+            return f"a loss or a gradient of step {self.step} is not finite"
+        over = "" if self.limit is None else f", with {self.baseline:.4g} before and {self.limit:.4g} as the limit"
+        since = "" if self.first == self.step else f", too high since step {self.first}"
+        return f"loss {self.loss:.4g} at step {self.step}{over}{since}"
+
+
+class SpikeWatchdog:
+    """`group` are ranks whose losses differ: the mean over them is judged, the same on all. Without it the loss is one
+    that all ranks agree on already, as that of `train_window`."""
+
+    def __init__(self, config: SpikeConfig | None = None, *, group: Any = None) -> None:
+        self.config, self.group = config or SpikeConfig(), group
+        self._accepted: deque[tuple[int, float]] = deque(maxlen=self.config.window)
+        self._suspects: list[tuple[int, float]] = []
+        self._began: float | None = None
+
+    @property
+    def suspects(self) -> int:
+        """Steps in a row whose loss was too high."""
+        return len(self._suspects)
+
+    def observe(self, step: int, loss: float | torch.Tensor) -> Spike | None:
+        """The loss of this step. A spike is told once: the losses after it make another baseline."""
+        value = self._agreed(float(loss))
+        baseline, limit = self._baseline()
+        if math.isfinite(value) and (limit is None or value <= limit):
+            self._suspects.clear()
+            self._accepted.append((step, value))
+            if self._began is None and len(self._accepted) == LEVEL:
+                self._began = _median([held for _, held in self._accepted])
+            return None
+        self._suspects.append((step, value))
+        if math.isfinite(value) and len(self._suspects) < self.config.patience:
+            return None
+        spike = Spike(step, self._suspects[0][0], value, baseline, limit)
+        self._suspects.clear()
+        self._accepted.clear()
+        return spike
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"accepted": list(self._accepted), "suspects": list(self._suspects), "began": self._began}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._accepted = deque(((int(step), float(loss)) for step, loss in state["accepted"]), self.config.window)
+        self._suspects = [(int(step), float(loss)) for step, loss in state["suspects"]]
+        self._began = None if state["began"] is None else float(state["began"])
+
+    def _baseline(self) -> tuple[float | None, float | None]:
+        if len(self._accepted) < max(LEVEL, self.config.window // 2):
+            return None, None
+        steps, losses = zip(*self._accepted, strict=True)
+        level, began = _median(losses[-LEVEL:]), self._began
+        slope, noise = line_through(steps, losses)
+        gained = 0.0 if began is None else max(0.0, began - level)
+        rise = max(self.config.threshold * noise, self.config.least_rise * gained)
+        return level, level + max(0.0, slope) * LEVEL + rise
+
+    def _agreed(self, loss: float) -> float:
+        if self.group is None:
+            return loss
+        told = torch.tensor(
+            loss, dtype=torch.float64, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        )
+        dist.all_reduce(told, group=self.group)
+        return float(told) / dist.get_world_size(self.group)
+
+
+def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, float]:
+    """The slope of a robust line, and the robust standard deviation of what is left around it.
+
+    The slope is the median of those from each loss to the one half the window later.
+    """
+    x, y = numpy.asarray(steps, dtype=numpy.float64), numpy.asarray(losses, dtype=numpy.float64)
+    half = len(x) // 2
+    slope = float(numpy.median((y[half : 2 * half] - y[:half]) / (x[half : 2 * half] - x[:half])))
+    rest = y - slope * x
+    return slope, float(NORMAL * numpy.median(numpy.abs(rest - numpy.median(rest))))
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(numpy.median(values))

@@ -1,0 +1,172 @@
+"""A spike is found, gone back from and skipped, and each gate fails on what goes wrong in practice.
+
+python -m pytest tests/test_loss_spike.py
+"""
+
+import copy
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from curry_train.core.builtin import BUILTIN, transformer
+from curry_train.core.load import load_workload
+from curry_train.core.workload import Case
+from curry_train.gates import loss_spike as gates
+from curry_train.runs.recoveries import Recoveries
+from curry_train.runs.spike import Spike, SpikeWatchdog
+from curry_train.runs.spike_recovery import Recovered, recover
+from curry_train.runs.spike_trial import SpikeParts
+
+CHECKS = {gate.name: gate.check for gate in gates.GATES}
+CASE = Case(transformer(dropout=0.1, depth=1))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN)
+def test_gates_hold_on_built_in_workloads(name, check):
+    verdict = CHECKS[check](Case(load_workload(name)))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_gates_hold_with_dropout_and_bfloat16(check):
+    verdict = CHECKS[check](Case(transformer(dropout=0.1, depth=1), dtype=torch.bfloat16))
+    assert verdict.passed, verdict
+
+
+def test_gates_hold_on_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for check in CHECKS.values():
+        verdict = check(Case(transformer(depth=1), device=torch.device("cuda")))
+        assert verdict.passed, verdict
+
+
+# The saboteurs. Of the watchdog: it never speaks; it takes the mean of everything; NaN is not above any limit; one high
+# loss is enough.
+
+
+class Silent(SpikeWatchdog):
+    def observe(self, step, loss):
+        return None
+
+
+class MeanOfAll(SpikeWatchdog):
+    """Three standard deviations of all losses, the spike's own among them."""
+
+    seen: list
+
+    def observe(self, step, loss):
+        self.seen = [*getattr(self, "seen", []), float(loss)]
+        if len(self.seen) < 16 or math.isnan(loss):
+            return None
+        limit = statistics.fmean(self.seen) + 3 * statistics.pstdev(self.seen)
+        return Spike(step, step, loss, None, limit) if loss > limit else None
+
+
+class DeafToNaN(SpikeWatchdog):
+    def observe(self, step, loss):
+        return None if math.isnan(loss) else super().observe(step, loss)
+
+
+class Impatient(SpikeWatchdog):
+    def __init__(self, config):
+        super().__init__(replace(config, patience=1))
+
+
+@pytest.mark.parametrize("watchdog", [Silent, MeanOfAll, DeafToNaN, Impatient])
+def test_found_fails_on(watchdog):
+    verdict = gates.found(CASE, watchdog=watchdog)
+    assert verdict.passed is False
+    assert verdict.hint
+
+
+# Of a recovery: the samples come again; the weights stay as they are; the newest state, which saw the spike; the
+# optimizer as it was after the spike; one window too few.
+
+
+def takes_them_again(spike, config, **facts):
+    done = recover(spike, config, **facts)
+    return Recovered(done.resumed, replace(done.recovery, start=10**6, stop=10**6 + 1))
+
+
+def keeps_the_weights(spike, config, *, state, load, **facts):
+    spoiled = {name: held.clone() for name, held in state.model.state_dict().items()}
+    done = recover(spike, config, state=state, load=load, **facts)
+    state.model.load_state_dict(spoiled)
+    return done
+
+
+def to_the_newest(spike, config, *, load, **facts):
+    return recover(spike, config, load=lambda what: load(facts["state"].step - 1), **facts)
+
+
+def keeps_the_optimizer(spike, config, *, state, load, **facts):
+    spoiled = copy.deepcopy(state.optimizers[0].state_dict())
+    done = recover(spike, config, state=state, load=load, **facts)
+    state.optimizers[0].load_state_dict(spoiled)
+    return done
+
+
+def one_window_off(spike, config, *, after, **facts):
+    return recover(spike, config, after=lambda position, windows: after(position, max(0, windows - 2)), **facts)
+
+
+@pytest.mark.parametrize(
+    "fault", [takes_them_again, keeps_the_weights, to_the_newest, keeps_the_optimizer, one_window_off]
+)
+def test_recovered_fails_on(fault):
+    verdict = gates.recovered(CASE, parts=SpikeParts(recover=fault))
+    assert verdict.passed is False
+    assert verdict.hint
+
+
+# Of what a process leaves for the next one: the watchdog begins anew; what is skipped is forgotten.
+
+
+class InMemory(Recoveries):
+    def add(self, recovery, *, write):
+        super().add(recovery, write=False)
+
+
+class OfThisProcess(Recoveries):
+    """Knows what to skip, and counts from one in each process."""
+
+    def attempt(self, step, *, within):
+        return 1
+
+
+class Unrecovered(Recoveries):
+    """Reads the file, and skips nothing of it."""
+
+    def __init__(self, files):
+        super().__init__(files)
+        self.done = []
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [SpikeParts(saves_watchdog=False), SpikeParts(recoveries=Unrecovered)],
+    ids=["watchdog left out", "skips forgotten"],
+)
+def test_resumed_fails_on(parts):
+    verdict = gates.resumed(CASE, parts=parts)
+    assert verdict.passed is False
+    assert verdict.hint
+
+
+@pytest.mark.parametrize("recoveries", [InMemory, OfThisProcess])
+def test_bounded_fails_on(recoveries):
+    verdict = gates.bounded(CASE, parts=SpikeParts(recoveries=recoveries))
+    assert verdict.passed is False
+    assert verdict.hint
+
+
+def test_a_recovery_without_an_end_is_stopped():
+    """A run that trains on bad samples again and again is the gate's to end, not the user's."""
+    parts = SpikeParts(recover=takes_them_again, recoveries=OfThisProcess)
+    with pytest.raises(ValueError, match="no bound"):
+        gates.recovered(CASE, parts=parts)
