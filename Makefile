@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test check static lint types rules skills clean
+.PHONY: help validate test long torture spikes check static lint types rules skills clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -24,6 +24,15 @@ validate: $(run_ready)  ## run every gate on a model of the package; ARGS='--mod
 
 test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-k grad_accum'
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
+
+long: $(dev_ready)  ## run the variants that `make test` leaves out, and only those
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
+
+torture: $(dev_ready)  ## kill, damage and forge checkpoints for the record; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
+	@PYTHONPATH=template:tests OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
+
+spikes: $(dev_ready)  ## hundreds of small trainings under the loss watchdog, for the record
+	@PYTHONPATH=template:tests OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
 
 check: static test  ## all that CI runs
 
@@ -42,6 +51,9 @@ rules: $(dev_ready)  ## the house rules that tests/house.py holds
 skills: $(dev_ready)  ## the open validator over each skill, and skillsaw over the bundle
 	@for skill in skills/*/; do $(PYTHON) -m skills_ref.cli validate "$$skill" || exit 1; done
 	@$(PYTHON) -m skillsaw lint --strict --quiet --no-progress
+
+clients: $(dev_ready)  ## install the bundle into five agent clients, and see which skills they load; needs npm and 1.4 GB
+	@PYTHONPATH=template $(PYTHON) tests/clients.py $(ARGS)
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -13,6 +13,7 @@ from curry_train.__main__ import main
 from curry_train.resume_check import _different_figure, _different_tensor, resume_check
 from curry_train.runs import Store
 from house import ROOT
+from scaffold_case import scaffold, shell
 from store_models import new_state, train
 
 TINY = ["model=training_models:with_dropout", "batch_size=4", "microbatch=2", "evaluate.samples=4", "device=cpu"]
@@ -66,6 +67,19 @@ def test_show_names_each_and_what_is_damaged(runs):
     status, said = call("show", runs / "first-001")
     assert status == 1
     assert "was not finished" in " ".join(said.split())
+
+
+def test_a_rollback_of_parameters_is_listed_and_shown_as_one(tmp_path):
+    with Store(tmp_path / "runs/light-001") as store:
+        store.save("best-k", 50, new_state(), metric=("dev_loss", 0.25))
+        store.save("best-k", 100, new_state(), metric=("rollback", 100.0))
+    _, said = call("list", tmp_path / "runs")
+    assert said.splitlines()[1].split()[:5] == ["light-001", "none", "1", "0", "1"]
+    _, said = call("show", tmp_path / "runs/light-001")
+    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [["rollback", "100"], ["best-k", "50"]]
+    assert said.splitlines()[1].endswith("parameters only")
+    assert said.splitlines()[-1] == "nothing to resume from"
+    assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints whole\n")
 
 
 def test_verify_reads_every_byte(runs):
@@ -161,3 +175,38 @@ def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
     monkeypatch.chdir(runs.parent)
     assert call("show", "first-001") == call("show", runs / "first-001")
     assert call("verify", "first-001")[0] == 0
+
+
+IN_A_PACKAGE = """
+import sys
+from click.testing import CliRunner
+from mylib.training.runs_command import runs_command
+for words in (["show", "runs/first-001"], ["verify", "runs/first-001", "latest"], ["estimate", "--parameters", "7e9"],
+              ["diff", "--help"], ["plot", "--help"], ["resume-check", "--steps", "5"], ["spike-check"]):
+    done = CliRunner().invoke(runs_command, words)
+    print(words[0], done.exit_code, " ".join(done.output.split()))
+assert not any(name.split(".")[0] == "curry_train" for name in sys.modules)
+"""
+
+
+def test_a_package_that_took_the_technique_has_its_commands(runs):
+    """Those that need no training project; of the one that does, what it needs is said."""
+    folder = runs.parent
+    (folder / "mylib").mkdir()
+    (folder / "mylib/__init__.py").touch()
+    assert scaffold(ROOT, "add", "checkpoint-policy", "--into", "mylib/training", cwd=folder).returncode == 0
+    listed = shell("python -m mylib.training.runs_command list", cwd=folder)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert listed.stdout.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
+    (folder / "ask.py").write_text(IN_A_PACKAGE)
+    asked = shell("python ask.py", cwd=folder)
+    assert asked.returncode == 0, asked.stderr
+    said = {line.split()[0]: line.split(" ", 2)[1:] for line in asked.stdout.splitlines()}
+    statuses = {name: int(status) for name, (status, _) in said.items()}
+    trains = {"resume-check": 2, "spike-check": 2}
+    assert statuses == {"show": 0, "verify": 0, "estimate": 0, "diff": 0, "plot": 0} | trains
+    assert said["verify"][1] == "1 of 1 checkpoints whole"
+    assert (
+        "resume-check trains, so it needs the training project, which mylib.training has not" in said["resume-check"][1]
+    )
+    assert "scaffold.py add loss-spike --into" in said["spike-check"][1]

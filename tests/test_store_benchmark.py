@@ -5,6 +5,9 @@ python -m pytest tests/test_store_benchmark.py
 
 import json
 
+import pytest
+
+from curry_train.cadence_benchmark import main as cadence_main
 from curry_train.store_benchmark import main
 
 
@@ -17,3 +20,18 @@ def test_both_ratios_are_recorded_and_nothing_is_left(tmp_path, capsys):
         assert found[what]["pairs"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     assert capsys.readouterr().out.count("of plain, at most") == 2
+
+
+def test_a_cadence_is_measured_with_its_bound_and_nothing_is_left(tmp_path, capsys):
+    words = ["--mib", "12", "--seconds", "2", "--overhead", "0.9", "--folder", str(tmp_path)]
+    cadence_main([*words, "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name in ("foreground", "background"):
+        row = found[name]
+        assert row["saves"] >= 1, row
+        assert 0 < row["saving_seconds"] < row["seconds"]
+        assert row["bound"] == 0.9
+    # sqrt(2 * 60 * 86400) = 3219.94 s; d / 2M = 3.4722e-4; Daly's terms make 3180.1 s of it, from save to save
+    assert found["young_daly"]["minutes"]["24h"] == pytest.approx(3180.1 / 60, abs=0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert capsys.readouterr().out.count("of 90.00%") == 2

@@ -16,22 +16,23 @@ from .runs.saved_run import SavedRun
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     """A run in one line."""
-    held = {kind: run.committed(kind) for kind in KINDS}
+    every = [one for kind in KINDS for one in run.committed(kind)]
+    held = {kind: [one for one in every if one.serves_as == kind] for kind in KINDS}
     newest = run.latest()
     return {
         "run": name,
         "latest": newest.step if newest else None,
         **{kind: len(found) for kind, found in held.items()},
-        "bytes": sum(one.num_bytes for found in held.values() for one in found),
+        "bytes": sum(one.num_bytes for one in every),
         "damaged": sum(len(run.damaged(kind)) for kind in KINDS),
     }
 
 
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     """Every checkpoint of a run, and those that are damaged."""
-    rows = []
+    rows, every = [], [one for kind in KINDS for one in run.committed(kind)]
     for kind in KINDS:
-        rows += [_checkpoint(run, one) for one in run.committed(kind)]
+        rows += [_checkpoint(run, one) for one in every if one.serves_as == kind]
         rows += [
             {"kind": kind, "step": None, "metric": None, "bytes": 0, "date": "", "folder": folder, "damaged": why}
             for folder, why in run.damaged(kind).items()
@@ -41,8 +42,10 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
 
 def _checkpoint(run: SavedRun, saved: Saved) -> dict[str, Any]:
     metric = None if saved.metric is None else f"{saved.metric.name} {saved.metric.value:.6g}"
+    if saved.serves_as != saved.kind:
+        metric = "parameters only"
     return {
-        "kind": saved.kind,
+        "kind": saved.serves_as,
         "step": saved.step,
         "metric": metric,
         "bytes": saved.num_bytes,
