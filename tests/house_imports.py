@@ -33,6 +33,7 @@ FLOORS = {
     "runs_plot": 4,
     "runs_plot_command": 4,
     "runs_plot_events": 4,
+    "runs_story": 4,
     "runs_table": 4,
     "runs_spike_check_command": 4,
     "spike_check": 4,

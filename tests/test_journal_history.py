@@ -130,3 +130,12 @@ def test_events_of_a_kind_are_kept_up_to_a_number_and_all_counted(tmp_path):
             journal.write("skip", step=step)
     marks = read_history(tmp_path).marks["skip"]
     assert (len(marks.step), len(marks.events)) == (MOST_KEPT + 50, MOST_KEPT)
+
+
+def test_a_save_that_is_told_late_does_not_turn_the_run_back(tmp_path):
+    """Saves run behind: the one of step 4 is committed after step 6."""
+    with Journal(tmp_path) as journal:
+        journal.start()
+        train(journal, range(1, 7))
+        journal.write("save", step=4, checkpoint="rollback/step-00000004.dcp")
+    assert read_history(tmp_path).last_step == 6

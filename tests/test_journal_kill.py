@@ -143,3 +143,44 @@ def test_a_journal_of_damage_alone_is_refused(tmp_path):
     (tmp_path / "journal.jsonl").write_bytes(b"\xff\n" * 3)
     with pytest.raises(JournalError, match="is no journal of a run: line 1 is no text"):
         Journal(tmp_path)
+
+
+def test_a_forked_child_that_outlives_the_run_does_not_keep_its_journal(tmp_path):
+    """A worker of a DataLoader lives on for seconds when its parent was killed."""
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        Journal(tmp_path).start()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"%d" % os.getpid())
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(30)
+        os._exit(0)
+    child = int(os.read(reader, 20))
+    try:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        with Journal(tmp_path) as journal:
+            journal.resume(0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "resume"]
+
+
+def test_a_forked_child_can_not_write_into_its_parents_journal(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.start()
+        child = os.fork()
+        if child == 0:
+            try:
+                journal.step(1, loss=1.0, learning_rate=1.0)
+            except JournalError:
+                os._exit(3)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        journal.step(1, loss=2.0, learning_rate=1.0)
+    assert [line.get("loss") for line in lines_of(tmp_path)] == [None, 2.0]

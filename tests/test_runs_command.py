@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from curry_train.__main__ import main
 from curry_train.resume_check import _different_figure, _different_tensor, resume_check
-from curry_train.runs import Store
+from curry_train.runs import Journal, Store
 from house import ROOT
 from scaffold_case import scaffold, shell
 from store_models import new_state, train
@@ -210,3 +210,38 @@ def test_a_package_that_took_the_technique_has_its_commands(runs):
         "resume-check trains, so it needs the training project, which mylib.training has not" in said["resume-check"][1]
     )
     assert "scaffold.py add loss-spike --into" in said["spike-check"][1]
+
+
+def test_show_tells_the_story_of_the_attempts(tmp_path):
+    folder = tmp_path / "run-001"
+    (folder / "rollback").mkdir(parents=True)
+    with Journal(folder) as journal:
+        journal.start()
+        journal.step(12, loss=9.0, learning_rate=1e-3)
+        journal.write("spike", step=12, reason="loss 9 at step 12")
+        journal.rollback(10, from_step=12, reason="loss 9 at step 12")
+        journal.write("skip", step=10, reason="positions 40 to 47 of the data")
+        for step in range(11, 19):
+            journal.write("warning", step=step, reason="a word " * 20)
+        journal.write("stop", step=20, reason="steps")
+    _, said = call("show", folder, "--json", tmp_path / "facts.json")
+    lines = said.splitlines()
+    begin = lines.index("attempt 1: start at step 0, up to 12, gone back from")
+    assert lines[begin : begin + 4] == [
+        "attempt 1: start at step 0, up to 12, gone back from",
+        "  step 12, spike: loss 9 at step 12",
+        "attempt 2: rollback at step 10, up to 20, ended by steps",
+        "  step 10, skip: positions 40 to 47 of the data",
+    ]
+    assert lines[-1] == "  and 2 more of warning"
+    told = json.loads((tmp_path / "facts.json").read_text())["attempts"]
+    found = [(row["began"], row["from_step"], len(row["events"])) for row in told]
+    assert found == [("start", 0, 1), ("rollback", 10, 9)]
+
+
+def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_path):
+    (tmp_path / "rollback").mkdir()
+    (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
+    _, said = call("show", tmp_path)
+    assert "nothing to resume from" in said
+    assert "is no journal" in " ".join(said.split())

@@ -23,8 +23,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from .core.provenance import write_json
 from .options import UnusableInput, writable
 from .runs.errors import DamagedCheckpoint
+from .runs.journal_history import read_history
+from .runs.journal_lines import JournalError, printable
+from .runs.journal_reading import NAME
 from .runs.names import KINDS
 from .runs.saved_run import SavedRun
+from .runs_story import story, story_lines
 from .runs_table import checkpoint_rows, checkpoints_table, run_row, runs_table
 
 JSON = click.option(
@@ -103,13 +107,16 @@ def list_command(folder: str, json_path: str | None) -> None:
 @RUN
 @JSON
 def show_command(run: str, json_path: str | None) -> None:
-    """The checkpoints of a run: kind, step, metric, size and date, and which of them are damaged, and why."""
+    """The checkpoints of a run, and which of them are damaged, and why; its attempts, and what happened in them."""
     saved = _open(run)
     rows, newest = checkpoint_rows(saved), saved.latest()
+    told, unread = _told(saved)
     console = console_for(json_path)
     console.print(checkpoints_table(rows))
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
-    facts = {"run": run, "latest": newest.folder if newest else None, "checkpoints": rows}
+    for line in [*story_lines(told), *([unread] if unread else [])]:
+        console.print(line, markup=False)
+    facts = {"run": run, "latest": newest.folder if newest else None, "checkpoints": rows, "attempts": told}
     end(json_path, facts, well=not any(row["damaged"] for row in rows))
 
 
@@ -142,6 +149,17 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
         console.print(textwrap.indent("\n".join(textwrap.wrap(why, 76)), "  "), markup=False)
     console.print(f"{len(found) - len(damaged)} of {len(found)} checkpoints whole")
     end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(found)}, well=not damaged)
+
+
+def _told(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
+    """What the journal tells, or why it can't be read; a run need not have one."""
+    path = Path(saved.files.location(""), NAME)
+    if not path.exists():
+        return [], ""
+    try:
+        return story(read_history(path)), ""
+    except JournalError as error:
+        return [], "\n".join(textwrap.wrap(printable(str(error)), 80))
 
 
 def _open(run: str) -> SavedRun:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .forked import close_here, keep_from_children
 from .journal_file import JournalFile, open_journal
 from .journal_lines import KINDS, OPENING, JournalError, encode_event
 from .journal_reading import NAME
@@ -55,6 +56,7 @@ class Journal:
         self._last = self._file.last if self._file else None
         self.attempt = self._last.attempt if self._last else 0
         self._begun = self._torn = False
+        keep_from_children(self)
         self._lost, self._why = 0, ""
 
     def __enter__(self) -> "Journal":
@@ -122,8 +124,12 @@ class Journal:
         """Give the file back. The event `stop` is for the caller to write, who knows why."""
         with self._mutex:
             if self._file is not None:
-                os.close(self._file.handle)
+                close_here(self._file.handle)
                 self._file = None
+
+    def leave_behind(self) -> None:
+        """A child that was forked has no journal: this one is its parent's."""
+        self._file = None
 
     def _check_begun(self, kind: str) -> None:
         if self.writes and not self._begun:

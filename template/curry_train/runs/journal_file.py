@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import LockedRun
+from .forked import close_here, open_here
 from .journal_lines import LONGEST, Event, JournalError, NewerJournal, parse_event, printable
 from .journal_reading import HEAD, JournalReading
 
@@ -33,7 +34,7 @@ class JournalFile:
 def open_journal(path: Path, *, run: str) -> JournalFile:
     """Raises LockedRun where another process writes it, and JournalError where it is not this run's to write."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        handle = open_here(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         raise JournalError(f"{path} can't be written: {error.strerror}") from error
     file = JournalFile(handle)
@@ -43,7 +44,7 @@ def open_journal(path: Path, *, run: str) -> JournalFile:
         _lock(file, path)
         _settle(file, path, run)
     except BaseException:
-        os.close(handle)
+        close_here(handle)
         raise
     return file
 

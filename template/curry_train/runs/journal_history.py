@@ -144,7 +144,7 @@ class History:
         if event.kind in OPENING or not self.attempts or event.attempt > self.attempts[-1].number:
             self._open(event)
         attempt = self.attempts[-1]
-        attempt.last_step = event.step
+        attempt.last_step = max(attempt.last_step, event.step)
         if event.kind == "step":
             attempt.num_steps += 1
             self.course.add(event, event.facts)
