@@ -54,6 +54,7 @@ FLOORS = {
     "savings_plot": 4,
     "savings_row": 4,
     "gate_rows": 4,
+    "gate_table": 4,
     "grad_flow_command": 4,
     "grad_flow_overhead": 4,
     "grad_flow_plot": 4,

@@ -48,8 +48,30 @@ def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch)
     monkeypatch.setattr("curry_train.__main__.discover", lambda: (gate,))
     ended = run("--model", "mlp")
     assert ended.exit_code == 0
-    assert "n/a  no such layer" in ended.output
+    assert "1 n/a: no such layer" in ended.output
     assert "0 held, 0 failed, 1 not applicable" in ended.output
+    assert "n/a  no such layer" in run("--model", "mlp", "--figures").output
+
+
+def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, monkeypatch):
+    def gate(name, passed, hint=""):
+        return Gate(name, lambda case: Verdict(name, passed, "3 of 4", "4 of 4", hint))
+
+    gates = (gate("a/one", True), gate("a/two", True), gate("b/one", False, "do this"), gate("b/two", None, "no layer"))
+    more = (gate("c/one", None, "no layer"), gate("c/two", None, "no block"))
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: (*gates, *more))
+    lines = run("--model", "mlp").output.splitlines()
+    assert [line.rstrip() for line in lines[2:5]] == [
+        "  a  2 held",
+        "  b  1 FAILED, 1 n/a: no layer",
+        "  c  2 n/a for 2 reasons",
+    ]
+    assert "mlp, b/one: FAILED" in lines
+    assert "  what to do: do this" in lines
+    assert lines[-1] == "2 held, 1 failed, 3 not applicable; --figures has what each measured"
+    narrowed = run("--model", "mlp", "--gate", "a").output
+    assert "a/one  held  3 of 4" in narrowed
+    assert "--figures" not in narrowed
 
 
 def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_ranks_with_losses_of_their_own_judge_their_mean_alike():
         ({"patience": 0}, "spike.patience must be a whole number from 1; got 0"),
         ({"least_rise": 1.5}, "spike.least_rise must be from 0 to below 1; got 1.5"),
         ({"skip_around": -1}, "spike.skip_around must be a whole number from 0; got -1"),
-        ({"learning_rate": 2.0}, "spike.learning_rate must be between 0 and 1, or null; got 2.0"),
+        ({"lower_rate": 2.0}, "spike.lower_rate must be between 0 and 1, or null; got 2.0"),
         ({"attempts": True}, "spike.attempts must be a whole number from 1; got True"),
         ({"patiense": 3}, "spike.patiense is no key; there are action, window"),
     ],

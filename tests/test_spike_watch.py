@@ -193,7 +193,7 @@ def test_a_spike_before_anything_was_saved_says_what_to_set(tmp_path):
 
 
 def test_the_learning_rate_is_lower_for_a_while(tmp_path):
-    slower = ("spike.learning_rate=0.5", "spike.learning_rate_steps=6")
+    slower = ("spike.lower_rate=0.5", "spike.lower_rate_steps=6")
     folder = trained(tmp_path, *slower, "schedule.shape=constant").folder
     rates = {line["step"]: line["learning_rate"] for line in told(folder, "step")}
     assert [rates[step] for step in (30, 31, 42, 43)] == pytest.approx([1e-3, 5e-4, 5e-4, 1e-3])

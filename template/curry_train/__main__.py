@@ -7,26 +7,24 @@ Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 import fnmatch
 import importlib
 import importlib.util
-import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from .core.blocks import find_blocks
 from .core.builtin import BUILTIN
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.untouched import heap_kept
-from .core.verdict import Gate, Verdict
+from .core.verdict import Gate
 from .core.workload import Case
 from .gate_rows import Row, measure_rows
+from .gate_table import print_figures, print_summary
 from .gates import discover
 from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
 from .plan.profiler import MemoryProfiler
@@ -34,7 +32,6 @@ from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
 
 OF_TECHNIQUES = ("train", "plan", "bench", "grad-flow", "runs")
-MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 
 def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
@@ -78,6 +75,7 @@ def main() -> None:
 @model_option("models", multiple=True, more="Repeatable; all built-in ones if left out.")
 @click.option("--gate", "patterns", multiple=True, metavar="PATTERN", help="Only these gates: a technique or a glob.")
 @run_options
+@click.option("--figures", is_flag=True, help="What each gate measured; so without it where --gate is given.")
 @click.option("--list", "list_only", is_flag=True, help="Name the gates and stop.")
 def gates_command(
     models: tuple[str, ...],
@@ -88,6 +86,7 @@ def gates_command(
     batch_size: int,
     seed: int,
     json_path: str | None,
+    figures: bool,
     list_only: bool,
 ) -> None:
     """Measure every gate on a model. Exit status: 0 all held, 1 a gate failed, 2 wrong usage, 3 no such device."""
@@ -112,7 +111,8 @@ def gates_command(
     with heap_kept():
         rows = list(_measure(cases, gates))
     run = {"dtype": dtype, "batch_size": batch_size, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
-    _print_table(console, rows, blocks=shown)
+    show = print_figures if figures or patterns else print_summary
+    show(console, rows, blocks=shown)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
         write_json(json_path, facts | run | {"results": results})
@@ -142,53 +142,6 @@ def _blocks(case: Case) -> str:
             raise
         return "no repeated blocks: name some with --blocks"
     return f"{len(names)} blocks, {names[0]} to {names[-1]}" if len(names) > 1 else f"1 block, {names[0]}"
-
-
-def _print_table(console: Console, rows: Sequence[Row], *, blocks: Mapping[str, str]) -> None:
-    """One line for what held, all that is known for what did not."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    last = None
-    for alike in _together(rows):
-        row = alike[0]
-        if row.workload != last:
-            table.add_row(f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]")
-        name = row.verdict.gate if len(alike) == 1 else f"{row.verdict.gate.split('/')[0]}: {len(alike)} gates"
-        table.add_row(f"  {name}", MARKS[row.verdict.passed], escape(_short(row.verdict)))
-        last = row.workload
-    console.print(table)
-    for row in rows:
-        if row.verdict.passed is False:
-            _print_detail(console, row)
-    failed = sum(row.verdict.passed is False for row in rows)
-    skipped = sum(row.verdict.passed is None for row in rows)
-    held = len(rows) - failed - skipped
-    console.print(f"\n{held} held, {failed} failed, {skipped} not applicable")
-
-
-def _together(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Each row by itself, but those of one technique together that do not apply for one reason."""
-
-    def reason(row: Row) -> tuple[Any, ...]:
-        technique, name = row.verdict.gate.split("/", 1)
-        return row.workload, technique, row.verdict.hint if row.verdict.passed is None else name
-
-    for _, alike in itertools.groupby(rows, key=reason):
-        yield list(alike)
-
-
-def _short(verdict: Verdict) -> str:
-    return verdict.hint if verdict.passed is None else verdict.measured
-
-
-def _print_detail(console: Console, row: Row) -> None:
-    verdict = row.verdict
-    console.print(f"\n{row.workload}, {verdict.gate}: {MARKS[verdict.passed]}")
-    facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
-    for label, text in facts.items():
-        console.print(f"  {label}: {escape(text)}")
 
 
 @main.command("memory")

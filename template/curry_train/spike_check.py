@@ -97,8 +97,8 @@ def spike_check(
         raise ValueError(f"bad windows {at} to {at + num_windows - 1} are not all among the {steps} steps: lower --at")
     given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
     spike = load_config(config, given).spike
-    if spike.learning_rate is not None or not spike.rolls_back:
-        raise ValueError("the check needs spike.action=rollback, and no spike.learning_rate, which makes another run")
+    if spike.lower_rate is not None or not spike.rolls_back:
+        raise ValueError("the check needs spike.action=rollback, and no spike.lower_rate, which makes another run")
     plant = _Plant(at, num_windows)
     with _unheard():
         _train(load_config(config, [*given, f"name={RECOVERED}"]), plant, watch)

@@ -22,7 +22,7 @@ class SpikeConfig:
     `rollback` goes back to the newest state from before it and trains on without the samples of the spike and of
     `skip_around` steps before and after it, twice as many at each further attempt at one place, of which there are
     `attempts`.
-    With `learning_rate`, such as 0.5, the rate is that part of itself for `learning_rate_steps` steps afterwards.
+    With `lower_rate`, such as 0.5, the rate is that part of itself for `lower_rate_steps` steps afterwards.
     """
 
     action: Action = "warn"
@@ -32,8 +32,8 @@ class SpikeConfig:
     patience: int = 3
     attempts: int = 3
     skip_around: int = 8
-    learning_rate: float | None = None
-    learning_rate_steps: int = 100
+    lower_rate: float | None = None
+    lower_rate_steps: int = 100
 
     def __post_init__(self) -> None:
         _require(self.action in get_args(Action), "action", self.action, "none, warn or rollback")
@@ -41,11 +41,11 @@ class SpikeConfig:
         _require(_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0")
         least = self.least_rise
         _require(_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
-        for name in ("patience", "attempts", "learning_rate_steps"):
+        for name in ("patience", "attempts", "lower_rate_steps"):
             _require(_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
         _require(_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0")
-        rate = self.learning_rate
-        _require(rate is None or (_number(rate) and 0 < rate < 1), "learning_rate", rate, "between 0 and 1, or null")
+        rate = self.lower_rate
+        _require(rate is None or (_number(rate) and 0 < rate < 1), "lower_rate", rate, "between 0 and 1, or null")
 
     @property
     def rolls_back(self) -> bool:

@@ -56,8 +56,8 @@ def recover(
     start = after(state.position, max(0, first - 1 - back))
     stop = after(state.position, spike.step + around - back)
     slower = (1.0, 0)
-    if config.learning_rate is not None:
-        slower = (config.learning_rate, spike.step + config.learning_rate_steps)
+    if config.lower_rate is not None:
+        slower = (config.lower_rate, spike.step + config.lower_rate_steps)
     recovery = Recovery(spike.step, back, start, stop, attempt, *slower)
     recoveries.add(recovery, write=write)
     return Recovered(resumed, recovery)
