@@ -24,9 +24,9 @@ from ..runs.spike_recovery import SpikeNotRecovered
 from ..runs.spike_trial import CONFIG, FIRST_BAD, SAVING, SOUND, SpikeParts, Trial
 from ..runs.trial import same
 
-HEALTHY = 48  # steps of the model whose losses are looked at
+HEALTHY = 40  # steps of the model whose losses are looked at
 NUM_PLANTED = 16
-WATCHED = SpikeConfig()
+WATCHED = SpikeConfig(window=48)
 
 
 def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog) -> Verdict:

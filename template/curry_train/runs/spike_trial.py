@@ -1,6 +1,7 @@
 """A short training of a case with planted spikes, and the parts of the recovery that a test of a gate may replace.
 
-Samples are drawn by their position. Training on a bad one spoils the weights, and the loss that is told jumps. Proof:
+Samples are drawn by their position. Training on a bad one spoils the weights. The watchdog is told figures of a run that
+began long before, which jump then: whether it finds real ones is another gate's question. Proof:
 `python -m pytest template/tests/test_loss_spike.py`.
 """
 
@@ -27,10 +28,10 @@ from .state import TrainingState
 from .store import Store
 
 CONFIG = SpikeConfig(action="rollback", window=16, threshold=50.0, patience=2, attempts=2, skip_around=1)
-SAVING = PolicyConfig(rollback_every=10, recovery_every=None, best_k=0)
-FIRST_BAD = 20  # the step whose samples are the first bad ones; its state is saved
-NUM_STEPS = 22
-MOST_STEPS = 200  # done in all, with those that were done again
+SAVING = PolicyConfig(rollback_every=2, recovery_every=None, best_k=0)
+FIRST_BAD = 4  # the step whose samples are the first bad ones; its state is saved
+NUM_STEPS = 6
+MOST_STEPS = 60  # done in all, with those that were done again
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Trial:
                 position, self.done = self._next(state.position), self.done + 1
                 if self.done > MOST_STEPS:
                     raise ValueError(f"{MOST_STEPS} steps were done for {steps}: the recovery has no bound")
-                loss = self._step(state, position)
+                self._step(state, position)
+                loss = _told(state.step + 1, high=self.bad(state.step + 1, position))
                 state.step, state.position = state.step + 1, position + 1
                 spike = watchdog.observe(state.step, loss)
                 if spike is None:
@@ -97,19 +99,17 @@ class Trial:
                 self.skipped.append((done.recovery.start, done.recovery.stop))
             return {name: held.clone() for name, held in state.snapshot().tensors.items()}
 
-    def _step(self, state: TrainingState, position: int) -> float:
+    def _step(self, state: TrainingState, position: int) -> None:
         with seeded(self.case.seed + 1000 + position):
             batch = self.case.place(self.case.workload.batch(self.case.batch_size))
         loss = self.case.workload.mean_loss(state.model, batch)
         loss.backward()
         state.optimizers[0].step()
         state.optimizers[0].zero_grad()
-        if not self.bad(state.step + 1, position):
-            return float(loss.detach())
-        with torch.no_grad():
-            for parameter in state.model.parameters():
-                parameter.add_(torch.ones_like(parameter))
-        return abs(float(loss.detach())) * 1000 + 1000
+        if self.bad(state.step + 1, position):
+            with torch.no_grad():
+                for parameter in state.model.parameters():
+                    parameter.add_(torch.ones_like(parameter))
 
     def _next(self, position: int) -> int:
         """The first position from this one on that is not skipped."""
@@ -130,10 +130,16 @@ class Trial:
         state = TrainingState(model, torch.optim.AdamW(trained, lr=1e-3), extra=held)
         files = WithoutSync(self.folder)
         with _unheard(), Store(self.folder, files=files) as store, SavingPolicy(store, self.saving) as policy:
-            policy.resume(state)
+            if policy.resume(state) is None:
+                for step in range(-CONFIG.window, 1):
+                    watchdog.observe(step, _told(step, high=False))
             recoveries = self.parts.recoveries(files)
             self.skipped += [(one.start, one.stop) for one in recoveries.done]
             yield policy, state, recoveries
+
+
+def _told(step: int, *, high: bool) -> float:
+    return 2000.0 if high else 2.0 + 0.01 * (step % 5)
 
 
 @contextmanager
