@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from curry_train.runs import retention
-from curry_train.runs.policy_config import Retention
-from torture_retention import KINDS_OF_EVENT, histories, with_rules
+from curry_train.runs.policy_config import PolicyConfig, Retention
+from torture_retention import KINDS_OF_EVENT, histories, run_history, with_rules
 
 
 def test_some_hundred_histories():
@@ -68,3 +68,10 @@ def test_a_wrong_rule_is_caught(name):
     with with_rules(**WRONG[name]):
         found = histories(600, shorten=False)
     assert found["wrong"] != [], f"not in {found['histories']} histories"
+
+
+def test_a_damaged_state_that_is_saved_again_before_a_crash_is_whole_again():
+    """The older one below it may go then."""
+    config = PolicyConfig(rollback_every=1, recovery_every=5, best_k=0, retention=Retention(1, 1))
+    sound = [("train", (number, None, True)) for number in (1, 4)]
+    run_history(config, [*sound, ("rot", 1), ("train", (2, None, True)), ("crash", (5, (2, None, True)))])

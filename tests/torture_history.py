@@ -193,7 +193,8 @@ class History:
             else:
                 self.train(inner, crash=after)
         except Crash:
-            rotten, self.sure = set(self.books.rotten), False
+            rotten = {row for row in self.books.rotten if folder_name(*row[:2]) in self.rotten}  # one may be saved anew
+            self.sure = False
             before = set(self.books.rows) if turned is None else before  # the steps before the last were entered
             self.begin()
             self.sure = True
