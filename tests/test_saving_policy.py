@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import time
 from collections import namedtuple
 
 import pytest

@@ -4,6 +4,7 @@ python -m pytest tests/test_trainers.py
 """
 
 import functools
+import inspect
 import io
 import types
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import GradientAccumulation, apply_chunked_loss, recompute_blocks
+from house import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -39,7 +41,7 @@ def labelled(model, tokens):
 
 
 def switch_on(model):
-    """Hugging Face's own switch, which had another name before 5.x and has it no longer in 6."""
+    """Hugging Face's own switch, which had another name in 5.0 and before."""
     name = "activation_checkpointing_enable"
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
@@ -56,6 +58,51 @@ def figures(*changes):
         change(model)
     record = record_step(model, TOKENS, labelled)
     return record, measure_memory(model, TOKENS, labelled), count_flops(model, TOKENS, labelled)
+
+
+# The names on the page.
+
+NAMES = {
+    "transformers": (
+        "Trainer.save_model",
+        *(
+            f"TrainingArguments.{field}"
+            for field in (
+                *("gradient_accumulation_steps", "max_grad_norm", "average_tokens_across_devices", "ignore_data_skip"),
+                *("logging_nan_inf_filter", "gradient_checkpointing"),
+            )
+        ),
+    ),
+    "accelerate": (
+        "Accelerator.accumulate",
+        "Accelerator.backward",
+        "Accelerator.clip_grad_norm_",
+        "Accelerator.sync_gradients",
+        "Accelerator.no_sync",
+        "Accelerator.prepare",
+        "skip_first_batches",
+        "utils.GradientAccumulationPlugin.sync_each_batch",
+        "utils.FullyShardedDataParallelPlugin.activation_checkpointing",
+        "utils.FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap",
+    ),
+    "lightning.pytorch": (
+        "Trainer.accumulate_grad_batches",
+        "Trainer.gradient_clip_val",
+        "LightningModule.configure_model",
+        "strategies.FSDPStrategy.activation_checkpointing_policy",
+        "strategies.ModelParallelStrategy",
+    ),
+}
+
+
+@pytest.mark.parametrize(("owner", "names"), NAMES.items(), ids=list(NAMES))
+def test_what_the_page_names_is_there(owner, names):
+    found, page = package(owner), (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8")
+    for name in names:
+        *path, last = name.split(".")
+        parent = functools.reduce(getattr, path, found)
+        assert hasattr(parent, last) or last in inspect.signature(parent).parameters, name
+        assert last in page
 
 
 # Hugging Face.
@@ -134,6 +181,11 @@ def test_trainer_counts_tokens_only_where_the_model_takes_the_count(tmp_path):
     deaf = llama()
     deaf.__class__ = Deaf
     assert off(change(deaf, tmp_path, samples=1, microbatches=6, max_grad_norm=0), large) > 0.3
+
+
+def test_trainer_divides_a_short_window_by_what_is_in_it(tmp_path):
+    batches = change(llama(), tmp_path, samples=4, microbatches=1)
+    assert off(change(llama(), tmp_path, samples=1, microbatches=4), batches) < 1e-5
 
 
 def test_trainer_clips_unless_it_is_told_not_to():
