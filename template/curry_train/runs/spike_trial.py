@@ -1,7 +1,7 @@
 """A short training of a case with planted spikes, and the parts of the recovery that a test of a gate may replace.
 
-Samples are drawn by their position. Training on a bad one spoils the weights. The watchdog is told figures of a run that
-began long before, which jump then: whether it finds real ones is another gate's question. Proof:
+Samples are drawn by their position. Training on a bad one spoils the weights. The watchdog is told figures of a run
+that began long before, which jump then: whether it finds real ones is another gate's question. Proof:
 `python -m pytest template/tests/test_loss_spike.py`.
 """
 
