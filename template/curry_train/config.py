@@ -15,6 +15,7 @@ import yaml
 
 from .primitives.checkpoint_config import CheckpointConfig
 from .runs.policy_config import AUTO, PolicyConfig
+from .runs.setting_checks import require
 from .runs.spike_config import SpikeConfig
 from .schedule import Schedule
 from .typed_fields import flat_keys, nearest_key, read_fields
@@ -38,16 +39,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         known = self.source in ("text", "tokens", "workload") or ":" in self.source
-        _require(known, "source", self.source, "text, tokens, workload or pkg.module:factory")
-        _require(
+        require(known, "source", self.source, "text, tokens, workload or pkg.module:factory")
+        require(
             (self.path is not None) == (self.source == "tokens"), "path", self.path, "a glob where source is tokens"
         )
         for name in ("documents", "mask"):
-            _require(not getattr(self, name) or self.source == "tokens", name, True, "false unless source is tokens")
-        _require(self.length is None or self.length >= 1, "length", self.length, "1 or more, or null")
-        _require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
+            require(not getattr(self, name) or self.source == "tokens", name, True, "false unless source is tokens")
+        require(self.length is None or self.length >= 1, "length", self.length, "1 or more, or null")
+        require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
         paired = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)
-        _require(paired, "skip", self.skip, "pairs such as [[5760, 5888]], from a position up to a greater one")
+        require(paired, "skip", self.skip, "pairs such as [[5760, 5888]], from a position up to a greater one")
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class OptimizerConfig:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class EvaluateConfig:
     samples: int = 256
 
     def __post_init__(self) -> None:
-        _require(self.every is None or self.every >= 1, "every", self.every, "1 or more, or null for never")
-        _require(self.samples >= 1, "samples", self.samples, "1 or more")
+        require(self.every is None or self.every >= 1, "every", self.every, "1 or more, or null for never")
+        require(self.samples >= 1, "samples", self.samples, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class LogConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, "every", self.every, "1 or more")
+        require(self.every >= 1, "every", self.every, "1 or more")
 
 
 @dataclass(frozen=True)
@@ -128,29 +129,29 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "microbatch"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        _require(self.seed >= 0, "seed", self.seed, "0 or above")
-        _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "1 or more, or null")
-        _require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or null")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        require(self.seed >= 0, "seed", self.seed, "0 or above")
+        require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "1 or more, or null")
+        require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or null")
         plain = self.name == Path(self.name).name and self.name not in ("", ".", "..")
-        _require(plain, "name", self.name, "the name of a folder")
+        require(plain, "name", self.name, "the name of a folder")
         least = self.microbatch * (self.ranks or 1)
         wanted = f"a multiple of microbatch{' x ranks' if self.ranks else ''}, {least}"
-        _require(self.batch_size % least == 0, "batch_size", self.batch_size, wanted)
+        require(self.batch_size % least == 0, "batch_size", self.batch_size, wanted)
         wanted = "more than one rank only with parallel=ddp or parallel=fsdp2"
-        _require(self.parallel != "none" or self.ranks in (None, 1), "ranks", self.ranks, wanted)
+        require(self.parallel != "none" or self.ranks in (None, 1), "ranks", self.ranks, wanted)
         known = self.checkpoint.best_k_metric in MEASURED or not self.checkpoint.best_k
         wanted = f"{' or '.join(MEASURED)}, which are what this loop measures"
-        _require(known, "checkpoint.best_k_metric", self.checkpoint.best_k_metric, wanted)
+        require(known, "checkpoint.best_k_metric", self.checkpoint.best_k_metric, wanted)
         last = self.steps * self.batch_size
         for start, stop in sorted(self.data.skip):
             wanted = f"of positions that the run comes to; {self.steps} steps of {self.batch_size} end at {last}"
-            _require(start < last, "data.skip", [start, stop], wanted)
+            require(start < last, "data.skip", [start, stop], wanted)
             last += stop - start
         if self.spike.rolls_back:
             _require_way_back(self.checkpoint, self.spike)
         half = self.dtype == "bfloat16" and self.precision == "float16"
-        _require(not half, "precision", self.precision, "bfloat16 or float32 for bfloat16 weights")
+        require(not half, "precision", self.precision, "bfloat16 or float32 for bfloat16 weights")
         try:
             self.learning_rates()
         except ValueError as error:
@@ -226,9 +227,4 @@ def _require_way_back(policy: PolicyConfig, spike: SpikeConfig) -> None:
         f"warn or none, or checkpoint.{name}_every x (checkpoint.retention.{name}_keep - 1) at least {reach}, the "
         "steps from a spike back to the first sample that is skipped"
     )
-    _require(held, "spike.action", spike.action, wanted)
-
-
-def _require(held: bool, key: str, value: Any, wanted: str) -> None:
-    if not held:
-        raise ValueError(f"{key} must be {wanted}; got {value!r}")
+    require(held, "spike.action", spike.action, wanted)

@@ -5,9 +5,7 @@
 large. Proof: `python -m pytest tests/test_spike_check.py`.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,14 @@ from torch import Tensor
 
 from .config import Config, load_config
 from .core.batches import map_tensors
+from .core.quiet import unheard
 from .data.dataset import Dataset
 from .resume_check import final_tensors
 from .runs.journal_reading import NAME, JournalReading
 from .training import Trained, Watch, open_run, train_run
 
 TIMES = 100.0  # as large are planted values that are not whole numbers
+SAID = (f"{__package__}.spike_watch", f"{__package__}.runs.policy")  # what they say is in the result
 RECOVERED, WITHOUT, THROUGH = "recovered", "without", "through"
 
 
@@ -100,7 +100,7 @@ def spike_check(
     if spike.lower_rate is not None or not spike.rolls_back:
         raise ValueError("the check needs spike.action=rollback, and no spike.lower_rate, which makes another run")
     plant = _Plant(at, num_windows)
-    with _unheard():
+    with unheard(*SAID):
         _train(load_config(config, [*given, f"name={RECOVERED}"]), plant, watch)
         events = list(JournalReading(folder / f"{RECOVERED}-001" / NAME))
         spikes = [event for event in events if event.kind == "spike"]
@@ -170,17 +170,3 @@ def _difference(folder: Path, recovered: dict[int, float], without: dict[int, fl
         if pair[0] is None or pair[1] is None or not torch.equal(pair[0], pair[1]):
             return f"{name} differs in the final state"
     return None
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """What the watchdog says on the way is in the result."""
-    loggers = [logging.getLogger(name) for name in (f"{__package__}.spike_watch", f"{__package__}.runs.policy")]
-    before = [one.disabled for one in loggers]
-    for one in loggers:
-        one.disabled = True
-    try:
-        yield
-    finally:
-        for one, was in zip(loggers, before, strict=True):
-            one.disabled = was

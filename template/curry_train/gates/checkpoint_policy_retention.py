@@ -4,13 +4,12 @@ Each gate takes the part that it is about, so that its tests can plant a wrong o
 Proof: `python -m pytest tests/test_checkpoint_policy_retention.py`.
 """
 
-import contextlib
-import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..core.quiet import unheard
 from ..core.verdict import Gate, Verdict
 from ..core.workload import Case
 from ..runs.errors import RunError
@@ -55,7 +54,7 @@ def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load
         _flip_a_bit(folder / newer.folder)
         other = new_state(case, SOUND, seed=case.seed + 1)
         try:
-            with _unheard():
+            with unheard(load_chosen.__module__):
                 resumed = load(SavedRun(folder), other, "latest")
         except RunError as error:
             return Verdict(gate, False, "nothing was loaded", required, f"{error}: try the checkpoint before it")
@@ -70,17 +69,6 @@ def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load
     elif not told:
         hint = "a run that lost steps must say so: name what was passed over, and why"
     return Verdict(gate, not hint, measured, required, hint)
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """The verdict says what the log would."""
-    logger = logging.getLogger(load_chosen.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def once(case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPolicy) -> Verdict:

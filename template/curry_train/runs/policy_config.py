@@ -7,11 +7,12 @@ Proof: `python -m pytest tests/test_policy_config.py`.
 """
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from .setting_checks import is_number, is_whole, require
 
 AUTO = "auto"
 DIRECTIONS = ("minimize", "maximize")
@@ -27,7 +28,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("rollback_keep", "recovery_keep"):
-            _require(_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
+            require(is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,25 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         every = self.rollback_every
-        _require(
-            every in (None, AUTO) or _whole(every, 1), "rollback_every", every, f"1 or more, {AUTO}, or null for never"
-        )
+        known = every in (None, AUTO) or is_whole(every, 1)
+        require(known, "rollback_every", every, f"1 or more, {AUTO}, or null for never")
         every = self.recovery_every
-        _require(every is None or _whole(every, 1), "recovery_every", every, "1 or more, or null for the end alone")
-        _require(_whole(self.best_k, 0), "best_k", self.best_k, "a whole number from 0, 0 for none")
+        require(every is None or is_whole(every, 1), "recovery_every", every, "1 or more, or null for the end alone")
+        require(is_whole(self.best_k, 0), "best_k", self.best_k, "a whole number from 0, 0 for none")
         named = isinstance(self.best_k_metric, str) and _NAME.fullmatch(self.best_k_metric) is not None
-        _require(named, "best_k_metric", self.best_k_metric, "letters, digits and _, such as dev_loss")
-        _require(self.best_k_metric != "rollback", "best_k_metric", "rollback", "another name: this one is taken")
+        require(named, "best_k_metric", self.best_k_metric, "letters, digits and _, such as dev_loss")
+        require(self.best_k_metric != "rollback", "best_k_metric", "rollback", "another name: this one is taken")
         known = self.best_k_direction in DIRECTIONS
-        _require(known, "best_k_direction", self.best_k_direction, " or ".join(DIRECTIONS))
+        require(known, "best_k_direction", self.best_k_direction, " or ".join(DIRECTIONS))
         kept = isinstance(self.retention, Retention)
-        _require(kept, "retention", self.retention, "a block such as {rollback_keep: 5, recovery_keep: 3}")
-        _require(_number(self.overhead) and 0 < self.overhead <= 1, "overhead", self.overhead, "above 0, at most 1")
+        require(kept, "retention", self.retention, "a block such as {rollback_keep: 5, recovery_keep: 3}")
+        require(is_number(self.overhead) and 0 < self.overhead <= 1, "overhead", self.overhead, "above 0, at most 1")
         hours = self.mean_hours_between_failures
-        _require(
-            hours is None or (_number(hours) and hours > 0), "mean_hours_between_failures", hours, "above 0, or null"
+        require(
+            hours is None or (is_number(hours) and hours > 0), "mean_hours_between_failures", hours, "above 0, or null"
         )
         only = self.rollback_parameters_only
-        _require(isinstance(only, bool), "rollback_parameters_only", only, "true or false")
+        require(isinstance(only, bool), "rollback_parameters_only", only, "true or false")
 
     @property
     def minimize(self) -> bool:
@@ -104,16 +104,3 @@ def _known(kind: type, block: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _under(where: str, error: ValueError) -> str:
     said = str(error)
     return said if said.startswith("checkpoint.") else f"{where}.{said}"
-
-
-def _whole(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(held: bool, key: str, value: Any, wanted: str) -> None:
-    if not held:
-        raise ValueError(f"{key} must be {wanted}; got {value!r}")

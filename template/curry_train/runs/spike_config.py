@@ -5,10 +5,11 @@
 Proof: `python -m pytest tests/test_spike.py`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
+
+from .setting_checks import is_number, is_whole, require
 
 Action = Literal["none", "warn", "rollback"]
 
@@ -36,16 +37,16 @@ class SpikeConfig:
     lower_rate_steps: int = 100
 
     def __post_init__(self) -> None:
-        _require(self.action in get_args(Action), "action", self.action, "none, warn or rollback")
-        _require(_whole(self.window, 16), "window", self.window, "a whole number from 16")
-        _require(_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0")
+        require(self.action in get_args(Action), "action", self.action, "none, warn or rollback")
+        require(is_whole(self.window, 16), "window", self.window, "a whole number from 16")
+        require(is_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0")
         least = self.least_rise
-        _require(_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
+        require(is_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
         for name in ("patience", "attempts", "lower_rate_steps"):
-            _require(_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
-        _require(_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0")
+            require(is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
+        require(is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0")
         rate = self.lower_rate
-        _require(rate is None or (_number(rate) and 0 < rate < 1), "lower_rate", rate, "between 0 and 1, or null")
+        require(rate is None or (is_number(rate) and 0 < rate < 1), "lower_rate", rate, "between 0 and 1, or null")
 
     @property
     def rolls_back(self) -> bool:
@@ -61,16 +62,3 @@ class SpikeConfig:
             return cls(**block)
         except ValueError as error:
             raise ValueError(f"spike.{error}") from error
-
-
-def _whole(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _require(held: bool, key: str, value: Any, wanted: str) -> None:
-    if not held:
-        raise ValueError(f"{key} must be {wanted}; got {value!r}")

@@ -5,7 +5,6 @@ that began long before, which jump then: whether it finds real ones is another g
 `python -m pytest template/tests/test_loss_spike.py`.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.quiet import unheard
 from ..core.untouched import seeded
 from ..core.workload import Case
 from .files import LocalFiles
@@ -129,7 +129,11 @@ class Trial:
         held = {"spike": watchdog} if self.parts.saves_watchdog else {}
         state = TrainingState(model, torch.optim.AdamW(trained, lr=1e-3), extra=held)
         files = WithoutSync(self.folder)
-        with _unheard(), Store(self.folder, files=files) as store, SavingPolicy(store, self.saving) as policy:
+        with (
+            unheard(SavingPolicy.__module__),
+            Store(self.folder, files=files) as store,
+            SavingPolicy(store, self.saving) as policy,
+        ):
             if policy.resume(state) is None:
                 for step in range(-CONFIG.window, 1):
                     watchdog.observe(step, _told(step, high=False))
@@ -140,14 +144,3 @@ class Trial:
 
 def _told(step: int, *, high: bool) -> float:
     return 2000.0 if high else 2.0 + 0.01 * (step % 5)
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """The verdict says what the log would."""
-    logger = logging.getLogger(SavingPolicy.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
