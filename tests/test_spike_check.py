@@ -111,6 +111,7 @@ def test_a_spike_that_is_not_found_is_said_with_status_1(tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["--steps", "40", "--at", "38", "--windows", "9"], "bad windows 38 to 46 are not all among the 40 steps"),
+        (["--steps", "30"], "begin in step 20, and the watchdog judges from step 33 on"),
         (["--steps", "40", "spike.lower_rate=0.5"], "no spike.lower_rate, which makes another run"),
         (["--steps", "40", "spike.action=warn"], "needs spike.action=rollback"),
         (["--steps", "40", "modle=mlp"], "modle is no key; did you mean model"),

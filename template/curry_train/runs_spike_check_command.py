@@ -31,7 +31,7 @@ from .training import Hook, Run, Watch
 @click.command("spike-check")
 @model_option("model", more="The same as model=.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="A YAML file.")
-@click.option("--steps", type=click.IntRange(30), default=240, show_default=True)
+@click.option("--steps", type=click.IntRange(18), default=240, show_default=True)
 @click.option("--at", type=click.IntRange(2), help="The first bad step; two thirds of the steps by default.")
 @click.option("--windows", type=click.IntRange(1), default=5, show_default=True, help="Steps whose samples are bad.")
 @plot_option("Draw the three runs: loss, dev loss, and what happened; a PNG.")
@@ -94,7 +94,7 @@ def describe(found: SpikeCheck) -> Iterator[str]:
     first, last = found.planted
     yield f"planted: bad samples in steps {first} to {last} of {found.steps}"
     if not found.rollbacks:
-        yield "NOT found: the loss did not rise enough; lower spike.threshold or plant more --windows"
+        yield "NOT found: the loss did not rise enough; lower spike.threshold or spike.least_rise"
         return
     skipped = ", ".join(f"{start} to {stop - 1}" for start, stop in found.skipped)
     yield f"found {found.found_after} steps after the first, with patience {found.patience}"

@@ -99,6 +99,11 @@ def spike_check(
     spike = load_config(config, given).spike
     if spike.lower_rate is not None or not spike.rolls_back:
         raise ValueError("the check needs spike.action=rollback, and no spike.lower_rate, which makes another run")
+    if at <= (judged := spike.judges_after):
+        raise ValueError(
+            f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} on: give --at and "
+            "--steps above that, or a smaller spike.window"
+        )
     plant = _Plant(at, num_windows)
     with unheard(*SAID):
         _train(load_config(config, [*given, f"name={RECOVERED}"]), plant, watch)

@@ -22,9 +22,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from .spike_config import SpikeConfig
+from .spike_config import LEVEL, SpikeConfig
 
-LEVEL = 16  # losses whose median is the level
 NORMAL = 1.4826  # standard deviations in a median absolute deviation of normal noise
 
 
@@ -90,7 +89,7 @@ class SpikeWatchdog:
         self._began = None if state["began"] is None else float(state["began"])
 
     def _baseline(self) -> tuple[float | None, float | None]:
-        if len(self._accepted) < max(LEVEL, self.config.window // 2):
+        if len(self._accepted) < self.config.judges_after:
             return None, None
         steps, losses = zip(*self._accepted, strict=True)
         level, began = _median(losses[-LEVEL:]), self._began

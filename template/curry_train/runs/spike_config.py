@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from .setting_checks import is_number, is_whole, require
 
+LEVEL = 16  # losses whose median is the level
 Action = Literal["none", "warn", "rollback"]
 
 
@@ -47,6 +48,11 @@ class SpikeConfig:
         require(is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0")
         rate = self.lower_rate
         require(rate is None or (is_number(rate) and 0 < rate < 1), "lower_rate", rate, "between 0 and 1, or null")
+
+    @property
+    def judges_after(self) -> int:
+        """Losses that are taken as they are before the first is judged."""
+        return max(LEVEL, self.window // 2)
 
     @property
     def rolls_back(self) -> bool:
