@@ -50,7 +50,7 @@ class Stream:
             raise ValueError(f"position must be at least 0, got {position}")
         self.dataset, self.order = dataset, Order(len(dataset), seed=seed, shuffle=shuffle)
         self.batch_size, self.microbatch, self.rank, self.ranks = batch_size, microbatch, rank, ranks
-        self.skipped, self.position = merged(skipped), position
+        self.skipped, self.position = _merged(skipped), position
 
     @property
     def microbatches_per_window(self) -> int:
@@ -87,7 +87,7 @@ class Stream:
 
     def skip(self, start: int, stop: int) -> None:
         """Pass over these positions as well, from the next window on."""
-        self.skipped = merged([*self.skipped, (start, stop)])
+        self.skipped = _merged([*self.skipped, (start, stop)])
 
     def samples_between(self, start: int, stop: int) -> list[int]:
         """The samples at these positions that are not skipped."""
@@ -110,7 +110,7 @@ class Stream:
                 yield batch
 
 
-def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
+def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """In order, those that touch as one."""
     merged: list[Range] = []
     for start, stop in sorted(ranges):
