@@ -66,7 +66,7 @@ clean:  ## remove .venv and the caches
 
 .venv/.run: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing what the scripts need into .venv"
-	@$(PYTHON) $(PIP_INSTALL) .
+	@$(PYTHON) $(PIP_INSTALL) '.[plots]'
 	@touch $@
 
 .venv/.dev: .venv/.run

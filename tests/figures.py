@@ -1,4 +1,5 @@
-"""Figures that a page quotes from a recorded run, as `33.8% (evidence/FILE.json: dotted.key)`.
+"""Figures that a page quotes from a recorded run, as `33.8% (evidence/FILE.json: dotted.key)`, or as a link titled
+with the key, `[33.8%](evidence/FILE.json "dotted.key")`, which a browser shows as the figure alone.
 
 A quoted figure must be the recorded one, rounded to as many significant digits as the page gives. Numbers are quoted in
 the unit in which they were recorded. Proof: `python -m pytest tests/test_docs.py`.
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+LINK = re.compile(r"\[(?P<shown>[^\]]*)\]\((?P<file>evidence/[\w./-]+\.json) \"(?P<key>[^\"]*)\"\)")
 OPENING = re.compile(r"(?<!\])\(`?evidence/")  # a link to a record, ](evidence/..., is not a mark
 MARK = re.compile(r"\(`?(?P<file>evidence/[\w./-]+\.json)`?:\s*`?(?P<key>[\w.-]+)`?\)")
 # The figure before a mark, with its unit: '33.8%', '1.65x', '**656.5** MiB', '2.4e-7', '12 ms per step'.
@@ -42,6 +44,13 @@ def _pages(root: Path) -> list[Path]:
 def _marks(page: Path, root: Path) -> Iterator[Figure | str]:
     """Yield each figure, or what is wrong with a mark that cannot be read."""
     text, name = page.read_text(encoding="utf-8"), page.relative_to(root).as_posix()
+    for link in LINK.finditer(text):
+        line = text.count("\n", 0, link.start()) + 1
+        shown = VALUE.search(link["shown"])
+        if shown is None:
+            yield f"{name}:{line} links {link['shown']!r} to a record's key: link the number"
+        else:
+            yield Figure(name, line, shown["value"], link["file"], link["key"])
     for opening in OPENING.finditer(text):
         line = text.count("\n", 0, opening.start()) + 1
         mark = MARK.match(text, opening.start())

@@ -177,13 +177,38 @@ def test_what_can_not_be_trained_is_said_in_one_line(factory, source, said):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("bert", "no workload is called 'bert': use one of mlp, transformer, resnet, snn or pkg.module:factory"),
+        ("bert", "use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory"),
         ("absent_module:build", "can't import absent_module. Run from the folder that holds it"),
     ],
 )
 def test_a_name_that_is_none_is_said(spec, said):
     with pytest.raises(WorkloadError, match=said):
         load_workload(spec)
+
+
+OWN_FILE = "from torch import nn\ndef build(): return nn.Linear(5, 1)\n"
+
+
+def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    package = tmp_path / "by_file_project" / "models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "sizes.py").write_text("WIDTH = 5")
+    (package / "own.py").write_text("from .sizes import WIDTH\n" + OWN_FILE)
+    case = Case(load_workload(f"{package / 'own.py'}:build"))
+    assert case.build().in_features == 5
+    monkeypatch.chdir(tmp_path)
+    assert load_workload("by_file_project/models/own.py:build").name == "build"
+
+
+def test_a_file_is_never_taken_for_another_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "shlex.py").write_text(OWN_FILE)  # the standard library's is there already
+    with pytest.raises(WorkloadError, match=r"Python knows another shlex already, .*: give the file another name"):
+        load_workload(f"{tmp_path / 'shlex.py'}:build")
+    with pytest.raises(WorkloadError, match=r"there is no file .*absent\.py"):
+        load_workload(f"{tmp_path / 'absent.py'}:build")
 
 
 def test_a_batch_size_of_none_is_refused():

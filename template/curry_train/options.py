@@ -47,10 +47,10 @@ def writable(path: str | None) -> str | None:
 def model_option(name: str, *, more: str = "", **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--model`, which takes the same everywhere; `more` says what this command does with it."""
     told = (
-        f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, which returns a module, a (module, batch) "
-        f"pair or a Workload. {more}"
+        f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, as pkg.module:name or file.py:name; it "
+        f"returns a module, a (module, batch) pair or a Workload. {more}"
     )
-    return click.option("--model", name, metavar="NAME|PKG.MODULE:FACTORY", help=told.strip(), **settings)
+    return click.option("--model", name, metavar="NAME|FACTORY", help=told.strip(), **settings)
 
 
 def plot_option(told: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""From what a user types to a `Workload`: a built-in name, or `pkg.module:factory` of their own.
+"""From what a user types to a `Workload`: a built-in name, or their own `pkg.module:factory` or `file.py:factory`.
 
 Proof: `python -m pytest tests/test_workload.py`.
 """
@@ -19,7 +19,7 @@ from .workload import Workload, WorkloadError
 
 
 def load_workload(spec: str) -> Workload:
-    """A built-in workload by name, or the user's own by `pkg.module:factory`.
+    """A built-in workload by name, or the user's own by `pkg.module:factory` or `folder/file.py:factory`.
 
     The factory takes no arguments and returns an `nn.Module`, a `(module, batch)` pair or a `Workload`; modules in the
     current directory are found.
@@ -27,7 +27,9 @@ def load_workload(spec: str) -> Workload:
     if spec in BUILTIN:
         return replace(BUILTIN[spec](), spec=spec)
     if ":" not in spec:
-        raise WorkloadError(f"no workload is called {spec!r}: use one of {', '.join(BUILTIN)} or pkg.module:factory")
+        raise WorkloadError(
+            f"no workload is called {spec!r}: use one of {', '.join(BUILTIN)}, pkg.module:factory or file.py:factory"
+        )
     factory = _import_factory(spec)
     with seeded(0):  # an example batch is drawn here, and every process has to draw the same
         made = _call(factory, spec)
@@ -53,20 +55,34 @@ def load_object(spec: str) -> Any:
 
 
 def _import_factory(spec: str) -> Callable[[], Any]:
-    module_name, _, attribute = spec.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
+    named, _, attribute = spec.rpartition(":")
+    file = Path(named).expanduser().resolve() if named.endswith(".py") else None
+    folder, module_name = (Path.cwd(), named) if file is None else _located(file, spec)
+    if (here := str(folder)) not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise WorkloadError(
-            f"{spec}: can't import {error.name}. Run from the folder that holds it, or put that folder on PYTHONPATH"
+            f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its folder/file.py:factory"
         ) from error
+    if file is not None and file != (loaded := Path(str(module.__file__)).resolve()):
+        raise WorkloadError(f"{spec}: Python knows another {module_name} already, {loaded}: give the file another name")
     factory = getattr(module, attribute, None)
     if not callable(factory):
         found = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
         raise WorkloadError(f"{spec}: {module_name} has no callable {attribute!r}; it has {', '.join(found) or 'none'}")
     return factory
+
+
+def _located(file: Path, spec: str) -> tuple[Path, str]:
+    """The folder from which a file can be imported, and its name there; packages have an `__init__.py`."""
+    if not file.is_file():
+        raise WorkloadError(f"{spec}: there is no file {file}")
+    folder, names = file.parent, [] if file.stem == "__init__" else [file.stem]
+    while (folder / "__init__.py").is_file():
+        folder, names = folder.parent, [folder.name, *names]
+    return folder, ".".join(names)
 
 
 def _call(factory: Callable[[], Any], spec: str) -> Any:
@@ -85,7 +101,8 @@ def _try_once(workload: Workload) -> None:
         except Exception as error:  # as above
             raise WorkloadError(
                 f"{workload.spec}: a forward on the batch raised {type(error).__name__}: {error}. "
-                "Return (module, batch) with a batch that the module takes, or a Workload"
+                "Of (module, batch) the batch is what forward takes, a tuple as its arguments; where the loss needs "
+                "targets beside them, return a Workload(name, build, batch, loss)"
             ) from error
     if not loss.requires_grad:
         raise WorkloadError(f"{workload.spec}: the loss does not depend on any trainable parameter")
