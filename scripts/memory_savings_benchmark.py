@@ -27,7 +27,7 @@ from curry_train.core.provenance import provenance, write_json
 from curry_train.core.sizes import parse_bytes
 from curry_train.core.workload import Case
 from curry_train.largest_batch import check_limit
-from curry_train.options import DTYPES, UnusableInput, choose_device, model_option, writable
+from curry_train.options import DTYPES, UnusableInput, choose_device, json_option, model_option
 from curry_train.plan.strategies import STRATEGIES
 from curry_train.savings import choose_strategies, count_steps, load_with_depth, measure_savings
 from curry_train.savings_plot import plot_savings
@@ -74,13 +74,7 @@ def whole_numbers(context: click.Context, option: click.Parameter, values: Seque
 @click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
 @click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write savings.json here too; - is standard output.",
-)
+@json_option("Write savings.json here too; - is standard output.")
 def main(
     out: Path,
     models: Sequence[str],

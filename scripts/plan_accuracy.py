@@ -24,7 +24,7 @@ from torch import nn
 from curry_train.core.builtin import resnet, transformer
 from curry_train.core.provenance import provenance, write_json
 from curry_train.core.workload import Case, Workload
-from curry_train.options import choose_device, writable
+from curry_train.options import choose_device, json_option
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.step_lives import record_step
@@ -62,7 +62,7 @@ def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
 @click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
-@click.option("--json", "json_path", type=click.Path(), callback=lambda context, option, path: writable(path))
+@json_option()
 def main(device: str, json_path: str | None) -> None:
     place, rows = choose_device(device), list[dict[str, Any]]()
     console = Console(stderr=True)

@@ -21,7 +21,7 @@ import torch
 
 from curry_train.core.provenance import provenance, write_json
 from curry_train.core.sizes import format_bytes
-from curry_train.options import DTYPES, model_option, writable
+from curry_train.options import DTYPES, json_option, model_option
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.menu import BlockKind, candidates, find_kinds
 from curry_train.plan.options import FULL, NONE, SAC, Option
@@ -47,7 +47,7 @@ def every_second(kind: BlockKind) -> Option:
 @model_option("spec", default=LLAMA)
 @click.option("--batch-size", default=1, type=click.IntRange(1), show_default=True)
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)), show_default=True)
-@click.option("--json", "json_path", type=click.Path(), callback=lambda context, option, path: writable(path))
+@json_option()
 def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
     start = time.perf_counter()
     with Sketch(spec, kernels="cuda", dtype=DTYPES[dtype]) as sketch:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .benchmark import run_accumulated_step
 from .core.provenance import provenance, write_json
 from .core.turns import time_in_turns
+from .options import json_option
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
 
 @click.command(help=__doc__)
 @click.option("--repeats", default=400, type=click.IntRange(1), show_default=True)
-@click.option("--json", "json_path", metavar="PATH", help="write the figures; - is standard output")
+@json_option()
 def main(repeats: int, json_path: str | None) -> None:
     costs = [measure_accumulation_cost(microsteps=microsteps, repeats=repeats) for microsteps in (4, 8, 32)]
     for cost in costs:

@@ -48,9 +48,7 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.command("bench")
 @model_option("spec", required=True)
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
-@click.option(
-    "--against", multiple=True, metavar="NAME|FACTORY", help="Another model on the same batch. Repeatable."
-)
+@click.option("--against", multiple=True, metavar="NAME|FACTORY", help="Another model on the same batch. Repeatable.")
 @click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Rounds that count.")
 @click.option("--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before them.")
 @click.option(

@@ -21,7 +21,7 @@ from .core.builtin import transformer
 from .core.measure import measure_memory
 from .core.provenance import provenance, write_json
 from .core.workload import Case, Workload
-from .options import choose_device
+from .options import choose_device, json_option
 from .primitives.grad_flow import GradFlow
 from .primitives.recompute import recompute_blocks
 
@@ -176,7 +176,7 @@ def drift_of_float32() -> float:
 @click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
 @click.option("--model", "names", multiple=True, type=click.Choice(list(sizes())), help="Repeatable; all if left out.")
 @click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
-@click.option("--json", "json_path", default="-", type=click.Path(dir_okay=False, allow_dash=True))
+@json_option(default="-")
 def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> None:
     """Measure, and write the figures."""
     place, rows = choose_device(device), {}

@@ -37,7 +37,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def writable(path: str | None) -> str | None:
+def _writable(path: str | None) -> str | None:
     """A path whose folder exists, so that a long run does not end in nothing."""
     if path not in (None, "-") and not Path(path).parent.is_dir():
         raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
@@ -53,24 +53,32 @@ def model_option(name: str, *, more: str = "", **settings: Any) -> Callable[[Cal
     return click.option("--model", name, metavar="NAME|FACTORY", help=told.strip(), **settings)
 
 
+def output_option(
+    told: str, *names: str, standard_output: bool = False, **settings: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A file that the command writes, refused before the work where it can't be."""
+    path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
+    return click.option(
+        *names, type=path, callback=lambda context, option, value: _writable(value), help=told, **settings
+    )
+
+
+def json_option(
+    told: str = "Write the figures; - is standard output.", **settings: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--json`, and what it writes."""
+    return output_option(told, "--json", "json_path", standard_output=True, **settings)
+
+
 def plot_option(told: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--plot`, and what it draws."""
-    path = click.Path(dir_okay=False, writable=True)
-    return click.option(
-        "--plot", "plot_path", type=path, callback=lambda context, option, value: writable(value), help=told
-    )
+    return output_option(told, "--plot", "plot_path")
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that mean the same in every command."""
     for option in (
-        click.option(
-            "--json",
-            "json_path",
-            type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-            callback=lambda context, option, path: writable(path),
-            help="Write the figures; - is standard output.",
-        ),
+        json_option(),
         click.option("--seed", default=0, type=click.IntRange(0), show_default=True),
         click.option("--batch-size", default=4, type=click.IntRange(1), show_default=True),
         click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True),

@@ -8,7 +8,6 @@ import contextlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import click
 import torch
@@ -19,7 +18,7 @@ from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.sizes import format_bytes, parse_bytes
 from .core.workload import Case
-from .options import DTYPES, UnusableInput, choose_device, model_option, writable
+from .options import DTYPES, UnusableInput, choose_device, json_option, model_option, output_option
 from .plan.device_profile import PROFILES, find_profile, profile_of
 from .plan.optimizers import OPTIMIZERS, make_optimizer
 from .plan.options import KINDS, NONE
@@ -39,11 +38,6 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-
-
-def _file(help_text: str, *names: str) -> Callable[[Any], Any]:
-    path = click.Path(dir_okay=False, writable=True, allow_dash="--json" in names)
-    return click.option(*names, type=path, callback=lambda context, option, value: writable(value), help=help_text)
 
 
 @click.command("plan")
@@ -66,9 +60,9 @@ def _file(help_text: str, *names: str) -> Callable[[Any], Any]:
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
 @click.option("--explain", is_flag=True, help="Show every candidate.")
 @click.option("--verify", is_flag=True, help="Run a planned step on the device at hand and compare its peak.")
-@_file("Write the plan, for `Plan.load`.", "--out")
-@_file("Draw cost against budget as PNG; needs matplotlib.", "--plot")
-@_file("Write figures and plan; - is standard output.", "--json", "json_path")
+@output_option("Write the plan, for `Plan.load`.", "--out")
+@output_option("Draw cost against budget as PNG; needs matplotlib.", "--plot")
+@json_option("Write figures and plan; - is standard output.")
 def plan_command(
     spec: str,
     budget_bytes: int,

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from .core.provenance import write_json
-from .options import UnusableInput, writable
+from .options import UnusableInput, json_option
 from .runs.errors import DamagedCheckpoint
 from .runs.journal_history import read_history
 from .runs.journal_lines import JournalError, printable
@@ -31,13 +31,7 @@ from .runs.saved_run import SavedRun
 from .runs_story import story, story_lines
 from .runs_table import checkpoint_rows, checkpoints_table, run_row, runs_table
 
-JSON = click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write the facts; - is standard output.",
-)
+JSON = json_option("Write the facts; - is standard output.")
 # Each is in a module of its own, which a package has or has not: of which technique, or of the training project.
 BESIDE = {
     "diff": "checkpoint-policy",

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from .core.provenance import write_json
-from .options import UnusableInput, writable
+from .options import UnusableInput, json_option
 from .runs.diff import ABSENT, Change, Difference, Losses, Parting, Seen, difference
 from .runs.errors import RunError
 from .runs.journal_history import History, read_history
@@ -29,13 +29,7 @@ NAME, VALUE = 36, 18  # the widest of a table; what is longer has lines of its o
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option("--runs", "root", default="runs", show_default=True, metavar="DIR", help="Where runs of a name are.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write all of it; - is standard output.",
-)
+@json_option("Write all of it; - is standard output.")
 def diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     """Say how run B differs from run A: what it resumed from, configuration, code and environment, where losses part.
 

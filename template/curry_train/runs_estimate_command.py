@@ -17,7 +17,7 @@ from rich.console import Console
 from .core.load import load_workload
 from .core.provenance import write_json
 from .core.workload import Case
-from .options import UnusableInput, model_option, writable
+from .options import UnusableInput, json_option, model_option
 from .runs.disk_estimate import STATE, estimate_disk
 from .runs.free_space import free_bytes
 from .runs.policy_config import PolicyConfig
@@ -31,13 +31,7 @@ from .runs_table import estimate_table
 @click.option("--dtype", type=click.Choice(list(STATE)), default="float32", show_default=True, help="Of the weights.")
 @click.option("--folder", metavar="FOLDER", help="Say whether its volume has the room.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write the figures; - is standard output.",
-)
+@json_option()
 def estimate_command(
     parameters: str | None,
     model: str | None,

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .core.provenance import write_json
-from .options import UnusableInput, writable
+from .options import UnusableInput, json_option, output_option
 from .plots import require_matplotlib
 from .runs.journal_history import History, read_history
 from .runs.journal_lines import finite, printable
@@ -20,23 +20,10 @@ from .runs_plot import plot_runs
 @click.command("plot")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
 @click.option("--runs", "root", default="runs", show_default=True, metavar="DIR", help="Where runs of a name are.")
-@click.option(
-    "--out",
-    default="runs.png",
-    show_default=True,
-    type=click.Path(dir_okay=False, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="The picture, a PNG.",
-)
+@output_option("The picture, a PNG.", "--out", default="runs.png", show_default=True)
 @click.option("--scale", type=click.Choice(["auto", "log", "linear"]), default="auto", show_default=True)
 @click.option("--smooth", type=click.IntRange(2), metavar="STEPS", help="Draw the loss as a mean over so many steps.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write what is drawn in figures; - is standard output.",
-)
+@json_option("Write what is drawn in figures; - is standard output.")
 def plot_command(
     names: tuple[str, ...], root: str, out: str, scale: str, smooth: int | None, json_path: str | None
 ) -> None:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .config import load_config
 from .core.provenance import provenance, write_json
 from .loop import StepReport
-from .options import UnusableInput, choose_device, model_option, plot_option, writable
+from .options import UnusableInput, choose_device, json_option, model_option, plot_option
 from .plots import require_matplotlib
 from .runs.errors import RunError
 from .runs.journal_history import read_history
@@ -36,13 +36,7 @@ from .training import Hook, Run, Watch
 @click.option("--windows", type=click.IntRange(1), default=5, show_default=True, help="Steps whose samples are bad.")
 @plot_option("Draw the three runs: loss, dev loss, and what happened; a PNG.")
 @click.option("--runs", "kept", type=click.Path(file_okay=False), help="Keep the three runs in this new folder.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, path: writable(path),
-    help="Write the figures; - is standard output.",
-)
+@json_option()
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def spike_check_command(
     model: str | None,

@@ -20,7 +20,7 @@ from .config import Config, load_config
 from .core.lazy import MissingTechnique
 from .core.provenance import provenance, write_json
 from .loop import SIGNALS
-from .options import DTYPES, UnusableInput, choose_device, model_option, writable
+from .options import DTYPES, UnusableInput, choose_device, json_option, model_option
 from .primitives.grad_accum import NonFiniteWindow
 from .progress import require_tensorboard, show_progress, write_tensorboard
 from .runs.errors import RunError
@@ -41,13 +41,7 @@ from .training import Trained, Watch, open_run, train_run
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="The same as dtype=.")
 @click.option("--batch-size", type=click.IntRange(1), help="Samples of a step; the same as batch_size=.")
 @click.option("--seed", type=click.IntRange(0), help="The same as seed=.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False, allow_dash=True, writable=True),
-    callback=lambda context, option, value: writable(value),
-    help="Write how it ended; - is standard output.",
-)
+@json_option("Write how it ended; - is standard output.")
 @click.option("--show-config", is_flag=True, help="Print the configuration as it was understood, and stop.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
