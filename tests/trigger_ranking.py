@@ -21,7 +21,9 @@ from house_tree import skills
 from word_vectors import Space, space, stems
 
 ROOT = Path(__file__).resolve().parents[1]
-NEAR = 0.45  # words farther from each other than this cosine count as strangers
+PAIR = 0.5  # what two words side by side weigh, to what the two of them weigh
+NEAR = 0.3  # words farther from each other than this cosine count as strangers
+WHOLE = 2.4  # what the direction of a whole text counts, to that of its words one by one
 
 
 def terms(text: str) -> list[str]:
@@ -31,15 +33,17 @@ def terms(text: str) -> list[str]:
 
 
 class Words:
-    """BM25 over the terms of each text."""
+    """BM25 over the terms of each text; how rare a word is comes from the texts and from the documentation."""
 
     def __init__(self, texts: dict[str, str], *, saturation: float = 1.2, length: float = 0.5) -> None:
+        self.space = all_words()
         counted = {name: Counter(terms(text)) for name, text in texts.items()}
         mean = sum(words.total() for words in counted.values()) / len(counted)
         frequency = Counter(word for words in counted.values() for word in words)
         self.weights = {
             name: {
                 word: math.log(1 + (len(counted) - frequency[word] + 0.5) / (frequency[word] + 0.5))
+                * self._rarity(word)
                 * number
                 * (saturation + 1)
                 / (number + saturation * (1 - length + length * words.total() / mean))
@@ -48,6 +52,10 @@ class Words:
             for name, words in counted.items()
         }
 
+    def _rarity(self, term: str) -> float:
+        words = term.split()
+        return sum(self.space.rarity(word) for word in words) / len(words) * (1 if len(words) == 1 else PAIR)
+
     def scores(self, prompt: str) -> dict[str, float]:
         words = sorted(set(terms(prompt)))
         return {name: sum(weights.get(word, 0.0) for word in words) for name, weights in self.weights.items()}
@@ -55,21 +63,27 @@ class Words:
 
 class Vectors:
     """For each word of the prompt, how much nearer it is to a text's nearest word than to that of the texts on average;
-    rare words count more.
+    rare words count more, and near ones by their square. Then the direction of the prompt as a whole.
     """
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.space = all_words()
         self.texts = {name: sorted(set(stems(text))) for name, text in texts.items()}
+        whole = numpy.array([self.space.sentence(words) for words in self.texts.values()])
+        self.middle = whole.mean(axis=0)
+        self.whole = whole - self.middle
+        self.whole /= numpy.linalg.norm(self.whole, axis=1, keepdims=True) + 1e-9
 
     def scores(self, prompt: str) -> dict[str, float]:
-        found = dict.fromkeys(self.texts, 0.0)
-        for word in sorted(set(stems(prompt))):
-            near = numpy.array([self.space.nearness(word, words) for words in self.texts.values()])
-            near[near < NEAR] = 0
-            for name, more in zip(self.texts, near - near.mean(), strict=True):
-                found[name] += self.space.rarity(word) * max(float(more), 0.0)
-        return found
+        words = sorted(set(stems(prompt)))
+        found = numpy.zeros(len(self.texts))
+        for word in words:
+            near = numpy.array([self.space.nearness(word, known) for known in self.texts.values()])
+            near = numpy.where(near < NEAR, 0, near) ** 2
+            found += self.space.rarity(word) * numpy.maximum(near - near.mean(), 0)
+        direction = self.space.sentence(words) - self.middle / 2
+        found += WHOLE * (self.whole @ direction) / (numpy.linalg.norm(direction) + 1e-9)
+        return dict(zip(self.texts, found.tolist(), strict=True))
 
 
 @cache
@@ -128,7 +142,8 @@ def main() -> None:
         for part in ("prompts", "held_out"):
             ranked = rank(ranker, triggers()[part])
             right = sum(each.found == each.right for each in ranked)
-            print(f"{type(ranker).__name__}, {part}: right first {right} of {len(ranked)}, {share(ranked):.0%}")
+            if ranked:
+                print(f"{type(ranker).__name__}, {part}: right first {right} of {len(ranked)}, {share(ranked):.0%}")
             for each in ranked if part == "prompts" else []:
                 if each.found != each.right:
                     print(f"    {each.found} instead of {each.right}: {each.prompt}")
