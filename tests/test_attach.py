@@ -195,6 +195,24 @@ def test_wrong_keys_are_named_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_schedule_that_was_forgotten_is_refused(tmp_path):
+    """It would begin anew at each resume, without a word."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    with pytest.raises(ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"):
+        saving(model, optimizer, runs=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    saving(model, optimizer, extra={"mine": scheduler}, runs=tmp_path / "run").close()
+
+
+def test_a_loss_with_its_graph_is_taken_without_a_warning(tmp_path):
+    with attach(tmp_path, rollback_every=1) as run:
+        for row in run.batches([1.0, 2.0]):
+            run.step(loss=nn.Linear(1, 1)(torch.tensor([row])).sum())
+    assert SavedRun(tmp_path).latest().step == 2
+
+
 def test_workers_that_stay_are_said_not_to_be_exact(tmp_path, caplog):
     data = torch.utils.data.DataLoader(range(4), num_workers=1, persistent_workers=True, batch_size=2)
     with attach(tmp_path) as run:

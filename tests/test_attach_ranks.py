@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from attached_scripts import PLAIN, attached, on_ranks
-from curry_train.runs import SavedRun
+from curry_train.core.ranks import run_on_ranks
+from curry_train.runs import RunError, SavedRun, saving
 from house import ROOT
 
 STEPS = 4  # of an epoch: 11 samples of each rank, 3 in a batch
@@ -109,3 +110,17 @@ def test_a_signal_to_one_rank_stops_both_between_the_same_two_steps(tmp_path):
     newest = SavedRun(tmp_path / "run").latest()
     assert newest.step == len(found[0][1]) == 1 + len(found[1][1])  # one line was read above
     assert newest.step < EPOCHS * STEPS
+
+
+def open_below(path):
+    try:
+        saving(torch.nn.Linear(1, 1), runs=path)
+    except (OSError, RunError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_folder_that_can_not_be_is_an_error_on_both_ranks_and_none_waits(tmp_path):
+    (tmp_path / "file").touch()
+    first, second = run_on_ranks(f"{__file__}:open_below", path=str(tmp_path / "file/run"), timeout=60)
+    assert first.startswith("NotADirectoryError")
+    assert "NotADirectoryError" in second

@@ -40,6 +40,7 @@ def test_the_documented_block_is_the_default():
             {"retention": {"rollback_keep": 0}},
             "checkpoint.retention.rollback_keep must be a whole number from 1; got 0",
         ),
+        ({"retention": {"keep_every": 0}}, "checkpoint.retention.keep_every must be 1 or more, or null for none"),
         ({"retention": {"keep": 3}}, "checkpoint.retention.keep is no key"),
         ({"overhead": 0}, "checkpoint.overhead must be above 0, at most 1; got 0"),
         ({"overhead": float("nan")}, "checkpoint.overhead must be"),

@@ -5,6 +5,7 @@ The ledger of retention_trial keeps its own books; rules that are known to be wr
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +93,12 @@ CONFIGS = st.builds(
     PolicyConfig,
     best_k=st.integers(0, 3),
     best_k_direction=st.sampled_from(["minimize", "maximize"]),
-    retention=st.builds(Retention, rollback_keep=st.integers(1, 4), recovery_keep=st.integers(1, 3)),
+    retention=st.builds(
+        Retention,
+        rollback_keep=st.integers(1, 4),
+        recovery_keep=st.integers(1, 3),
+        keep_every=st.sampled_from([None, 2, 5]),
+    ),
 )
 
 
@@ -110,6 +116,16 @@ def test_deleting_twice_deletes_nothing_more(kinds, config, step):
     left = [one for one in there if one not in first]
     assert to_delete(left, config, step=step) == []
     assert len(left) + len(first) == len(there)
+
+
+def test_what_is_saved_at_a_multiple_stays_beside_the_newest():
+    config = PolicyConfig(retention=Retention(rollback_keep=2, recovery_keep=1, keep_every=100))
+    there = [saved("recovery" if step in (120, 200) else "rollback", step) for step in range(80, 281, 20)]
+    there.append(saved("rollback", 200))  # the same state once more
+    gone = to_delete(there, config, step=280)
+    assert sorted((one.step, one.kind) for one in there if one not in gone) == [
+        (100, "rollback"), (200, "recovery"), (260, "rollback"), (280, "rollback"),
+    ]  # fmt: skip
 
 
 # The rules that are known to be wrong
@@ -140,6 +156,11 @@ def newest_of_the_best(every, config, *, step, damaged=(), protected=()):
     return [one for one in gone if one.kind != "best-k"] + ranked[config.best_k :]
 
 
+def forgets_what_lasts(every, config, *, step, damaged=(), protected=()):
+    config = replace(config, retention=replace(config.retention, keep_every=None))
+    return to_delete(every, config, step=step, damaged=damaged, protected=protected)
+
+
 def nan_is_best(value, step, every, config):
     """`value >= worst` is False for NaN, so NaN goes in."""
     ranked = best_first(every, config)
@@ -158,6 +179,7 @@ WRONG = [
     (Rules(delete=newest_of_the_best), "the best is gone"),
     (Rules(delete=nothing), "too many states stay"),
     (Rules(delete=nothing), "too many of the best stay"),
+    (Rules(delete=forgets_what_lasts), "what stays for good is gone"),
     (Rules(among_best=nan_is_best), "a state is best by NaN"),
     (Rules(saves=lambda healthy: True), "the newest good state is gone"),
 ]

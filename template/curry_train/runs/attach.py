@@ -8,7 +8,8 @@
     run.close()
 
 A save is made when the loop asks for the next batch, when all of its body is done: wherever the schedule is stepped,
-the state is that between two steps. Proof: `python -m pytest tests/test_attach.py`.
+the state is that between two steps. After SIGTERM the step is ended and saved, and the status is 143.
+Proof: `python -m pytest tests/test_attach.py`.
 """
 
 import logging
@@ -16,7 +17,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,13 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from .attached_journal import AttachedJournal
 from .background import BackgroundSaver
 from .data_position import DataPosition, generators_of, inexact
-from .errors import LockedRun
+from .health import number_of
 from .policy import SavingPolicy
 from .policy_config import PolicyConfig
-from .ranks import OtherRank, Ranks
+from .ranks import Ranks
 from .resume import Resumed
 from .state import TrainingState
 from .store import Store
@@ -53,17 +55,19 @@ def saving(
     generators: Mapping[str, torch.Generator] | None = None,
     resume: str | int | None = "latest",
     in_background: bool = False,
+    journal: bool = False,
     **policy: Any,
 ) -> "AttachedRun":
     """Save this training into the folder `runs`, and go on where it was. Build everything as at the first start.
 
     `policy` takes the keys of the block `checkpoint:`. `extra` is anything else with `state_dict`. `resume=None` starts
-    anew, in a folder where nothing is.
+    anew, in a folder where nothing is. With `journal` each loss is read and written, for `runs show`, `diff`, `plot`.
     """
+    _no_schedule_forgotten(optimizer, scheduler, extra or {})
     config, position = PolicyConfig.from_config(policy), DataPosition()
     held = {**(extra or {}), "data-position": position}
     state = TrainingState(model, optimizer, scheduler, scaler, extra=held, generators=generators)
-    return AttachedRun(state, position, runs, config, resume=resume, in_background=in_background)
+    return AttachedRun(state, position, runs, config, resume=resume, in_background=in_background, journal=journal)
 
 
 class AttachedRun:
@@ -78,10 +82,11 @@ class AttachedRun:
         *,
         resume: str | int | None,
         in_background: bool,
+        journal: bool = False,
     ) -> None:
         self.state, self._position = state, position
         self.store = Store(runs)
-        _open(self.store)
+        self.store.open(wait_seconds=WAIT_SECONDS)
         self._saver = BackgroundSaver(self.store) if in_background else None
         self.policy = SavingPolicy(self.store, config, saver=self._saver)
         self.resumed: Resumed | None = None if resume is None else self.policy.resume(state, resume)
@@ -92,6 +97,9 @@ class AttachedRun:
         self._by_epochs = self._in_epoch = self._iterating = False
         self._metrics: dict[str, Any] | None = None
         self._ranks, self._stop = _on_the_host(), 0
+        self._journal: AttachedJournal | None = None
+        if journal:
+            self._journal = AttachedJournal(runs, state, self.resumed, config=config, ranks=self._ranks)
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -103,6 +111,8 @@ class AttachedRun:
         if error is None:
             self.close()
         else:  # where it stopped is no place between two steps
+            if self._journal is not None:
+                self._journal.ended(f"{type(error).__name__}: {error}")
             self._release(kind, error, at)
 
     @property
@@ -168,10 +178,14 @@ class AttachedRun:
 
     def close(self) -> None:
         """Save the end, wait for it, and give the folder back."""
+        self._close("closed")
+
+    def _close(self, reason: str) -> None:
         try:
             self._save()
-            if self.state.step:
-                self.policy.save_now(self.state.step, self.state)
+            saved = self.policy.save_now(self.state.step, self.state) if self.state.step else []
+            if self._journal is not None:
+                self._journal.ended(reason, saved)
         finally:
             self._release()
 
@@ -187,11 +201,13 @@ class AttachedRun:
         if stepped:
             metrics = metrics or {}
             if measured_there and self._ranks.size > 1:  # on the first rank alone, as evaluation often is
-                metrics[name] = self._ranks.exchange(lambda: float(metrics[name]) if measured else None, _first)
-            self.policy.after_step(self.state.step, self.state, metrics)
+                metrics[name] = self._ranks.exchange(lambda: number_of(metrics[name]) if measured else None, _first)
+            saved = self.policy.after_step(self.state.step, self.state, metrics)
+            if self._journal is not None:
+                self._journal.after_step(metrics, saved)
         if stop:
             self._stop = 0
-            self.close()
+            self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
 
     def _ask_to_stop(self, number: int, frame: Any) -> None:
@@ -206,6 +222,19 @@ class AttachedRun:
         self.store.close()
 
 
+def _no_schedule_forgotten(
+    optimizer: Optimizer | Sequence[Optimizer], scheduler: Any, extra: Mapping[str, Any]
+) -> None:
+    """A scheduler writes `initial_lr` into the groups of its optimizer."""
+    held = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    scheduled = any("initial_lr" in group for one in held for group in one.param_groups)
+    if scheduled and scheduler is None and not any(isinstance(one, LRScheduler) for one in extra.values()):
+        raise ValueError(
+            "the optimizer has a learning rate scheduler that saving() was not given, and that would begin anew at "
+            "each resume: saving(model, optimizer, scheduler, ...), or a list of schedulers"
+        )
+
+
 def _on_the_host() -> Ranks:
     """The ranks, in a group that does not wait for a GPU. All together."""
     ranks = Ranks()
@@ -216,16 +245,3 @@ def _on_the_host() -> Ranks:
 
 def _first(every: list[float | None]) -> list[float | None]:
     return [next((value for value in every if value is not None), None)] * len(every)
-
-
-def _open(store: Store) -> None:
-    until = time.monotonic() + WAIT_SECONDS
-    while True:
-        try:
-            store.open()
-            return
-        except (LockedRun, OtherRank) as error:
-            is_locked = isinstance(error, LockedRun)
-            if not Ranks(store.group).agree(lambda locked=is_locked: bool(locked and time.monotonic() < until)):  # type: ignore[misc]
-                raise
-            time.sleep(0.25)

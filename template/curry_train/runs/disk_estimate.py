@@ -68,9 +68,12 @@ def estimate_disk(
 
 
 def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
+    said = []
+    if every := config.retention.keep_every:
+        said.append(f"retention.keep_every: {every} keeps {checkpoint / GB:.3g} GB more every {every} steps, for good")
     if checkpoint <= LARGE:
-        return ()
-    said = [f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: save it in the background"]
+        return tuple(said)
+    said.append(f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: save it in the background")
     if config.rollback_every is not None and not config.rollback_parameters_only:
         spared = config.retention.rollback_keep * (checkpoint - best)
         said.append(

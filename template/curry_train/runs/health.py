@@ -20,8 +20,8 @@ def what_is_wrong(state: State, metrics: Mapping[str, Any]) -> str | None:
     after the same step.
     """
     for name, value in metrics.items():
-        if value is not None and not math.isfinite(float(value)):
-            return f"{name} is {float(value)}"
+        if value is not None and not math.isfinite(number_of(value)):
+            return f"{name} is {number_of(value)}"
     model = getattr(state, "model", None)
     named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
     held = [(name, _local(parameter.detach())) for name, parameter in named]
@@ -29,6 +29,11 @@ def what_is_wrong(state: State, metrics: Mapping[str, Any]) -> str | None:
     if not sums or all_finite([tensor for _, tensor in sums]):
         return None
     return f"{next((name for name, tensor in sums if not all_finite([tensor])), 'a parameter')} is not finite"
+
+
+def number_of(value: Any) -> float:
+    """A loss as the loop has it may still hold its graph."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from .background import BackgroundSaver
 from .cadence import due
 from .errors import RunError
 from .free_space import bytes_of, require_room
-from .health import what_is_wrong
+from .health import number_of, what_is_wrong
 from .names import BEST, KINDS, PARAMETERS, RESUMABLE, Metric, Saved, folder_name
 from .policy_config import PolicyConfig
 from .ranks import Ranks
@@ -90,7 +90,7 @@ class SavingPolicy:
         saved: list[Saved] = []
         if kinds or (measured and self.config.best_k):
             began, self._begun = time.perf_counter(), False
-            value = float(metrics[self.config.best_k_metric]) if measured else math.nan
+            value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
             wrong = ranks.exchange(lambda: what_is_wrong(state, metrics), lambda every: [_first(every)] * ranks.size)
             if wrong:
                 self._note(f"step {step} was not saved: {wrong}")

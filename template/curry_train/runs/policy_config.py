@@ -21,14 +21,18 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 
 @dataclass(frozen=True)
 class Retention:
-    """How many stay, the newest. A recovery counts as a rollback too: its bytes are there already."""
+    """How many stay, the newest. A recovery counts as a rollback too: its bytes are there already. What is saved at a
+    multiple of `keep_every` stays for good."""
 
     rollback_keep: int = 5
     recovery_keep: int = 3
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rollback_keep", "recovery_keep"):
             require(is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
+        every = self.keep_every
+        require(every is None or is_whole(every, 1), "keep_every", every, "1 or more, or null for none")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ def to_delete(
     keep |= {one.folder for one in recoveries[: config.retention.recovery_keep]}
     keep |= {one.folder for one in best_first(good, config)[: config.best_k]}
     keep |= {one.folder for one in _parameters(good, step)[: config.retention.rollback_keep]}
+    if every_so_many := config.retention.keep_every:
+        lasting = [one for one in [*line, *_parameters(good, step)] if one.step % every_so_many == 0]
+        keep |= {one.folder for one in _steps(lasting, len(lasting))}
     stale = {one.folder for one in every if one.kind in RESUMABLE and one.step > step}
     if not line:  # nothing of this line is saved yet, so what is there is all there is
         keep |= stale

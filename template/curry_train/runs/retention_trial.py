@@ -50,7 +50,9 @@ def random_history(generator: random.Random, *, length: int = 40) -> tuple[list[
     config = PolicyConfig(
         best_k=generator.randrange(4),
         best_k_direction=generator.choice(("minimize", "maximize")),
-        retention=Retention(generator.randrange(1, 5), generator.randrange(1, 4)),
+        retention=Retention(
+            generator.randrange(1, 5), generator.randrange(1, 4), keep_every=generator.choice((None, None, 5))
+        ),
     )
     return [(name, generator.choice(choices)) for name, choices in drawn], config
 
@@ -108,7 +110,8 @@ class _Ledger:
         steps = {one.step for one in self.line()}
         for one in gone:
             del self.there[one.folder]
-        held = [one for one in self.line() if one.folder not in self.read]
+        lasting = {step for step in steps if keep.keep_every and step % keep.keep_every == 0}
+        held = [one for one in self.line() if one.folder not in self.read and one.step not in lasting]
         beyond = [one for one in newest_first(self.there.values()) if one.step > self.step]
         free = self.damaged | self.read
         broken = {
@@ -117,6 +120,7 @@ class _Ledger:
             "the best is gone": any(one.folder not in self.there for one in ranked[: self.config.best_k]),
             "fewer good states stay than could": len({one.step for one in self.line()})
             < min(keep.rollback_keep, len(steps)),
+            "what stays for good is gone": bool(lasting - {one.step for one in self.line()}),
             "too many states stay": len(held) > keep.rollback_keep + keep.recovery_keep,
             "a stale higher step stays": bool(self.line()) and any(one.folder not in free for one in beyond),
             "too many of the best stay": self.config.best_k > 0

@@ -9,11 +9,12 @@ import logging
 import os
 import secrets
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
 from .digests import default_algorithm
-from .errors import DamagedCheckpoint, SaveError, StepExists
+from .errors import DamagedCheckpoint, LockedRun, SaveError, StepExists
 from .files import Files
 from .hashing_writer import Part
 from .lock import RunLock
@@ -53,18 +54,25 @@ class Store(SavedRun):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def open(self) -> None:
-        """Take the lock, and sweep. Raises LockedRun, which names the holder."""
+    def open(self, *, wait_seconds: float = 0.0) -> None:
+        """Take the lock, and sweep. Raises LockedRun, which names who holds it still after so many seconds."""
         self._lock.require_own()
         if not self._opened:
-            Ranks(self.group).agree(self._open_first)
+            Ranks(self.group).agree(lambda: self._open_first(until=time.monotonic() + wait_seconds))
             self._opened = True
 
-    def _open_first(self) -> None:
+    def _open_first(self, *, until: float) -> None:
         for kind in KINDS:
             self.files.make_folder(kind)
         self.files.sync_folder("")
-        self._lock.acquire()
+        while True:
+            try:
+                self._lock.acquire()
+                break
+            except LockedRun:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(0.25)
         self._sweep()
 
     def close(self) -> None:

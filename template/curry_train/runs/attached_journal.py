@@ -1,0 +1,72 @@
+"""The journal of a training that `saving` keeps, so that `runs show`, `diff` and `plot` can read it.
+
+    journal = AttachedJournal("runs/mine", state, resumed, config=config, ranks=ranks)
+    journal.after_step({"loss": loss}, saved)
+    journal.ended("SIGTERM", saved)
+
+Proof: `python -m pytest tests/test_attached_journal.py`.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from .health import number_of
+from .journal import Journal
+from .names import Saved
+from .policy_config import PolicyConfig
+from .ranks import Ranks
+from .resume import Resumed
+from .run_facts import run_facts
+from .state import TrainingState
+
+
+class AttachedJournal:
+    """The first rank writes, with its own loss, which is read at each step."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        state: TrainingState,
+        resumed: Resumed | None,
+        *,
+        config: PolicyConfig,
+        ranks: Ranks,
+    ) -> None:
+        self._state, self._config = state, config
+        self._journal = Journal(folder, rank=ranks.rank)
+        self._step, self._since = state.step, time.perf_counter()
+        device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
+        facts = run_facts({"checkpoint": asdict(config)}, device=device, world_size=ranks.size)
+        if resumed is None and self._journal.empty:
+            self._journal.start(facts=facts)
+        else:
+            self._journal.resume(state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None)
+
+    def after_step(self, metrics: Mapping[str, Any], saved: Iterable[Saved]) -> None:
+        """What came since the last call: a step, a measurement, saves."""
+        step, now, name = self._state.step, time.perf_counter(), self._config.best_k_metric
+        if step > self._step:
+            if metrics.get("loss") is None:
+                raise ValueError("a journal has the loss of each step: call run.step(loss=loss), or leave journal out")
+            rates = [float(group["lr"]) for one in self._state.optimizers for group in one.param_groups]
+            rate = rates[0] if rates else 0.0
+            self._journal.step(step, loss=number_of(metrics["loss"]), learning_rate=rate, seconds=now - self._since)
+            self._step, self._since = step, now
+        if metrics.get(name) is not None:
+            self._journal.write("eval", step=step, metric=name, value=number_of(metrics[name]))
+        self._saved(saved)
+
+    def ended(self, reason: str, saved: Iterable[Saved] = ()) -> None:
+        """The last event, and the file is given back."""
+        self._saved(saved)
+        self._journal.write("stop", step=self._state.step, reason=reason[:1000])
+        self._journal.close()
+
+    def _saved(self, saved: Iterable[Saved]) -> None:
+        for one in saved:
+            self._journal.write("save", step=one.step, checkpoint=one.folder, num_bytes=one.num_bytes)
