@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from curry_train.core.blocks import find_blocks, match_names
+from curry_train.core.blocks import NoBlocks, find_blocks, match_names
 from curry_train.core.load import load_workload
 from curry_train.primitives.recompute import recompute_blocks
 
@@ -74,15 +74,27 @@ def test_what_stands_once_is_no_block():
     "model",
     [
         nn.Linear(2, 2),
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        nn.Sequential(nn.LSTM(2, 2), nn.LSTM(2, 2)),
         nn.Sequential(Residual(), nn.Linear(4, 2)),
         nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())),
     ],
-    ids=["leaf", "torch's own layers", "one block", "no parameters"],
+    ids=["leaf", "layers that keep more than their input", "one block", "no parameters"],
 )
 def test_a_model_that_repeats_nothing_says_what_to_name(model):
     with pytest.raises(ValueError, match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks"):
         find_blocks(model)
+
+
+def test_lone_layers_are_no_blocks_and_the_reason_is_said():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    with pytest.raises(
+        NoBlocks, match=r"Module repeats lone layers \(Linear; layers.0 to layers.2\): .* nothing to gain"
+    ):
+        find_blocks(model)
+    assert list(find_blocks(model, "layers.*")) == ["layers.0", "layers.1", "layers.2"]  # named, they are taken
+    model.blocks = nn.ModuleList([Residual(), Residual()])
+    assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
 
 
 def test_a_pattern_takes_what_it_names_and_the_outermost_of_it():

@@ -14,7 +14,7 @@ from curry_train.core.builtin import BUILTIN
 from curry_train.core.load import load_workload
 from curry_train.core.verdict import Gate, Verdict
 from curry_train.core.workload import Case
-from curry_train.gate_rows import measure_rows
+from curry_train.gate_rows import Row, measure_rows
 from curry_train.gates import discover
 
 QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
@@ -43,14 +43,54 @@ def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
         assert said in ended.output
 
 
+def applies_to(*workloads, name="some/gate", hint="no such layer"):
+    """A gate that holds on these workloads, and applies to no other."""
+
+    def check(case):
+        holds = case.workload.name in workloads
+        return Verdict(name, True, "1", "1") if holds else Verdict(name, None, "not applicable", "", hint)
+
+    return Gate(name, check)
+
+
+def measured_here(cases, gates):
+    return (Row(case.workload.name, gate.run(case)) for case in cases for gate in gates)
+
+
 def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch):
-    gate = Gate("some/gate", lambda case: Verdict("some/gate", None, "not applicable", "", "no such layer"))
-    monkeypatch.setattr("curry_train.__main__.discover", lambda: (gate,))
+    gates = (applies_to(), applies_to("mlp", name="other/gate"))
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: gates)
     ended = run("--model", "mlp")
     assert ended.exit_code == 0
     assert "1 n/a: no such layer" in ended.output
-    assert "0 held, 0 failed, 1 not applicable" in ended.output
-    assert "n/a  no such layer" in run("--model", "mlp", "--figures").output
+    assert "1 held, 0 failed, 1 not applicable" in ended.output
+    assert "n/a   no such layer" in run("--model", "mlp", "--figures").output
+
+
+def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(run, tmp_path, monkeypatch):
+    gates = (applies_to(), applies_to(name="some/other"), applies_to(name="b/gate", hint="no\nloop"))
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: gates)
+    path = tmp_path / "gates.json"
+    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
+    assert ended.exit_code == 2
+    assert ended.stderr == "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer; no loop)\n"
+    assert "0 held, 0 failed, 3 not applicable" in ended.stdout
+    assert len(json.loads(path.read_text())["results"]) == 3
+    ended = run("--model", "mlp")
+    assert ended.exit_code == 2
+    assert ended.stderr == "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)\n"
+
+
+@pytest.mark.parametrize(("workloads", "status"), [((), 2), (("snn",), 0)])
+def test_of_several_models_one_that_was_checked_is_enough(run, monkeypatch, workloads, status):
+    monkeypatch.setattr("curry_train.__main__.discover", lambda: (applies_to(*workloads),))
+    monkeypatch.setattr("curry_train.__main__.measure_rows", measured_here)
+    ended = run("--model", "mlp", "--model", "snn")
+    assert ended.exit_code == status, ended.output
+    assert ended.stderr == ("" if status == 0 else NOTHING)
+
+
+NOTHING = "Error: nothing was checked: of all gates no gate applies to mlp (no such layer) or snn (no such layer)\n"
 
 
 def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, monkeypatch):

@@ -352,7 +352,7 @@ def test_another_training_ends_with_1(run, monkeypatch, strategy):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--strategy", "ful"], "no strategy is called 'ful'; did you mean full?"),
+        (["--strategy", "ful"], "no strategy is called 'ful'; did you mean 'full'?"),
         (["--limit", "0"], "'0' is no size of memory"),
         (["--limit", "-1"], "'-1' is no size of memory"),
         (["--limit", "abc"], "'abc' is no size of memory"),

@@ -27,7 +27,7 @@ def project(bundle: Path, tmp_path: Path) -> Path:
 
 
 def test_diff_tells_whose_change_each_file_has(bundle: Path, project: Path) -> None:
-    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith("21 files: 21 unchanged\n")
+    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith("22 files: 22 unchanged\n")
     package = "curry_train/primitives"
     write(project / "README.md", "# Mine\n")
     write(project / f"{package}/recompute.py", "class Recompute: mine = 1\n")
@@ -46,7 +46,7 @@ def test_diff_tells_whose_change_each_file_has(bundle: Path, project: Path) -> N
         "gone from the bundle  curry_train/core/unused.py",
         f"newer in the bundle   {package}/grad_accum.py",
         f"both edited and newer {package}/recompute.py",
-        "21 files: 16 unchanged, 1 edited by you, 1 newer in the bundle, 1 both edited",
+        "22 files: 17 unchanged, 1 edited by you, 1 newer in the bundle, 1 both edited",
         "  and newer, 1 deleted by you, 1 gone from the bundle",
     ]
 
@@ -58,7 +58,7 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Path, project
     shown = scaffold(bundle, "diff", "--patch", cwd=project).stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
     subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
-    assert scaffold(bundle, "diff", cwd=project).stdout.endswith("21 files: 21 unchanged\n")
+    assert scaffold(bundle, "diff", cwd=project).stdout.endswith("22 files: 22 unchanged\n")
 
 
 def test_diff_of_an_added_technique_compares_its_moved_test(bundle: Path, tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_list_ends_quietly_when_its_reader_goes_away(bundle: Path) -> None:
         (["new", "run", "--name", "größe"], "ASCII"),
         (["new", "run", "--name", "__"], "ASCII"),
         (["new", "run", "--name", "torch"], "a package that the project needs itself"),
-        (["new", "run", "--technique", "grad_acum"], "did you mean grad-accum?"),
-        (["new", "run", "--technique", "zzz"], "there is: grad-accum, recompute"),
+        (["new", "run", "--technique", "grad_acum"], "did you mean 'grad-accum'?"),
+        (["new", "run", "--technique", "zzz"], "there are grad-accum, recompute"),
         (["new", "full"], "full exists and is not empty"),
         (["new", "file"], "file is a file"),
         (["new", "file/run"], "file is not a folder"),
@@ -99,7 +99,7 @@ def test_list_ends_quietly_when_its_reader_goes_away(bundle: Path) -> None:
         (["new", "link", "--name", "run"], "link is a link"),
         (["new", ".", "--name", "run"], "exists and is not empty"),
         (["new", "x" * 300], "File name too long"),
-        (["add", "Recompute2", "--into", "package"], "did you mean recompute?"),
+        (["add", "Recompute2", "--into", "package"], "did you mean 'recompute'?"),
         (["add", "recompute", "--into", "my-package"], "Python can't import a folder called 'my-package'"),
         (["add", "recompute", "--into", "class"], "Python can't import a folder called 'class'"),
         (["add", "recompute", "--into", "file"], "file is a file"),

@@ -174,9 +174,48 @@ def test_what_can_not_be_trained_is_said_in_one_line(factory, source, said):
     assert "\n" not in str(raised.value)
 
 
+NESTED = """
+from pathlib import Path
+def inner():
+    return nn.Linear('wide', 3)
+def build():
+    return inner()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("def build():\n    raise RuntimeError('no weights here')", 4),
+        (NESTED, 6),  # the user's own line, and not the one in torch that raised
+        ("class Net(nn.Linear):\n    def forward(self, x): return x @ x\ndef build(): return Net(4, 1)", 4),
+        ("def build(size): return nn.Linear(4, 1)", 3),  # where it begins, since it never ran
+        ("built = nn.Linear('wide', 3)", 3),  # while it is imported
+        ("def build(: pass", 3),
+    ],
+    ids=["factory", "called by the factory", "forward", "wrong arguments", "import", "syntax"],
+)
+def test_the_users_own_line_is_named(factory, source, line):
+    spec = factory(source)
+    with pytest.raises(WorkloadError) as raised:
+        load_workload(spec)
+    assert f"({spec.partition(':')[0]}.py:{line})" in str(raised.value)
+
+
+def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkeypatch):
+    spec = factory("def build(): raise KeyError('weights')")
+    name = spec.partition(":")[0]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(WorkloadError) as raised:
+        load_workload(f"{tmp_path / name}.py:build")
+    assert str(raised.value).endswith(f"the factory raised KeyError: 'weights' ({tmp_path / name}.py:3)")
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
+        ("transfomer", r"no workload is called 'transfomer'; did you mean 'transformer'\?"),
         ("bert", "use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory"),
         ("absent_module:build", "can't import absent_module. Run from the folder that holds it"),
     ],

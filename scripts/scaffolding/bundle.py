@@ -4,13 +4,14 @@ Proof: `python -m pytest tests/test_scaffold.py -k bundle`, or look: `python scr
 """
 
 import ast
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+
+from curry_train.core.nearest import did_you_mean
 
 from .errors import ScaffoldError
 
@@ -60,9 +61,7 @@ class Bundle:
         known = [technique.name for technique in self.techniques]
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-                advice = f"did you mean {near[0]}?" if near else f"there is: {', '.join(known)}"
-                raise ScaffoldError(f"no technique is called {name!r}; {advice}")
+                raise ScaffoldError(f"no technique is called {name!r}; {did_you_mean(name, known)}")
         return tuple(technique for technique in self.techniques if technique.name in names)
 
 

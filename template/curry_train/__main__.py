@@ -4,6 +4,7 @@ finds the fastest way that fits.
 Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 """
 
+import contextlib
 import fnmatch
 import importlib
 import importlib.util
@@ -16,12 +17,12 @@ import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from .core.blocks import find_blocks
+from .core.blocks import NoBlocks, find_blocks
 from .core.builtin import BUILTIN
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.untouched import heap_kept
-from .core.verdict import Gate
+from .core.verdict import Gate, no_such_gate
 from .core.workload import Case
 from .gate_rows import Row, measure_rows
 from .gate_table import print_figures, print_summary
@@ -39,7 +40,7 @@ def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
     gates = discover()
     for pattern in patterns:
         if not any(_matches(gate, pattern) for gate in gates):
-            raise UnusableInput(f"no gate matches {pattern!r}; there are {', '.join(gate.name for gate in gates)}")
+            raise UnusableInput(no_such_gate(pattern, [gate.name for gate in gates]))
     return tuple(gate for gate in gates if not patterns or any(_matches(gate, pattern) for pattern in patterns))
 
 
@@ -89,7 +90,8 @@ def gates_command(
     figures: bool,
     list_only: bool,
 ) -> None:
-    """Measure every gate on a model. Exit status: 0 all held, 1 a gate failed, 2 wrong usage, 3 no such device."""
+    """Measure every gate on a model. Exit status: 0 all held, 1 a gate failed, 2 wrong usage or no gate applies, 3 no
+    such device."""
     gates, place = choose_gates(patterns), choose_device(device)
     if list_only:
         click.echo("\n".join(gate.name for gate in gates))
@@ -118,6 +120,17 @@ def gates_command(
         write_json(json_path, facts | run | {"results": results})
     if any(row.verdict.passed is False for row in rows):
         sys.exit(1)
+    if not any(row.verdict.passed for row in rows):
+        raise UnusableInput(_why_nothing_was_checked(rows, patterns))
+
+
+def _why_nothing_was_checked(rows: Sequence[Row], patterns: Sequence[str]) -> str:
+    """In one line, for a machine that looks at the exit status alone."""
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
+    models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
+    return f"nothing was checked: of {', '.join(patterns) or 'all gates'} no gate applies to {models}"
 
 
 def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[Row]:
@@ -137,10 +150,8 @@ def _blocks(case: Case) -> str:
     """The blocks in a few words; a pattern that takes none is an error, a model that repeats none says so."""
     try:
         names = list(find_blocks(case.build(), case.blocks))
-    except ValueError:
-        if case.blocks is not None:
-            raise
-        return "no repeated blocks: name some with --blocks"
+    except NoBlocks as error:
+        return error.in_short
     return f"{len(names)} blocks, {names[0]} to {names[-1]}" if len(names) > 1 else f"1 block, {names[0]}"
 
 
@@ -161,10 +172,12 @@ def memory_command(
     """Say which layer holds how much, and whose the peak of a training step is. Exit status as for gates."""
     place = choose_device(device)
     try:
-        if plot_path:
-            require_matplotlib()
         case = Case(load_workload(spec), device=place, dtype=DTYPES[dtype], batch_size=batch_size, seed=seed)
         module, batch = case.build(), case.batch()
+        if plot_path:
+            with contextlib.suppress(NoBlocks):
+                find_blocks(module, blocks)  # what is wrong with the pattern is told before what is not installed
+            require_matplotlib()
         profile = MemoryProfiler(module).profile(batch, loss=case.workload.mean_loss, blocks=blocks)
         timeline = measure_timeline(module, batch, case.workload.mean_loss, blocks=blocks)
     except (ValueError, RuntimeError) as error:

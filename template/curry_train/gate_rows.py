@@ -1,8 +1,9 @@
-"""Every gate on every workload, in order; several workloads side by side on the cores of a CPU.
+"""Every gate on every workload, in order; many of them side by side on the cores of a CPU.
 
 Proof: `python -m pytest tests/test_cli.py`.
 """
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,10 @@ import torch
 
 from .core.load import load_workload
 from .core.verdict import Gate, Verdict
-from .core.workload import Case
+from .core.workload import Case, Workload
 from .gates import discover
+
+GATES_WORTH_A_PROCESS = 20  # which takes as long to begin as ten of them
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ def measure_rows(cases: Sequence[Case], gates: Sequence[Gate], *, num_processes:
     """
     if num_processes is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_processes = min(len(cases), cores) if all(case.device.type == "cpu" for case in cases) else 1
+        worth = len(cases) * len(gates) // GATES_WORTH_A_PROCESS
+        num_processes = min(worth, cores) if all(case.device.type == "cpu" for case in cases) else 1
     if num_processes < 2:
         yield from (Row(case.workload.name, gate.run(case)) for case in cases for gate in gates)
         return
@@ -52,6 +56,12 @@ def _settings(case: Case) -> dict[str, Any]:
 
 
 def _measure_row(spec: str, settings: dict[str, Any], gate_name: str) -> Row:
-    case = Case(load_workload(spec), **settings)
+    case = Case(_loaded(spec), **settings)
     gate = {gate.name: gate for gate in discover()}[gate_name]
     return Row(case.workload.name, gate.run(case))
+
+
+@functools.cache
+def _loaded(spec: str) -> Workload:
+    """Once for all gates of a process, as where there is one process."""
+    return load_workload(spec)

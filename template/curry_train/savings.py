@@ -6,7 +6,6 @@
 are timed in turns, so that a machine that drifts drifts for all. Proof: `python -m pytest tests/test_savings.py`.
 """
 
-import difflib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from .core.builtin import BUILTIN
 from .core.compiled import holds_compiled_code
 from .core.load import load_workload
 from .core.measure import Flops, Memory, count_flops, measure_memory, recompute_flops, time_step
+from .core.nearest import did_you_mean
 from .core.out_of_memory import is_out_of_memory
 from .core.parity import StepRecord, compare, record_step
 from .core.python_calls import python_calls
@@ -44,7 +44,7 @@ class _Plain:
 
 def load_with_depth(spec: str, depth: int | None) -> Workload:
     """A workload as `load_workload` finds it; with `depth` a built-in one of so many blocks."""
-    if depth is None:
+    if depth is None or (spec not in BUILTIN and ":" not in spec):  # which says what there is
         return load_workload(spec)
     if spec not in BUILTIN:
         raise WorkloadError(f"depth is that of a built-in workload ({', '.join(BUILTIN)}); set it in {spec} itself")
@@ -56,9 +56,7 @@ def choose_strategies(names: Sequence[str]) -> list[str]:
     """The strategies of these names, or all of them; `none` comes first in any case."""
     for name in names:
         if name not in STRATEGIES:
-            near = difflib.get_close_matches(name, STRATEGIES, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(STRATEGIES)}"
-            raise ValueError(f"no strategy is called {name!r}; {advice}")
+            raise ValueError(f"no strategy is called {name!r}; {did_you_mean(name, STRATEGIES)}")
     return list(dict.fromkeys([PLAIN, *(names or STRATEGIES)]))
 
 

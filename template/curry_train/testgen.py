@@ -26,6 +26,7 @@ from . import __version__
 from .core.blocks import find_blocks
 from .core.builtin import BUILTIN
 from .core.load import load_workload
+from .core.verdict import no_such_gate
 from .core.workload import Case, WorkloadError
 
 PACKAGE = "curry_train"
@@ -197,7 +198,7 @@ def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
     globs = [f"{gate}/*" if any(name.startswith(f"{gate}/") for name in names) else gate for gate in recipe.gates]
     for pattern in globs:
         if not fnmatch.filter(names, pattern):
-            raise WorkloadError(f"no gate matches {pattern!r}; there are {', '.join(names) or 'none'}")
+            raise WorkloadError(no_such_gate(pattern, names))
     return tuple(globs) or ("*",)
 
 

@@ -187,6 +187,60 @@ def test_gate_catches(check, saboteur, workload, said):
     assert any(part in verdict.hint for part in said.split("|")), verdict
 
 
+def list_of(make, call=lambda layer, x: layer(x)):
+    """A model that steps through a ModuleList of three."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([make() for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = call(layer, x)
+            return x
+
+    return Workload(
+        "list", Chain, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
+    )
+
+
+@pytest.mark.parametrize("apply", [None, no_op], ids=["recompute", "no-op"])
+def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(apply):
+    case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="layers.*")
+    for strategy in ("full", "selective"):
+        verdict = gates.parity(case, strategy=strategy, apply=apply)
+        assert verdict.passed is None, verdict
+    assert "checkpoint of each block frees nothing" in parity(case, apply=apply).hint
+
+
+def past_the_block(layer, x):
+    return nn.functional.gelu(nn.functional.linear(x, layer[0].weight, layer[0].bias))
+
+
+@pytest.mark.parametrize(
+    ("workload", "saboteur"),
+    [
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())), no_op),  # there is something to free
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), no_op),  # nothing is freed, but runs again
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), past_the_block), None),  # a block that never runs
+        (list_of(lambda: nn.Linear(8, 8), lambda layer, x: x * layer.weight.sum()), None),
+    ],
+    ids=["gelu", "relu", "bypassed", "lone and bypassed"],
+)
+def test_doing_nothing_fails_wherever_something_can_be_done_or_the_block_does_not_run(workload, saboteur):
+    verdict = parity(Case(workload, blocks="layers.?"), apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert "nothing ran twice or was freed" in verdict.hint
+
+
+@pytest.mark.parametrize("gate", gates.GATES, ids=lambda gate: gate.name)
+def test_what_a_model_of_lone_layers_repeats_is_said(gate):
+    verdict = gate.run(Case(list_of(lambda: nn.Linear(8, 8))))
+    assert verdict.passed is None, verdict
+    assert "lone layers" in verdict.hint or "nothing worth changing" in verdict.hint
+
+
 # The saboteurs among models: right without recompute, wrong with it.
 
 

@@ -66,9 +66,9 @@ def torch_policy(policy):
     return apply
 
 
-def any_policy(model, policy):
+def any_policy(model, policy, *, blocks=None):
     """`apply_sac` without its checks."""
-    return torch_policy(policy if callable(policy) else [aten.linear.default])(model)
+    return torch_policy(policy if callable(policy) else [aten.linear.default])(model, blocks=blocks)
 
 
 def miscounting():
@@ -84,12 +84,16 @@ def miscounting():
     return policy
 
 
+def miscounted(model, policy, *, blocks=None):
+    return torch_policy(miscounting())(model, blocks=blocks)
+
+
 def keeps_drawn(context, operation, *args, **kwargs):
     return operation in (aten.mm.default, aten.randn_like.default)
 
 
-def no_op(model, *ignored, **also_ignored):
-    return list(find_blocks(model))
+def no_op(model, ignored=None, *, blocks=None):
+    return list(find_blocks(model, getattr(ignored, "blocks", blocks)))
 
 
 def detached(model, *ignored, **also_ignored):
@@ -195,7 +199,7 @@ def keeps_casts(context, operation, *args, **kwargs):
         (parity, reads_changed_boundary, "transformer", "computes another value"),
         (gates.products, no_op, "transformer", "names operations that never run"),
         (gates.products, any_policy, "transformer", "names operations that never run"),
-        (gates.products, lambda model, policy: torch_policy(miscounting())(model), SQUARE, "counts the second"),
+        (gates.products, miscounted, SQUARE, "counts the second"),
         (gates.regions, no_op, "transformer", "nothing is freed"),
         (gates.regions, regions_of_everything, "transformer", "a product runs again"),
         (gates.regions, torch_policy([aten.mm.default, aten.bmm.default]), "transformer", "a dispatch mode is on"),
@@ -208,6 +212,36 @@ def test_gate_catches(check, saboteur, workload, said):
     verdict = check(case, apply=saboteur)
     assert verdict.passed is False, verdict
     assert said in verdict.hint, verdict
+
+
+class Lone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+LONE = Workload("lone", Lone, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum())
+
+
+@pytest.mark.parametrize("apply", [None, no_op], ids=["sac", "no-op"])
+@pytest.mark.parametrize("strategy", ["sac", "sac_every_second", "regions"])
+def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(strategy, apply):
+    verdict = gates.parity(Case(LONE, blocks="layers.*"), strategy=strategy, apply=apply)
+    assert verdict.passed is None, verdict
+
+
+@pytest.mark.parametrize(
+    ("check", "saboteur"), [(gates.products, any_policy), (gates.refusals, any_policy), (gates.refusals, no_op)]
+)
+def test_policies_are_for_the_blocks_that_were_named(check, saboteur):
+    case = Case(LONE, blocks="layers.*")  # without a name there are none, and that was an error of its own
+    assert check(case).passed
+    assert check(case, apply=saboteur).passed is False
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.13", reason="torch 2.13 asks a policy in the first run alone")

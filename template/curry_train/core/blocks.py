@@ -15,6 +15,14 @@ from .derive import class_as_written
 class NoBlocks(ValueError):
     """The model repeats no block, and none was named."""
 
+    in_short = "the model repeats no block: name some with --blocks"
+
+
+class LoneLayers(NoBlocks):
+    """What the model repeats are layers of torch's own, each of which keeps its input, as recompute would."""
+
+    in_short = "the model repeats lone layers, which have nothing to recompute: name larger blocks with --blocks"
+
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -55,19 +63,36 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def _repeated(module: nn.Module) -> list[str]:
     found: list[str] = []
+    lone: list[str] = []
     for prefix, container in module.named_modules():
         if not isinstance(container, CONTAINERS):
             continue
-        children = {name: child for name, child in container.named_children() if _is_block(child)}
-        kinds = Counter(_kind(child) for child in children.values())
-        found += [f"{prefix}.{name}".lstrip(".") for name, child in children.items() if kinds[_kind(child)] > 1]
+        children = dict(container.named_children())
+        trained = {name: child for name, child in children.items() if any(True for _ in child.parameters())}
+        kinds = Counter(map(_kind, trained.values()))
+        names = [name for name, child in trained.items() if kinds[_kind(child)] > 1]
+        blocks = [name for name in names if not _is_own_layer(children[name])]
+        found += [f"{prefix}.{name}".lstrip(".") for name in blocks]
+        if not blocks and len(names) == len(children):  # and no activation between them
+            lone += [f"{prefix}.{name}".lstrip(".") for name in names]
     if not found:
-        tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
-        raise NoBlocks(
-            f"{type(module).__name__} repeats no block in a ModuleList or Sequential; name the blocks to work on with "
-            f"a pattern (--blocks). Its children are {tops or 'none'}"
-        )
+        raise _no_blocks(module, lone)
     return found
+
+
+def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
+    model = type(module).__name__
+    if lone and not any(isinstance(module.get_submodule(name), nn.RNNBase) for name in lone):  # those keep every step
+        kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in lone}))
+        return LoneLayers(
+            f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each keeps its input, as recompute "
+            "would, so there is nothing to gain; name larger blocks to work on with a pattern (--blocks)"
+        )
+    tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
+    return NoBlocks(
+        f"{model} repeats no block in a ModuleList or Sequential; name the blocks to work on with a pattern "
+        f"(--blocks). Its children are {tops or 'none'}"
+    )
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
@@ -76,7 +101,6 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
     return (class_as_written(module), *(_kind(child) for child in inside))
 
 
-def _is_block(module: nn.Module) -> bool:
-    """Holds parameters, and is more than one of torch's own layers."""
-    own_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return not own_layer and any(True for _ in module.parameters())
+def _is_own_layer(module: nn.Module) -> bool:
+    """One of torch's own, and nothing inside."""
+    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from .flat_call import FlatCall
 from .replay import AGAIN, function_modes, function_modes_as
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
@@ -52,20 +53,22 @@ def run_checkpointed(
 
     `contexts` makes the two contexts of the first run and of the second, as `torch.utils.checkpoint` takes them.
     """
-    bound = functools.partial(run, **kwargs) if kwargs else run  # a keyword such as `debug` is the module's own
-    if options.use_reentrant:
-        if not _gradients_flow(modules[0], args, kwargs):
-            return bound(*args)  # nothing would be kept for backward anyway
-        return checkpoint(
-            _once_in_two(bound, modules), *args, use_reentrant=True, preserve_rng_state=options.preserve_rng_state
-        )
+    if options.use_reentrant and not _gradients_flow(modules[0], args, kwargs):
+        return run(*args, **kwargs)  # nothing would be kept for backward anyway
     chosen: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
+        run = FlatCall(run, args, kwargs)
+        args = tuple(run.take_tensors())
         chosen["context_fn"] = functools.partial(_contexts, modules, contexts)
-    elif contexts is not None:
-        chosen["context_fn"] = contexts
+    else:  # the compiler's code takes and saves every tensor, and refuses one that was written over
+        run = functools.partial(run, **kwargs) if kwargs else run  # a keyword such as `debug` is the module's own
+        chosen |= {"context_fn": contexts} if contexts is not None else {}
+    if options.use_reentrant:
+        return checkpoint(
+            _once_in_two(run, modules), *args, use_reentrant=True, preserve_rng_state=options.preserve_rng_state
+        )
     output = checkpoint(
-        bound,
+        run,
         *args,
         use_reentrant=False,
         preserve_rng_state=options.preserve_rng_state,

@@ -14,6 +14,8 @@ from torch import nn
 
 from .adapt import workload_parts
 from .builtin import BUILTIN
+from .nearest import did_you_mean
+from .raised import describe_raised
 from .untouched import seeded
 from .workload import Workload, WorkloadError
 
@@ -27,9 +29,8 @@ def load_workload(spec: str) -> Workload:
     if spec in BUILTIN:
         return replace(BUILTIN[spec](), spec=spec)
     if ":" not in spec:
-        raise WorkloadError(
-            f"no workload is called {spec!r}: use one of {', '.join(BUILTIN)}, pkg.module:factory or file.py:factory"
-        )
+        others = f"use one of {', '.join(BUILTIN)}, pkg.module:factory or file.py:factory"
+        raise WorkloadError(f"no workload is called {spec!r}; {did_you_mean(spec, BUILTIN, otherwise=others)}")
     factory = _import_factory(spec)
     with seeded(0):  # an example batch is drawn here, and every process has to draw the same
         made = _call(factory, spec)
@@ -66,6 +67,8 @@ def _import_factory(spec: str) -> Callable[[], Any]:
         raise WorkloadError(
             f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its folder/file.py:factory"
         ) from error
+    except Exception as error:  # as in `_call`
+        raise WorkloadError(f"{spec}: the import of {module_name} raised {describe_raised(error)}") from error
     if file is not None and file != (loaded := Path(str(module.__file__)).resolve()):
         raise WorkloadError(f"{spec}: Python knows another {module_name} already, {loaded}: give the file another name")
     factory = getattr(module, attribute, None)
@@ -89,7 +92,7 @@ def _call(factory: Callable[[], Any], spec: str) -> Any:
     try:
         return factory()
     except Exception as error:  # the user's own code may raise anything: it is told as theirs, its traceback kept
-        raise WorkloadError(f"{spec}: the factory raised {type(error).__name__}: {error}") from error
+        raise WorkloadError(f"{spec}: the factory raised {describe_raised(error, called=factory)}") from error
 
 
 def _try_once(workload: Workload) -> None:
@@ -100,7 +103,7 @@ def _try_once(workload: Workload) -> None:
             loss = workload.loss(module, batch)
         except Exception as error:  # as above
             raise WorkloadError(
-                f"{workload.spec}: a forward on the batch raised {type(error).__name__}: {error}. "
+                f"{workload.spec}: a forward on the batch raised {describe_raised(error)}. "
                 "Of (module, batch) the batch is what forward takes, a tuple as its arguments; where the loss needs "
                 "targets beside them, return a Workload(name, build, batch, loss)"
             ) from error

@@ -3,12 +3,14 @@
 A gate passes on the right implementation and is shown by its tests to fail on wrong ones.
 """
 
+import fnmatch
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .blocks import NoBlocks
+from .nearest import nearest
 from .workload import Case
 
 
@@ -41,16 +43,26 @@ class Gate:
         """The verdict on a case; a check that breaks on the user's model is a gate that does not hold."""
         try:
             return self.check(case)
-        except NoBlocks:
-            return not_applicable(
-                self.name, required="blocks", why="the model repeats no block: name some with --blocks"
-            )
+        except NoBlocks as error:
+            return not_applicable(self.name, required="blocks", why=error.in_short)
         except ValueError as error:  # ours, and it says what to do
             return Verdict(self.name, False, "could not be measured", "to run", str(error))
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"raised {type(error).__name__}: {error}"
             return Verdict(self.name, False, said, "to run", f"see {where.filename}, line {where.lineno}")
+
+
+def no_such_gate(pattern: str, names: Sequence[str]) -> str:
+    """What to say of a pattern, such as `recomput` or `recompute/memry`, that matches none of the gates."""
+    technique, _, rest = pattern.partition("/")
+    meant = nearest(technique, dict.fromkeys(name.partition("/")[0] for name in names))
+    if meant and rest:
+        inside = [name.partition("/")[2] for name in names if name.startswith(f"{meant}/")]
+        gate = rest if fnmatch.filter(inside, rest) else nearest(rest, inside)
+        meant = f"{meant}/{gate}" if gate else None
+    advice = f"did you mean {meant!r}?" if meant else f"there are {', '.join(names) or 'none'}"
+    return f"no gate matches {pattern!r}; {advice}"
 
 
 def not_applicable(gate: str, *, required: str, why: str) -> Verdict:

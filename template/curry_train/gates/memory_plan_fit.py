@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..core.blocks import find_blocks
+from ..core.blocks import NoBlocks, find_blocks
 from ..core.verdict import Gate, Verdict, not_applicable
 from ..core.workload import Case
 from ..plan.device_profile import find_profile
@@ -106,8 +106,10 @@ def planned(case: Case) -> Plan | str:
 
 
 def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
-    if IN_TURNS not in peaks:
-        return "the model repeats no block: name some with --blocks"
+    try:
+        find_blocks(planner.sketch.build(), case.blocks)
+    except NoBlocks as error:
+        return error.in_short
     if peaks[IN_TURNS] >= peaks[PLAIN]:
         return "recomputing every block lowers no peak: something else owns it"
     budget = round(peaks[IN_TURNS] + BETWEEN * (peaks[PLAIN] - peaks[IN_TURNS]))

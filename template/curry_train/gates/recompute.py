@@ -55,7 +55,8 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
 
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """One step with and without: loss, gradients, buffers and generators."""
-    return same_training(f"recompute/parity-{strategy}", case, apply or STRATEGIES[strategy].apply, alone=FULL)
+    gate, by_block = f"recompute/parity-{strategy}", strategy != "sequential"  # whose runs also free what is between
+    return same_training(gate, case, apply or STRATEGIES[strategy].apply, alone=FULL, by_block=by_block)
 
 
 def flops(case: Case, *, apply: Apply = FULL) -> Verdict:

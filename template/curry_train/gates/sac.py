@@ -33,14 +33,14 @@ from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 
 OVERHEAD = 0.4  # of what torch's own selective checkpointing adds to a step, in calls of Python functions
-Policies = Callable[[nn.Module, Any], list[str]]
+Policies = Callable[..., list[str]]  # of a model, a policy, and the blocks to have it
 
 
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """One step with and without: loss, gradients, buffers and generators."""
     gate = f"sac/parity-{strategy.removeprefix('sac_').replace('_', '-')}"
     try:
-        return same_training(gate, case, apply or STRATEGIES[strategy].apply)
+        return same_training(gate, case, apply or STRATEGIES[strategy].apply, by_block=True)
     except PolicyError as error:
         return not_applicable(gate, required="an operation to keep", why=_first_sentence(error))
 
@@ -57,7 +57,7 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     found = {}
     for policy, expected in (("save_expensive", 0), ("every_second_matmul", every_second)):
         module = case.build()
-        apply(module, policy)
+        apply(module, policy, blocks=case.blocks)
         with seeded(case.seed), set_checkpoint_early_stop(False):
             found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
     held = all(again == expected for again, expected in found.values())
@@ -108,7 +108,7 @@ def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     for name, policy in wrong.items():
         module = case.build()
         try:
-            apply(module, policy)
+            apply(module, policy, blocks=case.blocks)
             with untouched(module):
                 case.workload.mean_loss(module, case.batch())
         except ValueError:

@@ -5,7 +5,6 @@
 Several are joined with a plus, and applied in that order. Proof: `python -m pytest tests/test_bench_levers.py`.
 """
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.nearest import did_you_mean
 from .strategies import STRATEGIES
 from .strategy import Apply, Sample
 
@@ -66,8 +66,7 @@ def find_lever(text: str) -> Lever:
             raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
         else:
             known = list_levers()
-            near = difflib.get_close_matches(name, [_cut(each)[0] for each in known], n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            advice = did_you_mean(name, [_cut(each)[0] for each in known], otherwise=f"there are {', '.join(known)}")
             raise ValueError(f"no lever is called {part!r}; {advice}")
     return found
 
@@ -117,9 +116,7 @@ def _sac(lever: Lever, value: str | None) -> Lever:
     if value is None:
         return _with(lever, STRATEGIES["sac"].apply)
     if value not in policies:
-        near = difflib.get_close_matches(value, policies, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(policies)}"
-        raise ValueError(f"sac has no policy {value!r}; {advice}")
+        raise ValueError(f"sac has no policy {value!r}; {did_you_mean(value, policies)}")
     return _with(lever, lambda model, sample: list(sac.apply_sac(model, value, blocks=sample.blocks)))
 
 

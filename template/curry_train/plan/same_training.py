@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import LiveStorages, Loss
@@ -30,10 +30,13 @@ def sample_of(case: Case) -> Sample:
     return Sample(case.batch(), case.workload.mean_loss, case.blocks)
 
 
-def same_training(gate: str, case: Case, apply: Apply, *, alone: Apply | None = None) -> Verdict:
+def same_training(
+    gate: str, case: Case, apply: Apply, *, alone: Apply | None = None, by_block: bool = False
+) -> Verdict:
     """Loss, gradients, buffers and generators; equal bit for bit wherever the plain step repeats bit for bit.
 
-    Blocks are blamed by `alone`, or by `apply` where a block by itself is enough for it.
+    Blocks are blamed by `alone`, or by `apply` where a block by itself is enough for it. `by_block` says that the
+    technique recomputes blocks each by itself: it may do nothing where torch's own checkpoint would do nothing.
     """
     reference, plain, _ = _step(case, lambda module, sample: [])
     again, _, _ = _step(case, lambda module, sample: [])
@@ -51,7 +54,10 @@ def same_training(gate: str, case: Case, apply: Apply, *, alone: Apply | None = 
     if not names:
         return not_applicable(gate, required=required, why="the strategy finds nothing worth changing")
     hint = "" if found.holds else _where(case, alone or apply, _cause(found))
-    if not hint and ours.calls <= plain.calls and ours.held_bytes >= plain.held_bytes:
+    if not hint and not ours.differs_from(plain):
+        if by_block and not _torch_does_something(case, plain):
+            why = "torch's own checkpoint of each block frees nothing and runs nothing again, as with lone layers"
+            return not_applicable(gate, required=required, why=f"{why}: name larger blocks")
         hint = f"nothing ran twice or was freed, though {len(names)} modules changed: is the wrapper in the forward?"
     return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
 
@@ -80,6 +86,9 @@ class Activity:
     calls: int
     held_bytes: int
 
+    def differs_from(self, plain: "Activity") -> bool:
+        return self.calls > plain.calls or self.held_bytes < plain.held_bytes
+
 
 def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
     module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
@@ -87,6 +96,28 @@ def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
     with seeded(case.seed), calls_counted(module) as calls:
         step = record_step(module, batch, loss)
     return step, Activity(calls[0], _held_bytes(module, batch, loss)), names
+
+
+def _torch_does_something(case: Case, plain: Activity) -> bool:
+    """Whether there is anything to do in the blocks, measured without the technique; also where one does not run."""
+    running: set[str] = set()
+
+    def around(module: nn.Module, sample: Sample) -> list[str]:
+        blocks = find_blocks(module, sample.blocks)
+        for name, block in blocks.items():
+
+            def forward(*args: Any, own: Any = block.forward, name: str = name, **kwargs: Any) -> Any:
+                running.add(name)
+                return checkpoint(own, *args, use_reentrant=False, **kwargs)
+
+            block.forward = forward
+        return list(blocks)
+
+    try:
+        _, theirs, names = _step(case, around)
+    except (NoBlocks, CheckpointError):
+        return True
+    return theirs.differs_from(plain) or running != set(names)
 
 
 def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:

@@ -5,10 +5,11 @@
 Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+
+from ..core.nearest import did_you_mean, nearest
 
 STRATEGIES = ("none", "full", "selective", "sequential", "sac", "offload", "memory_budget", "plan")
 
@@ -40,8 +41,8 @@ class CheckpointConfig:
             if field.type is bool:
                 value = getattr(self, field.name)
                 _require(isinstance(value, bool), field.name, value, "True or False")
-        nearest = difflib.get_close_matches(str(self.strategy), STRATEGIES, n=1)
-        known = f"one of {', '.join(STRATEGIES)}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
+        meant = nearest(str(self.strategy), STRATEGIES)
+        known = f"one of {', '.join(STRATEGIES)}" + (f"; did you mean {meant!r}?" if meant else "")
         _require(self.strategy in STRATEGIES, "strategy", self.strategy, known)
         threshold = self.memory_threshold_mb
         _require(_is_number(threshold) and threshold >= 0, "memory_threshold_mb", threshold, "a number of MB from 0 up")
@@ -78,8 +79,7 @@ class CheckpointConfig:
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
         for key in config:
             if key not in names:
-                nearest = difflib.get_close_matches(str(key), names, n=1)
-                raise ValueError(f"unknown key {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
+                raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
         values = {str(key): config[key] for key in config}
         for name in ("exclude_patterns", "include_patterns"):
             if name in values and not isinstance(values[name], str):

@@ -8,7 +8,6 @@ Calls that draw random numbers are always computed again, from the generator's s
 kept one shift all that are drawn after it. Proof: `python -m pytest tests/test_sac.py`.
 """
 
-import difflib
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from ..core import operations
 from ..core.blocks import find_blocks
 from ..core.checkpointed import Options, Pair, run_checkpointed
 from ..core.derive import Derived, become, restore
+from ..core.nearest import did_you_mean
 from ..core.operations import Operation
 
 OPTIONS, CONTEXTS = "_sac", "_sac_contexts"
@@ -89,9 +89,7 @@ def make_policy(policy: Any) -> Policy:
         if policy in BACKWARDS:
             raise PolicyError(f"{policy!r} keeps what is cheap to compute, which is the wrong way round. {FIGURES}")
         if policy not in POLICIES:
-            near = difflib.get_close_matches(policy, POLICIES, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POLICIES)}"
-            raise PolicyError(f"no policy is called {policy!r}; {advice}")
+            raise PolicyError(f"no policy is called {policy!r}; {did_you_mean(policy, POLICIES)}")
         return POLICIES[policy]
     if callable(policy) and not isinstance(policy, Operation):
         return Policy(getattr(policy, "__name__", type(policy).__name__), choose=policy)

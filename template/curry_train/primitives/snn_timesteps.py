@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -25,6 +25,7 @@ from ..core.derive import Derived, become, restore
 from ..core.generators import Generators
 from ..core.hidden_state import HiddenState, check_step
 from ..core.kept import Key, put_back_later
+from ..core.replay import check_unchanged
 from ..core.timestep_schedule import Costs, Schedule, best_chunk_size, best_schedule, even_schedule, measure_costs
 from ..core.timesteps import Collected, Step, run_timesteps, slice_time, steppers, take_step
 from ..core.untouched import generators_kept
@@ -170,12 +171,13 @@ class _Loop:
     places: Sequence[Place]
     left_behind: Mapping[Key, bool]
     shape: TreeSpec | None = None
+    versions: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, state: Any, first: int, schedule: Schedule, *, again: bool) -> Any:
         """The state after some timesteps; the last chunk of them is kept, because backward needs it first."""
         if not schedule.chunks:
             for index in range(first, first + schedule.num_steps):
-                output, state = take_step(self.step, self.timesteps[index], state)
+                output, state = take_step(self.step, self._timestep(index, again=again), state)
                 if not again:
                     self.collected.add(output)
             return state
@@ -188,6 +190,17 @@ class _Loop:
             state = tree_unflatten(list(made), self._check_shape(chunk.shape_after))
             first += inside.num_steps
         return self.run(state, first, last, again=again)
+
+    def _timestep(self, index: int, *, again: bool) -> Any:
+        """A timestep, which is no input of a checkpoint that torch would look after."""
+        timestep = self.timesteps[index]
+        leaves = (timestep,) if isinstance(timestep, Tensor) else tree_leaves(timestep)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        if not again:
+            self.versions[index] = [tensor._version for tensor in tensors]
+        for tensor, version in zip(tensors, self.versions[index], strict=False):
+            check_unchanged(tensor, version)
+        return timestep
 
     def _check_shape(self, shape: TreeSpec) -> TreeSpec:
         if self.shape is not None and shape != self.shape:
