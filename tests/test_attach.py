@@ -52,7 +52,9 @@ def test_it_takes_at_most_ten_lines():
     assert 3 < sum(line.startswith("+ ") for line in lines) <= 10
 
 
-@pytest.mark.parametrize("words", [(0,), (2,), (2, "own")], ids=lambda words: "-".join(map(str, words)))
+@pytest.mark.parametrize(
+    "words", [(0,), pytest.param((2,), marks=pytest.mark.long), (2, "own")], ids=lambda words: "-".join(map(str, words))
+)
 def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(tmp_path, words):
     status, losses, devs, error = run(tmp_path / "plain", PLAIN, *words)
     assert (status, len(losses), error) == (0, 3 * STEPS, "")

@@ -5,6 +5,7 @@ python -m pytest tests/test_recipes.py
 
 import contextlib
 import gc
+import weakref
 
 import pytest
 import torch
@@ -242,3 +243,15 @@ def test_replays_run_under_the_autocast_of_the_first_time():
     with torch.autocast("cpu", torch.bfloat16):  # and not under one that is on during backward alone
         loss.backward()
     assert x.grad.dtype is torch.float32
+
+
+def test_a_replay_ends_with_what_autograd_saved_though_the_loss_is_held():
+    """A loop that still has its loss in the next forward would hold the inputs of two steps."""
+    norm, hidden = nn.LayerNorm(16), torch.randn(8, 16, requires_grad=True) * 2
+    let_go = weakref.ref(hidden)
+    loss = Replay(norm, (hidden,), {}).first().square().sum()
+    del hidden
+    loss.backward(retain_graph=True)
+    assert let_go() is not None  # a second backward needs it
+    loss.backward()
+    assert let_go() is None

@@ -39,7 +39,10 @@ def test_the_model_is_found_by_name():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("strategy", "levels", "less"), [("timesteps", 1, 19), ("timesteps_nested", 2, 30)])
+@pytest.mark.parametrize(
+    ("strategy", "levels", "less"),
+    [("timesteps", 1, 19), pytest.param("timesteps_nested", 2, 30, marks=pytest.mark.long)],
+)
 def test_the_peak_is_so_many_times_less_within_one_more_forward_for_each_level(plain, strategy, levels, less):
     record, flops, peak = figures(strategy)
     assert compare(plain[0], record).bit_equal

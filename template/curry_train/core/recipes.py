@@ -143,5 +143,5 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
     weight = getattr(maker, "variable", None)
     if weight is not None:
         return Kept(weight).value
-    replay = maker.metadata.get(REPLAY)
+    replay = maker.metadata.get(REPLAY, lambda: None)()
     return None if replay is None else replay.use()

@@ -5,6 +5,7 @@ This is checkpointing for one cheap module, whose output may be made again as we
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,11 @@ AGAIN = "curry_train_again"  # on the nodes that lead into a call that is checkp
 
 class Replay:
     """One call of a module of which nothing but the input is kept: what it saved, and its output, are made again by
-    one more call when backward asks for the first of them."""
+    one more call when backward asks for the first of them.
+
+    What autograd has saved of the call holds it, and whoever uses its output: they let go of it in backward. Nodes live
+    as long as the loss, so they must not.
+    """
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.run, self.inputs = run, (args, kwargs)
@@ -40,7 +45,7 @@ class Replay:
         fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
         if fresh and not any(output is tensor for tensor, _ in self.versions):
             setattr(output, REPLAY, self)
-            output.grad_fn.metadata[REPLAY] = self  # casts of the output find it here
+            output.grad_fn.metadata[REPLAY] = weakref.ref(self)  # casts of the output find it here
         return output
 
     def use(self) -> Callable[[], Tensor]:
