@@ -11,6 +11,7 @@ import environment
 
 environment.require(__file__)
 
+import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -74,6 +75,12 @@ def whole_numbers(context: click.Context, option: click.Parameter, values: Seque
 @click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
 @click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
+@click.option(
+    "--redraw",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="SAVINGS.JSON",
+    help="Measure nothing: draw the picture of an earlier savings.json again.",
+)
 @json_option("Write savings.json here too; - is standard output.")
 def main(
     out: Path,
@@ -83,9 +90,13 @@ def main(
     repeats: int,
     device: str,
     json_path: str | None,
+    redraw: Path | None,
     **options: Any,
 ) -> None:
     """Exit status: 0 measured, 1 a strategy is not the same training, 2 wrong usage, 3 no such device."""
+    if redraw is not None:
+        click.echo(_redraw(redraw, out))
+        return
     place = choose_device(device)
     try:
         names, cases = choose_strategies(strategies), _cases(models or ("transformer",), place, options)
@@ -138,6 +149,17 @@ def _measure(cases: Sequence[Measured], names: Sequence[str], *, repeats: int, l
             guesses = hints.setdefault((case.workload.spec, depth), {})
             rows += measure_savings(case, names, depth=depth, repeats=repeats, limit=limit, hints=guesses, tell=tell)
     return rows
+
+
+def _redraw(path: Path, out: Path) -> str:
+    """The picture alone, of figures that were written before."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows, device = [Row.from_json(row) for row in data["rows"]], f"{data['device']}, torch {data['torch']}"
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnusableInput(f"{path} is no savings.json of this command: {type(error).__name__}: {error}") from error
+    out.mkdir(parents=True, exist_ok=True)
+    return _draw(rows, out / "savings.png", device=device)
 
 
 def _draw(rows: Sequence[Row], path: Path, *, device: str) -> str:

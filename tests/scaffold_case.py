@@ -21,7 +21,7 @@ FILES = {
     "curry_train/benchmark.py": '"""Times a step."""\n\nfrom .core.timing import SECONDS\n\nSTEP = SECONDS\n',
     "curry_train/core/__init__.py": INIT.format(core=".", names='{"verdict": ("HELD",), "unused": ("NEVER",)}'),
     "curry_train/core/lazy.py": (ROOT / "template/curry_train/core/lazy.py").read_text(),
-    "curry_train/core/nearest.py": (ROOT / "template/curry_train/core/nearest.py").read_text(),  # scaffold.py has it too
+    "curry_train/core/nearest.py": (ROOT / "template/curry_train/core/nearest.py").read_text(),  # of scaffold.py
     "curry_train/core/verdict.py": "HELD = True\n",
     "curry_train/core/timing.py": "SECONDS = 1\n",
     "curry_train/core/unused.py": "NEVER = 0\n",

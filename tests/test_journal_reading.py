@@ -177,6 +177,11 @@ def test_where_no_journal_is_is_said(tmp_path):
     assert find_journal(str(tmp_path / "empty"), root=root) == str(tmp_path / "empty")
     with pytest.raises(JournalError, match=r"there is no run run-002; did you mean run-001\?"):
         find_journal("run-002", root=root)
+    plant(tmp_path / "runs/night")
+    with pytest.raises(JournalError, match=r"there is no run run-02; did you mean run-001\? .*runs also has night$"):
+        find_journal("run-02", root=root)
+    with pytest.raises(JournalError, match=r"did you mean night\? .*runs also has run-001$"):
+        find_journal(str(root / "nigth"), root="elsewhere")
     with pytest.raises(JournalError, match=r"no folder in .*none has a journal\.jsonl"):
         find_journal("x", root=tmp_path / "none")
 

@@ -6,16 +6,21 @@ python -m pytest tests/test_plan.py
 import contextlib
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.core.builtin import mlp, resnet, transformer
 from curry_train.core.ranks import run_on_ranks
-from curry_train.core.workload import Case
+from curry_train.core.workload import Case, Workload
 from curry_train.plan import whole_step
+from curry_train.plan.advice import what_microbatches_change
+from curry_train.plan.device_profile import PROFILES
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.options import FULL, NONE, REGIONS, SAC, Option
 from curry_train.plan.planner import Infeasible, Planner
@@ -99,6 +104,43 @@ def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
     assert "no block is repeated" in small.explain()
 
 
+class Drawing(nn.Module):
+    def __init__(self, dropout=0.1, norm=False):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64) if norm else nn.GELU(), nn.Dropout(dropout))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Drawing(), "Each microbatch draws its own dropout (body.2): for the very losses"),
+        (Drawing(0.0, norm=True), "Each microbatch has its own statistics (body.1): for the very losses"),
+        (nn.TransformerEncoderLayer(8, 2), "draws its own dropout (self_attn)"),
+        (Drawing(0.0), ""),
+    ],
+    ids=["dropout", "norm", "attention", "neither"],
+)
+def test_a_plan_says_where_its_microbatches_are_another_training(model, said):
+    best = Candidate(2, 4, False, 0, 1.0)
+    found = what_microbatches_change(model, best)
+    assert said in found
+    assert bool(found) == bool(said)
+    assert "--microbatch 8" in found or not said
+    assert what_microbatches_change(model, replace(best, steps=1)) == ""
+
+
+def test_the_planner_says_so_of_its_plan():
+    workload = Workload("own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum())
+    with Planner(workload, blocks=None, chunked_loss=False) as planner:
+        whole = planner.plan(2**40, global_batch=64)
+        small = planner.plan(whole.peak_bytes - 1, global_batch=64)
+    assert "its own dropout" in small.explain()
+    assert "its own dropout" not in whole.explain()
+
+
 def test_a_budget_that_binds_a_deep_model_is_used():
     workload = transformer(depth=12)
     with Planner(workload, without=(SAC,), chunked_loss=False) as planner:
@@ -109,6 +151,25 @@ def test_a_budget_that_binds_a_deep_model_is_used():
             budget = round(least + share * (plain - least))
             found = planner.plan(budget, global_batch=MICRO, microbatch=MICRO)
             assert 0.97 * budget <= found.peak_bytes <= budget, share
+
+
+def test_what_fits_nowhere_is_chosen_by_its_bytes_and_not_by_how_fast_the_device_is():
+    """Of a row that is too large the times decided among choices with one peak by the chain, one of them higher."""
+    slow = replace(PROFILES["cpu"], name="slow", dispatch_seconds=1e-3, regions_seconds=1e-2)
+    fast = replace(PROFILES["cpu"], name="fast", dispatch_seconds=1e-9, regions_seconds=1e-9)
+    rows = []
+    for profile in (slow, fast):
+        with Planner(transformer(dim=64), device=profile, without=(SAC,), chunked_loss=False) as planner:
+            budget = round(1.05 * planner.plan(2**40, microbatch=1).peak_bytes)
+            found = planner.plan(budget, global_batch=8)
+            large = [one for one in found.candidates if one.step_seconds is None]
+            rows.append({(one.microbatch, one.peak_bytes, one.summary()) for one in large})
+            for one in large:
+                assert one.checked or one.peak_bytes > whole_step.DOUBTFUL * budget
+                full = replace(one, options=dict.fromkeys(one.options, Option(FULL)))
+                assert not one.checked or one.peak_bytes <= planner.whole_steps.peak(full)[0]
+    assert rows[0] == rows[1]
+    assert rows[0]
 
 
 def test_a_plan_that_is_not_what_runs_is_noticed():

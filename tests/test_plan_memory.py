@@ -10,10 +10,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from curry_train.core.workload import Workload
+from curry_train.plan.planner import Planner
 from curry_train.plan.saved_plan import Plan
 from curry_train.plan_command import plan_command
+from curry_train.plan_plot import plot_plan
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "plan_memory.py"
 MODELS = """
@@ -107,6 +111,28 @@ def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
 
     assert plan.apply(blocks()[0])
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_and_the_table_say_the_same(tmp_path):
+    """Rows that fit are corners of their lines, with their time; too large ones are where their lines begin."""
+    pytest.importorskip("matplotlib")
+    from planned_models import blocks
+
+    loss = Workload("blocks", lambda: blocks()[0], lambda size: torch.randn(size, 16, 32), lambda m, x: m(x).sum())
+    with Planner(loss, device="cpu", without=("sac", "regions"), chunked_loss=False) as planner:
+        least = planner.plan(2**30, global_batch=8, microbatch=1).peak_bytes
+        plan = planner.plan(round(1.2 * least), global_batch=8)
+        lines = plot_plan(planner, plan, tmp_path / "plan.png")
+    fits = {f"{row.steps} x {row.microbatch} samples": row for row in plan.candidates if row.step_seconds is not None}
+    large = {f"{row.steps} x {row.microbatch} samples": row for row in plan.candidates if row.step_seconds is None}
+    assert len(fits) >= 2
+    assert len(large) >= 1
+    for name, row in fits.items():
+        assert (row.peak_bytes, row.step_seconds) in {(one.peak_bytes, one.step_seconds) for one in lines[name]}
+    for name, row in large.items():
+        assert min(one.peak_bytes for one in lines[name]) == row.peak_bytes > plan.budget_bytes
+    (best,) = [one for one in lines[f"{plan.steps} x {plan.microbatch} samples"] if one.options == plan.options]
+    assert (best.peak_bytes, best.step_seconds) == (plan.peak_bytes, plan.step_seconds)
 
 
 def test_standard_output_is_pure_json_and_nothing_else():

@@ -49,8 +49,15 @@ def test_what_is_not_there_is_told_with_what_is(tmp_path):
     with pytest.raises(ValueError, match=r"no saved state to resume from for 'latest': no run in .*runs has one"):
         run_to_resume(config(tmp_path), "latest")
     saved(new_run(config(tmp_path)), 1)
-    with pytest.raises(ValueError, match=r"for 'run-7': .*runs has run-001"):
+    with pytest.raises(ValueError, match=r"for 'run-7': did you mean run-001\?"):
         run_to_resume(config(tmp_path), "run-7")
+    saved(new_run(config(tmp_path, "name=night")), 1)
+    with pytest.raises(ValueError, match=r"for 'nigth-001@5': did you mean night-001\? .*runs also has run-001"):
+        run_to_resume(config(tmp_path), "nigth-001@5")
+    with pytest.raises(ValueError, match=r"did you mean night-001\? .*runs also has run-001"):
+        run_to_resume(load_config(None, ["runs=elsewhere"]), str(tmp_path / "runs/night-01"))
+    with pytest.raises(ValueError, match=r"for 'latest': .*runs has (night|run)-001, (night|run)-001"):
+        run_to_resume(config(tmp_path, "name=zzz"), "latest")
 
 
 def test_another_configuration_is_kept_beside_the_first(tmp_path):

@@ -113,6 +113,21 @@ def test_a_mistake_gets_its_message_and_status_2(runs, words, said):
     assert said in " ".join(done.output.split())
 
 
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(runs, monkeypatch):
+    """The likeliest first, at most ten, wherever a run is named."""
+    monkeypatch.chdir(runs.parent)
+    status, said = call("show", "frist-001")
+    assert (status, " ".join(said.split())) == (2, "Error: frist-001 is no run: did you mean first-001?")
+    for number in range(2, 14):
+        (runs / f"other-{number:03d}/rollback").mkdir(parents=True)
+    for words in (["show", "first-01"], ["verify", "runs/first-01"]):
+        status, said = call(*words)
+        assert (status, said.count("other-")) == (2, 9)
+        assert "did you mean first-001? runs also has other-0" in " ".join(said.split())
+        assert said.split()[-3:] == ["and", "3", "more"]
+    assert "is no run: runs has " in " ".join(call("show", "zzz")[1].split())
+
+
 def test_estimate_of_a_policy(tmp_path):
     status, said = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
     assert status == 0
@@ -122,6 +137,8 @@ def test_estimate_of_a_policy(tmp_path):
     assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
     assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
     status, said = call("estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path)
+    assert "MB" in said
+    assert "0.00" not in said
     assert (status, "enough" in said) == (0, True)
 
 

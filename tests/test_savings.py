@@ -283,6 +283,31 @@ def run(monkeypatch, tmp_path):
     return lambda *arguments: CliRunner().invoke(command.main, ["--out", "out", "--repeats", "1", *arguments])
 
 
+def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkeypatch):
+    import matplotlib.figure
+
+    labels, save = [], matplotlib.figure.Figure.savefig
+
+    def keep(figure, *args, **options):
+        labels.extend(axes.get_xlabel() for axes in figure.axes)
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    rows = [made_row("none"), made_row("full", 1.3, 4.0), made_row("sac", outcome="refused")]
+    assert [Row.from_json(json.loads(json.dumps(row.to_json()))) for row in rows] == rows
+    record = {"device": "cpu", "torch": "2.13.0", "rows": [row.to_json() for row in rows]}
+    (tmp_path / "before.json").write_text(json.dumps(record))
+    monkeypatch.setattr(command, "measure_savings", None)
+    ended = run("--redraw", "before.json")
+    assert (ended.exit_code, ended.output) == (0, "wrote out/savings.png\n")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["savings.png"]
+    assert "mark: the median; thin line: from the lower to the upper quartile" in labels[0]
+    (tmp_path / "before.json").write_text('{"rows": [{"strategy": "full"}]}')
+    ended = run("--redraw", "before.json")
+    assert ended.exit_code == 2
+    assert "before.json is no savings.json of this command" in ended.output
+
+
 def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):
     register(monkeypatch, "planted", lambda model, sample: recompute_blocks(model))
     names = [part for name in (*RECOMPUTE, "planted") for part in ("--strategy", name)]

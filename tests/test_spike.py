@@ -79,6 +79,16 @@ def test_not_finite_after_losses_that_were_too_high_is_one_spike():
     assert [(spike.first, spike.step) for spike in alarms(losses, patience=5)] == [(101, 102)]
 
 
+def test_nan_after_nan_is_told_once_and_again_after_sound_losses():
+    calm = noisy(0, numpy.full(100, 2.0))
+    losses = [*calm, *[math.nan] * 9, *calm[:40], math.inf, math.nan]
+    assert [(spike.first, spike.step) for spike in alarms(losses)] == [(101, 101), (150, 150)]
+    watchdog, later = SpikeWatchdog(), SpikeWatchdog()
+    assert watchdog.observe(1, math.nan) is not None
+    later.load_state_dict(watchdog.state_dict())
+    assert later.observe(2, math.nan) is None
+
+
 def test_one_step_less_than_the_patience_is_no_spike_and_does_not_move_the_baseline():
     calm = list(noisy(0, numpy.full(200, 2.0), noise=0.01))
     bursts = [9.0 if step > 80 and step % 4 in (0, 1) else loss for step, loss in enumerate(calm)]
@@ -86,11 +96,24 @@ def test_one_step_less_than_the_patience_is_no_spike_and_does_not_move_the_basel
     assert alarms([*bursts, 2.5, 2.5, 2.5], patience=3)[0].baseline == pytest.approx(2.0, abs=0.02)
 
 
-def test_a_rise_that_takes_back_little_of_what_was_gained_is_none():
-    """Where a loss is down to nothing, its noise is too: a robust deviation alone would be fooled."""
-    losses = [*(5 * numpy.exp(-STEPS / 8)), *[1e-3] * 20, *[0.03] * 20]
+def test_a_rise_that_is_little_of_the_level_is_none():
+    """Where a loss hardly moves, its noise is too small: a robust deviation alone would be fooled."""
+    losses = [*(0.5 + 5 * numpy.exp(-STEPS / 8)), *[0.508] * 20]
     assert alarms(losses) == []
     assert len(alarms(losses, least_rise=0.0)) == 1
+
+
+def test_a_loss_that_has_fallen_by_little_may_rise_by_little_of_that():
+    losses = [*(1000 - STEPS / 40), *[990.5] * 3]
+    assert [spike.first for spike in alarms(losses)] == [401]
+
+
+@pytest.mark.parametrize("first", [5.0, 2000.0, 1e6])
+def test_a_rise_is_found_wherever_the_first_losses_were(first):
+    """A regression begins thousands of times above where it ends: 2% of what it fell by were 40 times the level."""
+    losses = [*(0.1 + first * numpy.exp(-STEPS / 8)), *[1.0] * 3]
+    (spike,) = alarms(losses)
+    assert (spike.first, spike.baseline) == (401, pytest.approx(0.1))
 
 
 def test_a_spike_is_told_once_and_what_follows_is_the_new_baseline():

@@ -4,6 +4,8 @@ python -m pytest tests/test_spike_check.py
 """
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from click.testing import CliRunner
 from curry_train import spike_check as check
 from curry_train import spike_watch
 from curry_train.data.dataset import Samples
+from curry_train.runs.errors import RunError
+from curry_train.runs.spike_config import SpikeConfig
 from curry_train.runs_command import runs_command
-from curry_train.spike_check import Planted, spike_check
+from curry_train.spike_check import Planted, missed_spike, spike_check
 
 TINY = (
     "model=training_models:tiny", "device=cpu", "batch_size=16", "microbatch=16", "checkpoint.rollback_every=10",
@@ -52,8 +56,13 @@ def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
     ]
     done = CliRunner().invoke(runs_command, [*words, "--runs", "kept", *TINY])
     assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    lines = done.stdout.splitlines()
     assert lines[0] == "planted: bad samples in steps 34 to 37 of 44"
+    told = done.stderr.splitlines()  # where nobody looks: how long it will take, and a line for each training
+    assert re.fullmatch(r"three trainings of 44 steps, about \d+:\d\d in all", told[0])
+    assert [re.sub(r"\d+:\d\d", "T", line) for line in told[1:]] == [
+        f"{name}-001: 44 steps in T" for name in ("recovered", "without", "through")
+    ]
     assert lines[-2:] == ["equal to the bit to the run that never saw them", "drawn as spike.png"]
     assert max(map(len, lines)) <= 80
     facts = json.loads((tmp_path / "spike.json").read_text())
@@ -99,12 +108,66 @@ def test_a_wrong_recovery_is_not_the_run_that_never_saw_them(tmp_path, monkeypat
     assert "is" in found.difference
 
 
-def test_a_spike_that_is_not_found_is_said_with_status_1(tmp_path, monkeypatch):
+def drawn_titles(monkeypatch):
+    """Of the pictures that are drawn from now on."""
+    import matplotlib.figure
+
+    titles, save = [], matplotlib.figure.Figure.savefig
+
+    def keep(figure, *args, **options):
+        titles.append((figure.get_suptitle(), len(figure.axes[0].lines)))
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return titles
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "advice"),
+    [
+        (["--windows", "1"], ["enough for long enough", "in 3 steps in a row", "there were 1"], "spike.patience=1"),
+        (["--windows", "4", "spike.threshold=100"], ["100 times the noise"], "spike.threshold="),
+        (["--windows", "4", "spike.least_rise=0.99", "spike.threshold=80"], ["0.99 of the level"], "spike.threshold="),
+    ],
+)
+def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_finds_it(
+    tmp_path, monkeypatch, words, said, advice
+):
+    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
     monkeypatch.chdir(tmp_path)
-    words = ["spike-check", "--steps", "30", "--at", "25", "--windows", "1", *TINY]
-    done = CliRunner().invoke(runs_command, words)
+    titles = drawn_titles(monkeypatch)
+    base = ["spike-check", "--steps", "44", "--at", "34", *TINY, *words]
+    done = CliRunner().invoke(runs_command, [*base, "--plot", "x.png", "--json", "x.json", "--runs", "kept"])
     assert done.exit_code == 1
-    assert "NOT found: the loss did not rise enough" in done.output
+    text = " ".join(done.stdout.split())
+    assert all(part in text for part in ["NOT found: the loss did not rise enough", *said]), text
+    facts = json.loads((tmp_path / "x.json").read_text())
+    assert facts["missed"]["rises"][0] == pytest.approx(float(re.search(r"it rose by \+([\d.]+)", text)[1]), rel=0.01)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
+    assert facts["losses"].keys() == {"recovered"}
+    (title,) = titles
+    assert title[0].endswith("not found: one run, through them")
+    assert title[1] <= 2  # its line, and marks of losses that are not finite
+    advised = [word for word in re.search(r"to find it: (.*?) drawn", text)[1].split() if word.startswith("spike.")]
+    assert any(word.startswith(advice) for word in advised)
+    assert CliRunner().invoke(runs_command, [*base, *advised]).exit_code == 0
+
+
+def test_what_no_setting_finds_is_not_blamed_on_one():
+    quiet = missed_spike(dict(enumerate([2.0, 2.1, 1.9] * 40, start=1)), SpikeConfig(), first=100, last=104)
+    assert quiet.advice == "no setting: these bad samples raise the loss by no more than its noise"
+
+
+def test_a_training_that_is_stopped_is_no_answer(tmp_path, monkeypatch):
+    original = check.train_run
+
+    def stopped(run, *, watch):
+        trained = original(run, watch=watch)
+        return replace(trained, report=replace(trained.report, ended_by="SIGINT"))
+
+    monkeypatch.setattr(check, "train_run", stopped)
+    with pytest.raises(RunError, match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked"):
+        spike_check(tmp_path, TINY, **SIZES)
 
 
 @pytest.mark.parametrize(

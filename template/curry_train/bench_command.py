@@ -20,7 +20,7 @@ from .core.workload import Case
 from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
 from .plan.bench import measure_levers
 from .plan.levers import HELP, find_lever, list_levers
-from .plan.optimizers import OPTIMIZERS
+from .plan.optimizers import OPTIMIZERS, make_optimizer
 from .plan.peak_rate import MEASURED
 from .plots import require_matplotlib
 
@@ -82,12 +82,13 @@ def bench_command(
     not apply, 2 wrong usage, 3 no such device."""
     place = choose_device(device)
     try:
-        if plot_path:
-            require_matplotlib()
         chosen = [find_lever(name) for name in dict.fromkeys(levers)]
         case = Case(load_workload(spec), place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
         _check_blocks(case)
         others = [load_workload(other) for other in dict.fromkeys(against)]
+        make_optimizer(optimizer, case.build())
+        if plot_path:
+            require_matplotlib()  # after what is wrong with the options, and before the work
         with _progress() as tell:
             bench = measure_levers(
                 case,

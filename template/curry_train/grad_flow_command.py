@@ -63,14 +63,14 @@ def grad_flow_command(
     """
     place = choose_device(device)
     try:
-        if plot_path:
-            require_matplotlib()
         case = Case(load_workload(spec), place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
         module = case.build()
         STRATEGIES[strategy].apply(module, Sample(case.batch(), case.workload.mean_loss, blocks))
         optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
         chosen: dict[str, Any] = {"layers": list(layers) or None, "blocks": blocks, "recompute": recompute}
         flow = GradFlow(module, optimizer, every=every, **chosen)
+        if plot_path:
+            require_matplotlib()  # after what is wrong with the options, and before the work
         losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error

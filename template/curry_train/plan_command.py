@@ -87,8 +87,6 @@ def plan_command(
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
     place = choose_device("auto")
     try:
-        if plot:
-            require_matplotlib()
         profile = find_profile(target) if target else profile_of(place)
         sharding = Sharding(parallel, ranks)
         if verify and ranks > 1:
@@ -107,6 +105,9 @@ def plan_command(
                 tell=tell,
             )
             with planner:
+                planner.check_settings(global_batch, microbatch)
+                if plot:
+                    require_matplotlib()  # after what is wrong with the options, and before the work
                 plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
                 tell("who owns the peak")
                 plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from .config import Config
-from .runs.names import BEST, KINDS, step_of
+from .runs.names import BEST, KINDS, step_of, what_runs_there_are
 
 
 def new_run(config: Config) -> Path:
@@ -45,8 +45,10 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     for folder in runs:
         if _is_run(folder):
             return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
-    there = sorted(folder.name for folder in root.glob("*/") if _is_run(folder))
-    known = f"{root} has {', '.join(there[-8:])}" if there else f"no run in {root} has one"
+    beside = Path(place).parent if place != "latest" and Path(place).parent.name else root  # a path names its own
+    there = [folder.name for folder in beside.glob("*/") if _is_run(folder)]
+    wanted = config.name if place == "latest" else Path(place).name
+    known = what_runs_there_are(wanted, there, root=beside) if there else f"no run in {beside} has one"
     raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
 
 

@@ -26,7 +26,7 @@ from .runs.errors import DamagedCheckpoint
 from .runs.journal_history import read_history
 from .runs.journal_lines import JournalError, printable
 from .runs.journal_reading import NAME
-from .runs.names import KINDS
+from .runs.names import KINDS, what_runs_there_are
 from .runs.saved_run import SavedRun
 from .runs_story import story, story_lines
 from .runs_table import checkpoint_rows, checkpoints_table, run_row, runs_table
@@ -161,7 +161,12 @@ def _open(run: str) -> SavedRun:
     if "://" not in run and not _is_run(Path(run)) and _is_run(Path("runs", run)):
         return SavedRun(Path("runs", run))
     if "://" not in run and not _is_run(Path(run)):
-        raise UnusableInput(f"{run} is no run: give a folder that holds {', '.join(KINDS)}, such as runs/run-001")
+        beside = Path(run).parent if Path(run).parent.name else Path("runs")
+        there = [path.name for path in beside.glob("*/") if _is_run(path)]
+        known = what_runs_there_are(Path(run).name, there, root=beside)
+        advice = f"give a folder that holds {', '.join(KINDS)}, such as runs/run-001"
+        said = f"{run} is no run: {known if there else advice}"
+        raise UnusableInput("\n".join(textwrap.wrap(printable(said, longest=1000), 73, break_on_hyphens=False)))
     return SavedRun(run)
 
 

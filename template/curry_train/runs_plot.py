@@ -40,17 +40,23 @@ class Look:
 
 
 def plot_runs(
-    histories: Sequence[History], path: str | Path, *, scale: str = "auto", smooth: int | None = None
+    histories: Sequence[History],
+    path: str | Path,
+    *,
+    scale: str = "auto",
+    smooth: int | None = None,
+    title: str | None = None,
 ) -> list[str]:
-    """Write a PNG; returns the names of the runs that have a colour. `smooth` draws means over so many steps."""
+    """Write a PNG; returns the names of the runs that have a colour. `smooth` draws means over so many steps;
+    `title` is over it instead of how many they are."""
+    drawn = [history for history in histories if len(history.steps)]
+    if not drawn:
+        raise ValueError("there is nothing to draw: no journal has a step that counts")
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    drawn = [history for history in histories if len(history.steps)]
-    if not drawn:
-        raise ValueError("there is nothing to draw: no journal has a step that counts")
     looks = choose_looks(drawn)
     named = [(history, look) for history, look in zip(drawn, looks, strict=True) if look.label]
     metric = _metric(drawn)
@@ -82,7 +88,7 @@ def plot_runs(
     if signs:
         signs.append(Line2D([], [], color="#444444", alpha=FAINT, linewidth=1.0, label="rolled back or resumed over"))
         figure.legend(handles=signs, loc="outside lower left", ncols=len(signs), fontsize=8, frameon=False)
-    _title(figure, drawn, looks)
+    _title(figure, drawn, looks, title)
     figure.savefig(path, format="png", dpi=130)
     return [history.name for history, _ in named]
 
@@ -187,15 +193,15 @@ def _frame(axes: Any, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _title(figure: Any, histories: Sequence[History], looks: Sequence[Look]) -> None:
+def _title(figure: Any, histories: Sequence[History], looks: Sequence[Look], title: str | None) -> None:
     from matplotlib.lines import Line2D
 
     if len(histories) == 1:
         only, count = histories[0], len(histories[0].attempts)
         told = f"{only.steps.step[-1]:,} steps in {count} attempt{'s' if count > 1 else ''}"
-        figure.suptitle(f"{shorten(only.name)}: {told}", x=0.01, ha="left", fontsize=11)
+        figure.suptitle(title or f"{shorten(only.name)}: {told}", x=0.01, ha="left", fontsize=11)
         return
-    figure.suptitle(f"{len(histories)} runs", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title or f"{len(histories)} runs", x=0.01, ha="left", fontsize=11)
     lines = [Line2D([], [], color=look.colour, linestyle=look.style, label=look.label) for look in looks if look.label]
     if more := len(histories) - len(lines):
         lines.append(Line2D([], [], color=GREY, label=f"{more} more, which end higher"))

@@ -10,7 +10,6 @@ import click
 
 from .core.provenance import write_json
 from .options import UnusableInput, json_option, output_option
-from .plots import require_matplotlib
 from .runs.journal_history import History, read_history
 from .runs.journal_lines import finite, printable
 from .runs.journal_reading import find_journal
@@ -32,7 +31,6 @@ def plot_command(
     A run is a name in --runs, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
     """
     try:
-        require_matplotlib()
         histories = [read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)]
         coloured = plot_runs(histories, out, scale=scale, smooth=smooth)
     except (RuntimeError, ValueError) as error:

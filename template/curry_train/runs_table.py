@@ -8,10 +8,13 @@ from typing import Any
 from rich.table import Table
 
 from .core.sizes import format_bytes
-from .runs.disk_estimate import GB, DiskEstimate
+from .runs.disk_estimate import DiskEstimate
 from .runs.manifest import read_manifest
 from .runs.names import KINDS, Saved
 from .runs.saved_run import SavedRun
+
+COUNTS = ((10**9, "B"), (10**6, "M"), (1, ""))
+UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
@@ -76,7 +79,9 @@ def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def estimate_table(found: DiskEstimate) -> Table:
-    table = _table(f"{found.parameters / 1e9:.3g}B parameters, {found.dtype}", "GB")
+    number, letter = next((found.parameters / by, to) for by, to in COUNTS if found.parameters >= by)
+    unit, each = next((unit, each) for unit, each in UNITS if found.most >= each)
+    table = _table(f"{round(number, 2):,g}{letter} parameters, {found.dtype}", unit)
     lines = {
         "one checkpoint: weights, moments, all else": found.checkpoint,
         "one best-K: weights alone": found.best,
@@ -86,7 +91,7 @@ def estimate_table(found: DiskEstimate) -> Table:
         "the volume has to hold": found.most,
     }
     for words, num_bytes in lines.items():
-        table.add_row(words, f"{num_bytes / GB:,.1f}" if num_bytes >= GB / 10 else f"{num_bytes / GB:.2g}")
+        table.add_row(words, f"{num_bytes / each:,.1f}" if num_bytes >= each / 10 else f"{num_bytes / each:.2g}")
     return table
 
 
@@ -94,6 +99,6 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for number, name in enumerate(columns):
         last = number == len(columns) - 1 and name in ("metric", "damaged")
-        numeric = name in ("latest", "step", "size", "GB", *KINDS)
+        numeric = name in ("latest", "step", "size", *dict(UNITS), *KINDS)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=not last and number > 0)
     return table

@@ -28,6 +28,8 @@ OFFSETS = [
     for offset in ((8, 5 + lines), (8, -12 - lines), (-8, 5 + lines), (-8, -12 - lines))
 ]
 FAR = 14  # points from which on a line leads from the label to its mark
+THIN = 0.9  # of a line of times: they are wide where the machine is shared, and the marks are what counts
+TIMES = "step time / that of none in the same round\nmark: the median; thin line: from the lower to the upper quartile"
 FRONT = "dashed: the Pareto front; on grey, another strategy is better in both"
 
 Cost = Callable[[Row], float | None]
@@ -51,7 +53,7 @@ def plot_savings(rows: Sequence[Row], path: str | Path, *, device: str = "") -> 
         for axes, cost in zip(pair, (_time, _recomputed), strict=True):
             panels.append((axes, _draw(axes, case, names, cost)))
         pair[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold", pad=8)
-        pair[0].set_xlabel("step time, relative to none (line: the middle half of the steps)", fontsize=9)
+        pair[0].set_xlabel(TIMES, fontsize=9)
         pair[1].set_xlabel("FLOPs computed again, % of one forward", fontsize=9)
         pair[0].set_ylabel("peak, MiB", fontsize=9)
     canvas.draw()  # labels are placed where the layout has put everything else
@@ -99,9 +101,8 @@ def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> l
         index = names.index(row.strategy)
         colour, shape = COLOURS[index % len(COLOURS)], SHAPES[index % len(SHAPES)]
         if cost is _time and row.seconds:
-            axes.hlines(
-                peak / MEGABYTE, row.seconds.ratio_lower, row.seconds.ratio_upper, colour, linewidth=2, alpha=0.45
-            )
+            between = row.seconds.ratio_lower, row.seconds.ratio_upper
+            axes.hlines(peak / MEGABYTE, *between, colour, linewidth=THIN, alpha=0.5, zorder=3)
         axes.plot([place], [peak / MEGABYTE], shape, color=colour, markersize=8, markeredgecolor="white", zorder=4)
         share = "" if row.peak_ratio is None or row.strategy == PLAIN else f" {row.peak_ratio:.0%}"
         nothing = " (changes nothing)" if not row.modules and row.strategy != PLAIN else ""

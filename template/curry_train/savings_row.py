@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/test_savings.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,3 +65,9 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Row":
+        """The row that `to_json` wrote."""
+        seconds = data.get("seconds")
+        return cls(**{**data, "seconds": None if seconds is None else StepSeconds(**seconds)})

@@ -1,11 +1,13 @@
 """Does a run recover from a spike? Bad samples are planted into the data, and the same run is trained three ways.
 
 `recovered` has the watchdog; `without` never sees the samples that it skipped, and has to be equal to the bit;
-`through` trains on. The bad samples are those of some windows: whole numbers are drawn anew, others a hundred times as
-large. Proof: `python -m pytest tests/test_spike_check.py`.
+`through` trains on, as the first does where it finds nothing: then there are no others. The bad samples are
+those of some windows: whole numbers are drawn anew, others a hundred times as large.
+Proof: `python -m pytest tests/test_spike_check.py`.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,13 @@ from .core.batches import map_tensors
 from .core.quiet import unheard
 from .data.dataset import Dataset
 from .resume_check import final_tensors
+from .runs.errors import RunError
 from .runs.journal_reading import NAME, JournalReading
-from .training import Trained, Watch, open_run, train_run
+from .runs.spike import Limit, SpikeWatchdog
+from .runs.spike_config import SpikeConfig
+from .training import Watch, open_run, train_run
 
+LEAST_THRESHOLD = 3.0  # below it sound losses are alarms
 TIMES = 100.0  # as large are planted values that are not whole numbers
 SAID = (f"{__package__}.spike_watch", f"{__package__}.runs.policy")  # what they say is in the result
 RECOVERED, WITHOUT, THROUGH = "recovered", "without", "through"
@@ -59,9 +65,36 @@ class Planted:
 
 
 @dataclass(frozen=True)
+class Missed:
+    """Why nothing was found. `rises` are those of the loss over the watchdog's level, at the bad steps and `patience`
+    after them; `limit` is that of the first bad step, and `in_a_row` how many in a row were above theirs."""
+
+    rises: tuple[float, ...]
+    limit: Limit
+    in_a_row: int
+    threshold: float
+    least_rise: float
+    patience: int
+
+    @property
+    def advice(self) -> str:
+        """The settings with which it would have been found, or why none would."""
+        rows = [self.rises[end - self.patience : end] for end in range(self.patience, len(self.rises) + 1)]
+        kept_up = max((min(row) for row in rows), default=0.0)  # through so many steps
+        room = 0.95 * (kept_up - self.limit.drift)
+        if room <= 0 and self.in_a_row:
+            return f"plant at least {self.patience} bad steps with --windows, or set spike.patience={self.in_a_row}"
+        by = {"threshold": (self.threshold, self.limit.by_noise), "least_rise": (self.least_rise, self.limit.by_level)}
+        if room <= 0 or room * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
+            return "no setting: these bad samples raise the loss by no more than its noise"
+        lower = {name: setting * room / rise for name, (setting, rise) in by.items() if rise > room}
+        return "set " + " and ".join(f"spike.{name}={_rounded_down(value)}" for name, value in lower.items())
+
+
+@dataclass(frozen=True)
 class SpikeCheck:
     """What came of it. `found_after` counts the steps from the first bad one to the one at which the spike was found;
-    losses are those of the end, `dev_loss` where it was measured."""
+    losses are those of the end, `dev_loss` where it was measured. `missed` is None where it was found."""
 
     steps: int
     planted: tuple[int, int]
@@ -73,6 +106,7 @@ class SpikeCheck:
     losses: dict[str, float]
     dev_losses: dict[str, float | None]
     difference: str | None
+    missed: Missed | None = None
 
     @property
     def held(self) -> bool:
@@ -93,18 +127,9 @@ def spike_check(
     watch: Sequence[Watch] = (),
 ) -> SpikeCheck:
     """Train by these words in `folder`, with `num_windows` bad windows from the one of step `at` on."""
-    if not 1 <= at <= at + num_windows - 1 <= steps:
-        raise ValueError(f"bad windows {at} to {at + num_windows - 1} are not all among the {steps} steps: lower --at")
     given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
-    spike = load_config(config, given).spike
-    if spike.lower_rate is not None or not spike.rolls_back:
-        raise ValueError("the check needs spike.action=rollback, and no spike.lower_rate, which makes another run")
-    if at <= (judged := spike.judges_after):
-        raise ValueError(
-            f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} on: give --at and "
-            "--steps above that, or a smaller spike.window"
-        )
-    plant = _Plant(at, num_windows)
+    spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
+    plant, names = _Plant(at, num_windows), [RECOVERED]
     with unheard(*SAID):
         _train(load_config(config, [*given, f"name={RECOVERED}"]), plant, watch)
         events = list(JournalReading(folder / f"{RECOVERED}-001" / NAME))
@@ -112,9 +137,10 @@ def spike_check(
         backs = [event for event in events if event.kind == "rollback"]
         skips = tuple((event.facts["start"], event.facts["stop"]) for event in events if event.kind == "skip")
         told = f"data.skip={[list(pair) for pair in skips]}"
-        _train(load_config(config, [*given, "spike.action=none", told, f"name={WITHOUT}"]), plant, watch)
-        _train(load_config(config, [*given, "spike.action=none", f"name={THROUGH}"]), plant, watch)
-    names = (RECOVERED, WITHOUT, THROUGH)
+        if backs:
+            _train(load_config(config, [*given, "spike.action=none", told, f"name={WITHOUT}"]), plant, watch)
+            _train(load_config(config, [*given, "spike.action=none", f"name={THROUGH}"]), plant, watch)
+            names += [WITHOUT, THROUGH]
     figures = {name: _figures(folder / f"{name}-001") for name in names}
     return SpikeCheck(
         steps=steps,
@@ -127,7 +153,43 @@ def spike_check(
         losses={name: list(losses.values())[-1] for name, (losses, _) in figures.items()},
         dev_losses={name: dev for name, (_, dev) in figures.items()},
         difference=_difference(folder, figures[RECOVERED][0], figures[WITHOUT][0]) if backs else None,
+        missed=None if backs else missed_spike(figures[RECOVERED][0], spike, first=at, last=at + num_windows - 1),
     )
+
+
+def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
+    """What the watchdog is told; a ValueError where these windows could not be judged by it."""
+    steps, spike, last = config.steps, config.spike, at + num_windows - 1
+    if not 1 <= at <= last <= steps:
+        raise ValueError(f"bad windows {at} to {last} are not all among the {steps} steps: lower --at")
+    if spike.lower_rate is not None or not spike.rolls_back:
+        raise ValueError("the check needs spike.action=rollback, and no spike.lower_rate, which makes another run")
+    if at <= (judged := spike.judges_after):
+        raise ValueError(
+            f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} on: give --at and "
+            "--steps above that, or a smaller spike.window"
+        )
+    return spike
+
+
+def missed_spike(losses: Mapping[int, float], config: SpikeConfig, *, first: int, last: int) -> Missed:
+    """What the watchdog held against the losses of these steps, by showing it all of them again."""
+    watchdog, limits, rises, row, longest = SpikeWatchdog(config), list[Limit](), list[float](), 0, 0
+    for step, loss in losses.items():
+        limit = watchdog.limit()
+        if first <= step <= last + config.patience and limit is not None:
+            limits.append(limit)
+            rises.append(loss - limit.level)
+            row = row + 1 if rises[-1] > limit.rise else 0
+            longest = max(longest, row)
+        watchdog.observe(step, loss)
+    return Missed(tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience)
+
+
+def _rounded_down(value: float) -> float:
+    """To two digits, so that it can be typed."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.floor(value / unit) * unit:.2g}")
 
 
 class _Plant:
@@ -142,10 +204,13 @@ class _Plant:
         stream.dataset = Planted(stream.dataset, frozenset(int(one) for one in stream.order(list(places))), seed)
 
 
-def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> Trained:
+def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> None:
     with open_run(config) as run:
         plant(run.parts.stream, config.seed)
-        return train_run(run, watch=watch)
+        trained = train_run(run, watch=watch)
+    if not trained.report.finished:
+        ended = f"after step {trained.report.step} of {config.steps} by {trained.report.ended_by}"
+        raise RunError(f"the training of {trained.folder.name} was ended {ended}, so nothing was checked")
 
 
 def _figures(run: Path) -> tuple[dict[int, float], float | None]:

@@ -6,11 +6,15 @@ Proof: `python -m pytest tests/test_plan.py`.
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from torch import nn
+
 from ..core.sizes import format_bytes
 from .chain_of_blocks import Chain
 from .saved_plan import Candidate
 from .sharding import Sharding
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RANKS = (2, 4, 8, 16, 32, 64)
 
 
@@ -23,6 +27,26 @@ def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float
         second, slower = others[0], others[0].step_seconds / best.step_seconds - 1
         text += f" The next best is microbatch {second.microbatch} with {second.summary()}, {slower:.1%} slower."
     return text
+
+
+def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
+    """What of the model sees the microbatch, so that the training is another than with the whole batch."""
+    if best.steps == 1:
+        return ""
+    named = list(module.named_modules())
+    drawing = [name for name, layer in named if _dropout(layer) > 0]
+    norms = [name for name, layer in named if isinstance(layer, BATCH_NORMS)]
+    said = [f"draws its own dropout ({drawing[0]})"] if drawing else []
+    said += [f"has its own statistics ({norms[0]})"] if norms else []
+    if not said:
+        return ""
+    whole = best.steps * best.microbatch
+    return f" Each microbatch {' and '.join(said)}: for the very losses of the whole batch give --microbatch {whole}."
+
+
+def _dropout(layer: nn.Module) -> float:
+    part = getattr(layer, "p" if isinstance(layer, DROPOUTS) else "dropout", 0)
+    return float(part) if isinstance(part, int | float) else 0.0
 
 
 def why_nothing_fits(

@@ -4,7 +4,7 @@ Proof: `python -m pytest tests/test_plan.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -64,6 +64,18 @@ class Chain:
         found = solved or least_peak(stages, head_bytes=head)
         options = {name: menu[index][0] for (name, menu), index in zip(menus.items(), found.chosen, strict=True)}
         return Solved(options, max(found.peak_bytes, least), plain + found.cost)
+
+    def least(self, microbatch: int, *, accumulated: bool) -> tuple[dict[str, Option], int]:
+        """The choices of the least peak, and of those what holds least, with the peak: by bytes alone, so that they are
+        the same however fast the device is."""
+        menus = {name: self._menu(name) for name in self.names}
+        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less={})
+        held = [replace(each, choices=tuple(replace(c, cost=c.held_bytes) for c in each.choices)) for each in stages]
+        if not held:
+            return {}, self._line(microbatch, lambda step: step.peak_bytes)
+        found = least_peak(held, head_bytes=head)
+        options = {name: menu[index][0] for (name, menu), index in zip(menus.items(), found.chosen, strict=True)}
+        return options, max(found.peak_bytes, self._line(microbatch, lambda step: step.step))
 
     def moments(
         self, microbatch: int, options: Mapping[str, Option], *, accumulated: bool, less: Mapping[str, float]

@@ -9,7 +9,7 @@ that may win is then estimated, and the chain is corrected by it. Proof: `python
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,11 @@ import torch
 from .. import primitives
 from ..core.untouched import heap_kept
 from ..core.workload import Workload
-from .advice import why_it_won, why_nothing_fits
+from .advice import what_microbatches_change, why_it_won, why_nothing_fits
 from .chain_of_blocks import Chain, measure_chain
 from .device_profile import DeviceProfile, find_profile
 from .estimate import Sketch
+from .optimizers import make_optimizer
 from .options import KINDS
 from .saved_plan import Candidate, Plan, fingerprint
 from .sharding import Sharding
@@ -104,6 +105,13 @@ class Planner:
         self._heap.close()
         self.sketch.__exit__(*raised)
 
+    def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
+        """What can be said before anything is measured."""
+        self.sharding.microbatches(global_batch, microbatch)
+        module = self.sketch.build()
+        self.sketch.blocks(module)
+        make_optimizer(self.sketch.optimizer, module)
+
     def plan(self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None) -> Plan:
         for name, value in {"budget_bytes": budget_bytes, "global_batch": global_batch}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -121,7 +129,12 @@ class Planner:
                 best = checked
         if best is None:
             raise self._infeasible(found, budget_bytes)
+        for place, candidate in enumerate(found):
+            if candidate.peak_bytes > budget_bytes:
+                self.tell(f"the least peak of microbatch {candidate.microbatch}")
+                found[place] = self.whole_steps.least(candidate, near=budget_bytes)
         shown = sorted((each.within(budget_bytes) for each in found), key=order)
+        best = next(each for each in shown if each.checked)
         return self._plan(best, shown, budget_bytes)
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
@@ -168,11 +181,6 @@ class Planner:
         seconds = steps * best.seconds + chain.optimizer_seconds
         return replace(empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options)
 
-    def front(self, candidate: Candidate, budgets: Iterable[float]) -> list[tuple[int, float]]:
-        """Peak and seconds of this microbatch at each budget that it fits, by the chain alone."""
-        found = [(self._again(candidate, int(budget)), budget) for budget in budgets]
-        return sorted({(c.peak_bytes, c.step_seconds) for c, b in found if c.step_seconds and c.peak_bytes <= b})
-
     def _again(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         return self._solve(candidate.microbatch, candidate.steps, candidate.chunked_loss, budget_bytes)
 
@@ -197,7 +205,7 @@ class Planner:
             plain_flops=best.steps * chain.plain_flops(best.microbatch),
             fingerprint=blocks,
             settings=self.settings | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
-            why=why_it_won(best, found, plain),
+            why=why_it_won(best, found, plain) + what_microbatches_change(module, best),
             candidates=tuple(found),
         )
 

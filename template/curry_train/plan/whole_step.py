@@ -76,9 +76,14 @@ class WholeSteps:
 
     def _known_to_fit(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """The fastest of what was looked at before, for whatever budget."""
+        fitting = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
+        return min(fitting, key=order, default=None)
+
+    def looked_at(self, candidate: Candidate) -> list[Candidate]:
+        """All choices of the same microbatch of which the whole step was estimated."""
         *same, _ = self._key(candidate)
-        options = [key[-1] for key, (peak, _) in self.known.items() if [*key[:-1]] == same and peak <= budget_bytes]
-        return min((self._whole(replace(candidate, options=dict(each))) for each in options), key=order, default=None)
+        options = [key[-1] for key in self.known if [*key[:-1]] == same]
+        return [self._whole(replace(candidate, options=dict(each))) for each in options]
 
     def check(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The fastest of the same microbatch that was found to fit, or else what has the least peak."""
@@ -138,9 +143,17 @@ class WholeSteps:
         other = self._whole(replace(best, options={**best.options, last[0]: Option(NONE)}))
         return min(best, other, key=lambda one: order(one.within(budget_bytes)))
 
-    def least(self, candidate: Candidate) -> Candidate:
-        """The chain's choice, or with blocks recomputed whole, whichever peaks least."""
-        return min(self._poorest(candidate), key=lambda one: (one.peak_bytes, order(one)))
+    def least(self, candidate: Candidate, *, near: float | None = None) -> Candidate:
+        """What peaks least of this microbatch, of equal ones what computes least: no time has a say in it. Where the
+        chain's figure is far above `near`, it has to do."""
+        chain, many = self.chain(candidate), candidate.steps > 1
+        options, peak = chain.least(candidate.microbatch, accumulated=many)
+        peak += self.sharding.extra_bytes(chain.steps[-1], accumulated=many)
+        poorest = replace(candidate, options=options, peak_bytes=peak, step_seconds=None, flops=None, checked=False)
+        if near is not None and peak > DOUBTFUL * near:
+            return poorest
+        found = self._poorest(poorest)
+        return min(found, key=lambda one: (one.peak_bytes, one.flops))
 
     def _learn(self, whole: Candidate) -> int | None:
         """At no moment is there more than at the peak: the chain says so from now on. What it still says too little;

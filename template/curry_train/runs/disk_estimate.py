@@ -70,7 +70,7 @@ def estimate_disk(
 def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
     said = []
     if every := config.retention.keep_every:
-        said.append(f"retention.keep_every: {every} keeps {checkpoint / GB:.3g} GB more every {every} steps, for good")
+        said.append(f"retention.keep_every: {every} keeps one checkpoint more every {every} steps, for good")
     if checkpoint <= LARGE:
         return tuple(said)
     said.append(f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: save it in the background")

@@ -9,7 +9,6 @@ A line that is no event is counted with its number, and the rest is read. Only a
 same file end the reading. Nothing here imports torch. Proof: `python -m pytest tests/test_journal_reading.py`.
 """
 
-import difflib
 import functools
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from .journal_lines import LONGEST, OPENING, Event, JournalError, NewerJournal, parse_event, printable
+from .names import what_runs_there_are
 
 NAME = "journal.jsonl"
 MOST_KEPT = 100  # damaged lines that are described; the others are counted
@@ -133,7 +133,7 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
     inside = Path(root) / path
     if Path(path).exists() or inside.exists():
         return f"{path if Path(path).exists() else inside}{at}{attempt}"
-    there = [found.parent.name for found in sorted(Path(root).glob(f"*/{NAME}"))]
-    near = difflib.get_close_matches(path, there, n=1)
-    known = f"{root} has {', '.join(there[-4:])}" if there else f"no folder in {root} has a {NAME}"
-    raise JournalError(f"there is no run {path}; {f'did you mean {near[0]}?' if near else known}")
+    beside = Path(path).parent if Path(path).parent.name and Path(path).parent.is_dir() else inside.parent
+    there = [found.parent.name for found in beside.glob(f"*/{NAME}")]
+    known = what_runs_there_are(inside.name, there, root=beside)
+    raise JournalError(f"there is no run {path}; {known if there else f'no folder in {beside} has a {NAME}'}")

@@ -4,14 +4,17 @@ Steps are compared as numbers, and a metric by the value in the manifest: text s
 Proof: `python -m pytest tests/test_store.py`.
 """
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 KINDS = ("rollback", "recovery", "best-k")
 RESUMABLE = ("rollback", "recovery")
 BEST = "best-k"
 SUFFIX = ".dcp"
+MOST_NAMED = 10  # runs that are told where one is not there
 PARAMETERS = "rollback"  # the metric of a rollback that holds parameters only; its value is the step
 
 _METRIC = re.compile(r"[A-Za-z]\w*")
@@ -72,3 +75,17 @@ def step_of(kind: str, name: str) -> int | None:
 def is_leftover(name: str) -> bool:
     """Whether a name was given to what was not committed yet, or is being removed."""
     return _LEFTOVER.fullmatch(name) is not None
+
+
+def what_runs_there_are(name: str, there: Iterable[str], *, root: object) -> str:
+    """The end of a message about a run that is not there: those in `root` that are, the likeliest first."""
+    wanted, known = name.lower(), sorted(there)
+    if not known:
+        return f"{root} has no run"
+    likely = sorted(known, key=lambda each: -difflib.SequenceMatcher(None, wanted, each.lower()).ratio())
+    shown, more = likely[:MOST_NAMED], len(likely) - MOST_NAMED
+    others = f" and {more} more" if more > 0 else ""
+    if not difflib.get_close_matches(wanted, [shown[0].lower()]):
+        return f"{root} has {', '.join(shown)}{others}"
+    also = f" {root} also has {', '.join(shown[1:])}{others}" if shown[1:] else ""
+    return f"did you mean {shown[0]}?{also}"

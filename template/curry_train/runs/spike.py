@@ -22,6 +22,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from .health import number_of
 from .spike_config import LEVEL, SpikeConfig
 
 NORMAL = 1.4826  # standard deviations in a median absolute deviation of normal noise
@@ -47,6 +48,21 @@ class Spike:
         return f"loss {self.loss:.4g} at step {self.step}{over}{since}"
 
 
+@dataclass(frozen=True)
+class Limit:
+    """How high a loss may be: over `level` by `rise`, of which `drift` is what the losses have been rising by, and the
+    rest the larger of `by_noise` and `by_level`, which are `threshold` and `least_rise` at work."""
+
+    level: float
+    drift: float
+    by_noise: float
+    by_level: float
+
+    @property
+    def rise(self) -> float:
+        return self.drift + max(self.by_noise, self.by_level)
+
+
 class SpikeWatchdog:
     """`group` are ranks whose losses differ: the mean over them is judged, the same on all. Without it the loss is one
     that all ranks agree on already, as that of `train_window`."""
@@ -56,6 +72,7 @@ class SpikeWatchdog:
         self._accepted: deque[tuple[int, float]] = deque(maxlen=self.config.window)
         self._suspects: list[tuple[int, float]] = []
         self._began: float | None = None
+        self._told = False  # of what is not finite, and nothing finite came since
 
     @property
     def suspects(self) -> int:
@@ -63,9 +80,15 @@ class SpikeWatchdog:
         return len(self._suspects)
 
     def observe(self, step: int, loss: float | torch.Tensor) -> Spike | None:
-        """The loss of this step. A spike is told once: the losses after it make another baseline."""
-        value = self._agreed(float(loss))
-        baseline, limit = self._baseline()
+        """The loss of this step. A spike is told once: the losses after it make another baseline, and NaN after NaN is
+        the same spike."""
+        value = self._agreed(number_of(loss))
+        judged = self.limit()
+        baseline, limit = (None, None) if judged is None else (judged.level, judged.level + judged.rise)
+        if math.isfinite(value):
+            self._told = False
+        elif self._told:
+            return None
         if math.isfinite(value) and (limit is None or value <= limit):
             self._suspects.clear()
             self._accepted.append((step, value))
@@ -75,28 +98,32 @@ class SpikeWatchdog:
         self._suspects.append((step, value))
         if math.isfinite(value) and len(self._suspects) < self.config.patience:
             return None
+        self._told = not math.isfinite(value)
         spike = Spike(step, self._suspects[0][0], value, baseline, limit)
         self._suspects.clear()
         self._accepted.clear()
         return spike
 
+    def limit(self) -> Limit | None:
+        """What the next loss is held against; None before there are enough of them."""
+        if len(self._accepted) < self.config.judges_after:
+            return None
+        steps, losses = zip(*self._accepted, strict=True)
+        level, began = _median(losses[-LEVEL:]), self._began
+        slope, noise = line_through(steps, losses)
+        gained = 0.0 if began is None else max(0.0, began - level)
+        lesser = min(gained, abs(level))  # first losses may be thousands of times those of today
+        return Limit(level, max(0.0, slope) * LEVEL, self.config.threshold * noise, self.config.least_rise * lesser)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"accepted": list(self._accepted), "suspects": list(self._suspects), "began": self._began}
+        held = {"accepted": list(self._accepted), "suspects": list(self._suspects), "began": self._began}
+        return {**held, "told": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._accepted = deque(((int(step), float(loss)) for step, loss in state["accepted"]), self.config.window)
         self._suspects = [(int(step), float(loss)) for step, loss in state["suspects"]]
         self._began = None if state["began"] is None else float(state["began"])
-
-    def _baseline(self) -> tuple[float | None, float | None]:
-        if len(self._accepted) < self.config.judges_after:
-            return None, None
-        steps, losses = zip(*self._accepted, strict=True)
-        level, began = _median(losses[-LEVEL:]), self._began
-        slope, noise = line_through(steps, losses)
-        gained = 0.0 if began is None else max(0.0, began - level)
-        rise = max(self.config.threshold * noise, self.config.least_rise * gained)
-        return level, level + max(0.0, slope) * LEVEL + rise
+        self._told = bool(state.get("told", False))
 
     def _agreed(self, loss: float) -> float:
         if self.group is None:

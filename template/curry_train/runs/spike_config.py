@@ -18,8 +18,8 @@ Action = Literal["none", "warn", "rollback"]
 @dataclass(frozen=True)
 class SpikeConfig:
     """A loss is too high when it is above the baseline, the median of the last losses that were not, by `threshold`
-    robust standard deviations of the last `window` of them, and by `least_rise` of what the loss has fallen by since
-    the run began. So many steps in a row, `patience`, are a spike.
+    robust standard deviations of the last `window` of them, and by `least_rise` of the baseline, or of what the loss
+    has fallen by since the run began where that is less. So many steps in a row, `patience`, are a spike.
 
     `rollback` goes back to the newest state from before it and trains on without the samples of the spike and of
     `skip_around` steps before and after it, twice as many at each further attempt at one place, of which there are
