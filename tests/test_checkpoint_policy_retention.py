@@ -100,7 +100,7 @@ class WithoutBest(SavingPolicy):
 @pytest.mark.parametrize(
     ("check", "planted", "said"),
     [
-        (gates.retention, {"rules": Rules(delete=by_text)}, "stay"),
+        (gates.retention, {"rules": Rules(delete=by_text)}, "the newest good state is gone"),
         (gates.retention, {"rules": Rules(delete=stale_counts)}, "a stale higher step stays"),
         (gates.retention, {"rules": Rules(among_best=nan_is_best)}, "a state is best by NaN"),
         (gates.retention, {"rules": Rules(saves=lambda healthy: True)}, "fewer good states stay"),

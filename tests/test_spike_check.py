@@ -40,6 +40,7 @@ def test_the_spike_is_found_and_the_run_is_the_one_that_never_saw_the_samples(fo
 
 
 def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
     monkeypatch.chdir(tmp_path)
     words = [
         "spike-check",

@@ -77,3 +77,24 @@ def test_it_computes_backward():
     text = "import torch; x = torch.ones(3, requires_grad=True); x.square().sum().backward(); print(x.grad.tolist())"
     done = subprocess.run([warm_python(), "-c", text], capture_output=True, text=True)
     assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
+
+
+SPAWNS = """
+import multiprocessing
+def twice(number):
+    return 2 * number
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(twice, [3]))
+"""
+
+
+def test_a_script_is_found_by_the_processes_that_it_spawns(tmp_path):
+    """They look from the folder where multiprocessing was imported, which the fork has from before."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spawns.py").write_text(SPAWNS)
+        done = subprocess.run(
+            [warm_python(), "spawns.py"], cwd=tmp_path / name, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "[6]\n", done.stderr

@@ -10,6 +10,7 @@ sent signals, which go to the one that waits. Proof: `python -m pytest tests/tes
 import atexit
 import functools
 import json
+import multiprocessing.process
 import os
 import select
 import shlex
@@ -116,6 +117,7 @@ def _take(asked: socket.socket, place: str) -> None:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder  # from where a spawned process looks for the script
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = words
