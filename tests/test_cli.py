@@ -264,6 +264,21 @@ def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_or
     assert together == alone
 
 
+def test_two_factories_of_one_name_are_told_apart(run, tmp_path, monkeypatch):
+    for name, blocks in (("first", 2), ("second", 3)):
+        layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
+        source = f"from torch import nn\ndef build(): return nn.Sequential(*[{layer} for _ in range({blocks})])\n"
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    ended = run("--model", "first.py:build", "--model", "second.py:build", "--gate", "recompute/flops", "--json", "out")
+    assert ended.exit_code == 0, ended.output
+    words = " ".join(ended.output.split())
+    assert "first.py:build 2 blocks" in words
+    assert "second.py:build 3 blocks" in words
+    rows = json.loads((tmp_path / "out").read_text())["results"]
+    assert [row["workload"] for row in rows] == ["first.py:build", "second.py:build"]
+
+
 def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
     gates = [Gate("no/such-gate", lambda case: None)]
     with pytest.raises(KeyError, match="no/such-gate"):

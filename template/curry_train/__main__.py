@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import click
@@ -23,7 +25,7 @@ from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.untouched import heap_kept
 from .core.verdict import Gate, no_such_gate
-from .core.workload import Case
+from .core.workload import Case, Workload
 from .gate_rows import Row, measure_rows
 from .gate_table import print_figures, print_summary
 from .gates import discover
@@ -98,8 +100,8 @@ def gates_command(
         return
     try:
         cases = [
-            Case(load_workload(spec), place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
-            for spec in models or BUILTIN
+            Case(workload, place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
+            for workload in _told_apart([load_workload(spec) for spec in models or BUILTIN])
         ]
         shown = {case.workload.name: _blocks(case) for case in cases}
     except ValueError as error:
@@ -131,6 +133,12 @@ def _why_nothing_was_checked(rows: Sequence[Row], patterns: Sequence[str]) -> st
         reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
     models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
     return f"nothing was checked: of {', '.join(patterns) or 'all gates'} no gate applies to {models}"
+
+
+def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
+    """By what was typed, where two factories have one name."""
+    times = Counter(workload.name for workload in workloads)
+    return [replace(workload, name=workload.spec) if times[workload.name] > 1 else workload for workload in workloads]
 
 
 def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[Row]:

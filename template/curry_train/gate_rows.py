@@ -46,7 +46,9 @@ def measure_rows(cases: Sequence[Case], gates: Sequence[Gate], *, num_processes:
     context = multiprocessing.get_context("spawn")  # a fork of a process that has used threads may hang
     with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,)) as pool:
         try:
-            yield from pool.map(_measure_row, *zip(*tasks, strict=True))
+            verdicts = pool.map(_measure, *zip(*tasks, strict=True))
+            names = (case.workload.name for case in cases for _ in gates)
+            yield from (Row(name, verdict) for name, verdict in zip(names, verdicts, strict=True))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -55,10 +57,10 @@ def _settings(case: Case) -> dict[str, Any]:
     return {name: value for name, value in vars(case).items() if name != "workload"}
 
 
-def _measure_row(spec: str, settings: dict[str, Any], gate_name: str) -> Row:
+def _measure(spec: str, settings: dict[str, Any], gate_name: str) -> Verdict:
     case = Case(_loaded(spec), **settings)
     gate = {gate.name: gate for gate in discover()}[gate_name]
-    return Row(case.workload.name, gate.run(case))
+    return gate.run(case)
 
 
 @functools.cache
