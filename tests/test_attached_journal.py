@@ -64,7 +64,8 @@ def test_a_killed_and_resumed_run_is_the_straight_one_by_its_journal(tmp_path):
     assert [line["step"] for line in lines if line["kind"] == "resume"] == [6]
     assert [line["step"] for line in lines if line["kind"] == "save"] == [3, 6, 9, 12]
     assert [line["value"] for line in lines if line["kind"] == "eval"] == [0.5]
-    assert [line["learning_rate"] for line in lines if line["kind"] == "step"][-1] == pytest.approx(0.1 * 0.5**3)
+    rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
+    assert rates == pytest.approx({step: 0.1 * 0.5 ** ((step - 1) // 4) for step in range(1, 13)})  # of the step itself
     assert lines[-1]["reason"] == "closed"
 
 
@@ -85,6 +86,29 @@ def test_the_commands_read_it(tmp_path, monkeypatch, words):
     named = {"show": ["runs/a"], "list": ["runs"], "diff": ["runs/a", "runs/b"], "plot": ["runs/a", "runs/b"]}
     ended = CliRunner().invoke(main, ["runs", *words, *named[words[0]]])
     assert ended.exit_code == 0, ended.output
+
+
+def test_the_rate_of_a_step_is_right_where_the_schedule_is_stepped_after_an_epoch(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with saving(model, optimizer, scheduler, runs=tmp_path / "run", journal=True) as run:
+        for _ in run.epochs(range(2)):
+            for row in run.batches(torch.ones(2, 2)):
+                optimizer.step()
+                run.step(loss=model(row).sum())
+            scheduler.step()
+    lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines if line["kind"] == "step"] == [0.1, 0.1, 0.05, 0.05]
+
+
+def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
+    """A path of an object store would become a folder of that name here."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is none"):
+        saving(model, torch.optim.SGD(model.parameters(), lr=0.1), runs="memory://bucket/run", journal=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_journal_needs_the_losses(tmp_path):

@@ -18,7 +18,7 @@ from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.sizes import format_bytes, parse_bytes
 from .core.workload import Case
-from .options import DTYPES, UnusableInput, choose_device, json_option, model_option, output_option
+from .options import DTYPES, UnusableInput, choose_device, json_option, model_option, output_option, plot_option
 from .plan.device_profile import PROFILES, find_profile, profile_of
 from .plan.optimizers import OPTIMIZERS, make_optimizer
 from .plan.options import KINDS, NONE
@@ -61,7 +61,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 @click.option("--explain", is_flag=True, help="Show every candidate.")
 @click.option("--verify", is_flag=True, help="Run a planned step on the device at hand and compare its peak.")
 @output_option("Write the plan, for `Plan.load`.", "--out")
-@output_option("Draw cost against budget as PNG; needs matplotlib.", "--plot")
+@plot_option("Draw cost against budget as PNG; needs matplotlib.")
 @json_option("Write figures and plan; - is standard output.")
 def plan_command(
     spec: str,
@@ -80,7 +80,7 @@ def plan_command(
     explain: bool,
     verify: bool,
     out: str | None,
-    plot: str | None,
+    plot_path: str | None,
     json_path: str | None,
 ) -> None:
     """Find the fastest way to train within a budget. Exit status: 0 planned, 1 nothing fits, 2 wrong usage."""
@@ -106,14 +106,14 @@ def plan_command(
             )
             with planner:
                 planner.check_settings(global_batch, microbatch)
-                if plot:
+                if plot_path:
                     require_matplotlib()  # after what is wrong with the options, and before the work
                 plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
                 tell("who owns the peak")
                 plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
-                if plot:
+                if plot_path:
                     tell("drawing")
-                    plot_plan(planner, plan, plot)
+                    plot_plan(planner, plan, plot_path)
         measured = _measure(plan, spec, place, DTYPES[dtype], optimizer, seed) if verify else None
     except Infeasible as error:
         console.print(str(error), markup=False)

@@ -3,12 +3,13 @@
 Proof: `python -m pytest tests/test_config.py`.
 """
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from .core.nearest import nearest
 
 Tree = TypeVar("Tree")
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -42,10 +43,9 @@ def flat_keys(tree: type, *, inside: str = "") -> list[str]:
 def nearest_key(key: str, keys: list[str]) -> str:
     """The key that was meant, or all of them."""
     last = {name.rsplit(".", 1)[-1]: name for name in keys}
-    near = difflib.get_close_matches(key, keys, n=1) or [
-        last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, n=1)
-    ]
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
+    inside = nearest(key.rsplit(".", 1)[-1], last)
+    meant = nearest(key, keys) or (last[inside] if inside else None)
+    return f"did you mean {meant}?" if meant else f"there are {', '.join(keys)}"
 
 
 def _read(kind: Any, value: Any, path: str) -> Any:
@@ -96,8 +96,8 @@ def _told(kind: Any) -> str:
 
 def _meant(kind: Any, value: Any) -> str:
     values = [str(part) for choice in _choices(kind) if get_origin(choice) is Literal for part in get_args(choice)]
-    near = difflib.get_close_matches(str(value), values, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    meant = nearest(str(value), values)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def _nearest(key: str, names: list[str], inside: str) -> str:

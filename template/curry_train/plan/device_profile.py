@@ -8,7 +8,6 @@ operations. They were not measured here. `measure_profile` measures a device in 
 Proof: `python -m pytest tests/test_device_profile.py`.
 """
 
-import difflib
 import functools
 import json
 import math
@@ -20,6 +19,7 @@ import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from ..core.nearest import nearest
 from .device_timing import copy_rate, dispatch_seconds, elementwise_rate, product_rate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -174,8 +174,8 @@ def find_profile(name: str) -> DeviceProfile:
         return measure_profile()
     if key not in PROFILES:
         known = [*PROFILES, "measured"]
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
+        meant = nearest(key, known)
+        hint = f"Did you mean {meant!r}? " if meant else ""
         raise ValueError(f"there is no profile {name!r}. {hint}Use one of: {', '.join(known)}")
     return PROFILES[key]
 

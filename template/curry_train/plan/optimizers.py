@@ -3,13 +3,14 @@
 Proof: `python -m pytest tests/test_estimate.py`.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..core.nearest import did_you_mean
 
 
 class BytesForEach(torch.optim.Optimizer):
@@ -56,8 +57,5 @@ def make_optimizer(name: str | float, module: nn.Module, *, foreach: bool = Fals
         return BytesForEach(trained, num_bytes=BYTES[str(name)])
     if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
         return BytesForEach(trained, num_bytes=float(name))
-    near = difflib.get_close_matches(name, OPTIMIZERS, n=1)
-    raise ValueError(
-        f"no optimizer is called {name!r}; "
-        + (f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(OPTIMIZERS)}, or bytes for each parameter")
-    )
+    others = f"use one of {', '.join(OPTIMIZERS)}, or bytes for each parameter"
+    raise ValueError(f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}")

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .attached_journal import AttachedJournal
 from .background import BackgroundSaver
 from .data_position import DataPosition, generators_of, inexact
+from .files import LocalFiles
 from .health import number_of
 from .policy import SavingPolicy
 from .policy_config import PolicyConfig
@@ -86,6 +87,8 @@ class AttachedRun:
     ) -> None:
         self.state, self._position = state, position
         self.store = Store(runs)
+        if journal and not isinstance(self.store.files, LocalFiles):
+            raise ValueError(f"a journal needs a folder on a disk, and {runs} is none: leave journal out")
         self.store.open(wait_seconds=WAIT_SECONDS)
         self._saver = BackgroundSaver(self.store) if in_background else None
         self.policy = SavingPolicy(self.store, config, saver=self._saver)
@@ -97,9 +100,9 @@ class AttachedRun:
         self._by_epochs = self._in_epoch = self._iterating = False
         self._metrics: dict[str, Any] | None = None
         self._ranks, self._stop = _on_the_host(), 0
-        self._journal: AttachedJournal | None = None
-        if journal:
-            self._journal = AttachedJournal(runs, state, self.resumed, config=config, ranks=self._ranks)
+        self._journal = (
+            AttachedJournal(runs, state, self.resumed, config=config, ranks=self._ranks) if journal else None
+        )
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
@@ -159,6 +162,8 @@ class AttachedRun:
             self._resuming = False
             for batch in iterator:
                 self._position.batch += 1
+                if self._journal is not None:
+                    self._journal.before_step()
                 yield batch
                 self._save()
         finally:
@@ -222,9 +227,7 @@ class AttachedRun:
         self.store.close()
 
 
-def _no_schedule_forgotten(
-    optimizer: Optimizer | Sequence[Optimizer], scheduler: Any, extra: Mapping[str, Any]
-) -> None:
+def _no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
     """A scheduler writes `initial_lr` into the groups of its optimizer."""
     held = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     scheduled = any("initial_lr" in group for one in held for group in one.param_groups)

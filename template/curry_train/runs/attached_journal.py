@@ -40,6 +40,7 @@ class AttachedJournal:
         self._state, self._config = state, config
         self._journal = Journal(folder, rank=ranks.rank)
         self._step, self._since = state.step, time.perf_counter()
+        self.before_step()
         device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
         facts = run_facts({"checkpoint": asdict(config)}, device=device, world_size=ranks.size)
         if resumed is None and self._journal.empty:
@@ -47,16 +48,21 @@ class AttachedJournal:
         else:
             self._journal.resume(state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None)
 
+    def before_step(self) -> None:
+        """A schedule may be stepped before the step is told, so its rate is read here."""
+        rates = [float(group["lr"]) for one in self._state.optimizers for group in one.param_groups]
+        self._rate = rates[0] if rates else 0.0
+
     def after_step(self, metrics: Mapping[str, Any], saved: Iterable[Saved]) -> None:
         """What came since the last call: a step, a measurement, saves."""
         step, now, name = self._state.step, time.perf_counter(), self._config.best_k_metric
         if step > self._step:
             if metrics.get("loss") is None:
                 raise ValueError("a journal has the loss of each step: call run.step(loss=loss), or leave journal out")
-            rates = [float(group["lr"]) for one in self._state.optimizers for group in one.param_groups]
-            rate = rates[0] if rates else 0.0
-            self._journal.step(step, loss=number_of(metrics["loss"]), learning_rate=rate, seconds=now - self._since)
+            loss = number_of(metrics["loss"])
+            self._journal.step(step, loss=loss, learning_rate=self._rate, seconds=now - self._since)
             self._step, self._since = step, now
+            self.before_step()  # for a loop that takes its batches elsewhere
         if metrics.get(name) is not None:
             self._journal.write("eval", step=step, metric=name, value=number_of(metrics[name]))
         self._saved(saved)

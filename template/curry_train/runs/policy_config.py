@@ -6,12 +6,12 @@
 Proof: `python -m pytest tests/test_policy_config.py`.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..core.nearest import nearest
 from .setting_checks import is_number, is_whole, require
 
 AUTO = "auto"
@@ -99,8 +99,8 @@ def _known(kind: type, block: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = [each.name for each in fields(kind)]
     for key in block:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            told = f"did you mean {where}.{near[0]}?" if near else f"there are {', '.join(names)}"
+            meant = nearest(str(key), names)
+            told = f"did you mean {where}.{meant}?" if meant else f"there are {', '.join(names)}"
             raise ValueError(f"{where}.{key} is no key; {told}")
     return dict(block)
 
