@@ -3,12 +3,18 @@
 Ranks are forked from a python that has imported torch. And the heap that the libraries fill is not gone through again:
 measurements collect garbage first, and with all libraries loaded each collection takes a third of a second. What is
 there when a test starts, with what the tests before it imported, compiled and kept, is not looked at in it.
+
+And a test starts commands as a user does: what `make test` tells its own commands is not there for theirs.
 Proof: `python -m pytest tests/test_measure.py tests/test_warm_python.py`.
 """
 
 import gc
+import os
 
 import pytest
+
+for said_by_make in ("PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS"):
+    os.environ.pop(said_by_make, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

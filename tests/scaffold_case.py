@@ -86,8 +86,7 @@ def scaffold(bundle: Path, *arguments: object, cwd: Path) -> subprocess.Complete
 
 def shell(command: str, *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run what a user would type, with this Python as `python` and no path of ours."""
-    outer = ("PYTHONPATH", "PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS")  # what made these tests run
-    inherited = {name: value for name, value in os.environ.items() if name not in outer}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = inherited | {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1"} | variables  # small models: threads wait
     return subprocess.run(command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 

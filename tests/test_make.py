@@ -21,8 +21,8 @@ ALL_RIGHT = REPORTING.format(passed=9999, status=0)
 
 
 def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHON", "MAKEFLAGS", "MAKELEVEL"}}
-    return subprocess.run(command, cwd=folder, env=kept | environment, capture_output=True, text=True, timeout=60)
+    told = os.environ | environment
+    return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=60)
 
 
 def test_an_older_python_is_refused_in_one_line(tmp_path):

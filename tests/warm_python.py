@@ -45,8 +45,7 @@ def warm_python() -> str:
     """The path of the command, which is there until this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="warm")  # a socket's path must be short
     place, command = Path(folder.name) / "socket", Path(folder.name) / "python"
-    outer = ("PYTHONPATH", "PYTHON", "MAKEFLAGS", "MAKELEVEL")
-    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [sys.executable, "-P", __file__, str(place)]
     server = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert server.stdout is not None
