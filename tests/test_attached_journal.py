@@ -102,6 +102,14 @@ def test_the_rate_of_a_step_is_right_where_the_schedule_is_stepped_after_an_epoc
     assert [line["learning_rate"] for line in lines if line["kind"] == "step"] == [0.1, 0.1, 0.05, 0.05]
 
 
+def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
+    train(tmp_path / "run", steps=4)
+    steps = read_history(tmp_path / "run").steps.values
+    assert min(steps["peak_bytes"]) > 50 * 2**20  # torch alone takes more of a process
+    assert list(steps["peak_bytes"]) == sorted(steps["peak_bytes"])
+    assert all(0 < taken < 60 for taken in steps["seconds"])
+
+
 def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
     """A path of an object store would become a folder of that name here."""
     monkeypatch.chdir(tmp_path)

@@ -44,11 +44,30 @@ def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_
         "losses: 6 of 10 common steps, 21 to 30, differ\n"
         "  part at step 25: A 4.04, B 4.54, by +0.5 (0.12 of A)\n"
         "\n"
+        "peak of process  A 1.00 GiB, B 1.00 GiB, 1 of A\n"
+        "median step      A 100 ms, B 100 ms, 1 of A\n"
+        "\n"
         "events\n"
         "  resume  A none; B 1 at 20\n"
         "  save    A 3 at 10, 20, 30; B 2 at 30, 40\n"
         "  stop    A 1 at 30; B none\n"
     )
+
+
+def test_what_a_change_of_memory_saved_and_cost_is_told(run, tmp_path):
+    told = facts()
+    told["environment"]["device"] = "NVIDIA H100"
+    for name, factor in (("plain", 1.0), ("recompute", 0.25)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        with Journal(tmp_path / "runs" / name) as journal:
+            journal.start(facts=told)
+            for step in range(1, 6):
+                peak, slow = int(factor * 2**32) + step - 5, 60.0 if step == 1 else 1.5 - factor
+                journal.step(step, loss=1.0, learning_rate=1e-3, seconds=slow, peak_bytes=peak)
+    ended = run("plain", "recompute", "--json", "diff.json")
+    assert "peak memory      A 4.00 GiB, B 1.00 GiB, 0.25 of A\n" in ended.output
+    assert "median step      A 500 ms, B 1.25 s, 2.5 of A\n" in ended.output
+    assert json.loads((tmp_path / "diff.json").read_text())["costs"]["seconds"] == [0.5, 1.25]
 
 
 def test_attempts_of_a_run_are_named_with_at(run, tmp_path):

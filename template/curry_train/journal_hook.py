@@ -8,14 +8,11 @@ Proof: `python -m pytest tests/test_journal_hook.py`.
 """
 
 import contextlib
-import resource
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from .core.high_water import peak_bytes
 from .loop import StepReport
 from .runs.journal import Journal
 from .runs.names import Saved
@@ -86,11 +83,3 @@ def write_journal(run: "Run") -> Iterator[RunJournal]:
             journal.write("stop", step=hook.step, reason=f"{type(error).__name__}: {error}"[:1000])
             raise
         journal.write("stop", step=hook.step, reason=hook.reason())
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated on the device; on the CPU, the most that the process had."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

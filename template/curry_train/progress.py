@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .core.high_water import peak_bytes
 from .core.sizes import format_bytes
-from .journal_hook import peak_bytes
 from .loop import StepReport
 from .training import Hook, Run
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from .core.provenance import write_json
+from .core.sizes import format_bytes
 from .options import UnusableInput, json_option
 from .runs.diff import ABSENT, Change, Difference, Losses, Parting, Seen, difference
 from .runs.errors import RunError
@@ -56,7 +57,7 @@ def diff_text(found: Difference, histories: Sequence[History]) -> str:
     blocks += [list(_part(name, getattr(found, name), found)) for name in ("config", "code", "environment")]
     blocks.append(list(_losses("losses", found.losses)))
     blocks += [list(_losses(printable(name, longest=30), losses)) for name, losses in found.metrics.items()]
-    blocks.append(list(_events(found)))
+    blocks += [list(_costs(found, histories)), list(_events(found))]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
@@ -124,6 +125,24 @@ def _losses(name: str, losses: Losses) -> Iterator[str]:
         yield f"  1% off at step {_parting(losses.visibly)}"
     if losses.largest is not None and losses.largest not in (losses.parted, losses.visibly):
         yield f"  most at step {_parting(losses.largest)}"
+
+
+def _costs(found: Difference, histories: Sequence[History]) -> Iterator[str]:
+    """What a change is often made for; the losses say what it left alone."""
+    devices = [str((history.facts.get("environment") or {}).get("device", "")) for history in histories]
+    peak = "peak of process" if all(device.startswith("cpu") for device in devices) else "peak memory"
+    for key, name, text in (("peak_bytes", peak, _size), ("seconds", "median step", _duration)):
+        if key in found.costs:
+            a, b = found.costs[key]
+            yield f"{name:<15}  A {text(a)}, B {text(b)}, {b / a:.3g} of A"
+
+
+def _size(value: float) -> str:
+    return format_bytes(int(value))
+
+
+def _duration(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def _span(first: int, last: int) -> str:

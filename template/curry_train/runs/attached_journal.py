@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..core.high_water import peak_bytes
 from .health import number_of
 from .journal import Journal
 from .names import Saved
@@ -41,8 +42,8 @@ class AttachedJournal:
         self._journal = Journal(folder, rank=ranks.rank)
         self._step, self._since = state.step, time.perf_counter()
         self.before_step()
-        device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
-        facts = run_facts({"checkpoint": asdict(config)}, device=device, world_size=ranks.size)
+        self._device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
+        facts = run_facts({"checkpoint": asdict(config)}, device=self._device, world_size=ranks.size)
         if resumed is None and self._journal.empty:
             self._journal.start(facts=facts)
         else:
@@ -59,8 +60,8 @@ class AttachedJournal:
         if step > self._step:
             if metrics.get("loss") is None:
                 raise ValueError("a journal has the loss of each step: call run.step(loss=loss), or leave journal out")
-            loss = number_of(metrics["loss"])
-            self._journal.step(step, loss=loss, learning_rate=self._rate, seconds=now - self._since)
+            loss, peak = number_of(metrics["loss"]), peak_bytes(self._device)
+            self._journal.step(step, loss=loss, learning_rate=self._rate, seconds=now - self._since, peak_bytes=peak)
             self._step, self._since = step, now
             self.before_step()  # for a loop that takes its batches elsewhere
         if metrics.get(name) is not None:

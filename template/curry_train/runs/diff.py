@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from .journal_history import Attempt, History, Marks
@@ -95,6 +96,9 @@ class Difference:
     code: list[Change]
     environment: list[Change]
     losses: Losses
+    costs: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # the highest peak and the median time of a step
     metrics: dict[str, Losses] = field(default_factory=dict)
     events: dict[str, tuple[Seen, Seen]] = field(default_factory=dict)  # of each kind, A's and B's
     told: dict[str, tuple[bool, bool]] = field(default_factory=dict)  # whether the journals tell of each part
@@ -127,6 +131,7 @@ def difference(a: History, b: History) -> Difference:
         code=parts["code"],
         environment=command + parts["environment"],
         losses=compare(a.steps.step, a.steps.values["loss"], b.steps.step, b.steps.values["loss"]),
+        costs=_costs(a, b),
         metrics=_metrics(a, b),
         events={kind: (_seen(a, kind), _seen(b, kind)) for kind in sorted({*a.marks, *b.marks} - {"start"})},
         told={part: (_known(part, facts[0]), _known(part, facts[1])) for part in parts},
@@ -218,6 +223,16 @@ def _known(part: str, facts: Mapping[str, Any]) -> bool:
 def _seen(history: History, kind: str) -> Seen:
     marks = history.marks.get(kind, Marks())
     return Seen(len(marks.step), tuple(marks.step[:MOST_STEPS]))
+
+
+def _costs(a: History, b: History) -> dict[str, tuple[float, float]]:
+    """What both journals tell of."""
+    found = {}
+    for name, of_all in (("peak_bytes", max), ("seconds", median)):
+        told = [[value for value in history.steps.values[name] if value > 0] for history in (a, b)]
+        if all(told):
+            found[name] = of_all(told[0]), of_all(told[1])
+    return found
 
 
 def _metrics(a: History, b: History) -> dict[str, Losses]:
