@@ -134,6 +134,31 @@ def train_until_it_breaks(folder):
                 raise ZeroDivisionError("planted")
 
 
+def train_until_a_signal(folder):
+    model = nn.Linear(2, 1)
+    with saving(model, runs=folder, journal=True) as run:
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_a_loop_in_a_with_statement_as_without_one(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        train_until_a_signal(tmp_path / "run")
+    assert ended.value.code == 128 + signal.SIGTERM
+    lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reason"]) for line in lines if line["kind"] == "stop"] == [(1, "SIGTERM")]
+
+
+def test_what_was_closed_in_a_with_statement_is_closed_once(tmp_path):
+    model = nn.Linear(2, 1)
+    with saving(model, runs=tmp_path / "run", journal=True) as run:
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+        run.close()
+    assert len(read_history(tmp_path / "run").marks["stop"].step) == 1
+
+
 def test_an_error_in_the_loop_is_the_last_event(tmp_path):
     with pytest.raises(ZeroDivisionError):
         train_until_it_breaks(tmp_path / "run")

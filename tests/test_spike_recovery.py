@@ -96,7 +96,7 @@ CONFIG = SpikeConfig(action="rollback", patience=3, skip_around=4, attempts=3)
 
 
 def went_back(loads, recoveries, what, config=CONFIG):
-    done = recover(what, config, state=loads, load=loads, after=line, recoveries=recoveries, name="run-7")
+    done = recover(what, config, state=loads, load=loads, after=line, recoveries=recoveries, go_on="--resume run-7@{}")
     return done.recovery
 
 

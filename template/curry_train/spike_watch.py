@@ -67,7 +67,7 @@ class SpikeWatch:
             after=lambda position, windows: stream.after(position, windows=windows),
             recoveries=run.recoveries,
             write=run.parts.ranks.first,
-            name=run.folder.name,
+            go_on=f"--resume {run.folder.name}@{{}}",
         )
         samples = stream.samples_between(done.recovery.start, done.recovery.stop)
         stream.skip(done.recovery.start, done.recovery.stop)

@@ -8,7 +8,8 @@
     run.close()
 
 A save is made when the loop asks for the next batch, when all of its body is done: wherever the schedule is stepped,
-the state is that between two steps. After SIGTERM the step is ended and saved, and the status is 143.
+the state is that between two steps. After SIGTERM the step is ended and saved, and the status is 143; where a loss
+spike was gone back from it is 75. Started again, the run goes on.
 Proof: `python -m pytest tests/test_attach.py`.
 """
 
@@ -16,32 +17,32 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from .attached_journal import AttachedJournal
+from .attached_journal import AttachedJournal, require_disk
+from .attached_spike import AttachedWatch
 from .background import BackgroundSaver
 from .data_position import DataPosition, generators_of, inexact
-from .files import LocalFiles
 from .health import number_of
+from .optimizer_state import no_schedule_forgotten
 from .policy import SavingPolicy
 from .policy_config import PolicyConfig
-from .ranks import Ranks
 from .resume import Resumed
+from .spike_config import SpikeConfig
 from .state import TrainingState
 from .store import Store
+from .termination import Termination
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 OF_DATA = "data-"
+TRY_AGAIN = os.EX_TEMPFAIL  # 75
 WAIT_SECONDS = 5.0  # a process that was killed holds its lock until the kernel has given back its memory
 
 
@@ -57,18 +58,20 @@ def saving(
     resume: str | int | None = "latest",
     in_background: bool = False,
     journal: bool = False,
+    spike: SpikeConfig | Mapping[str, Any] | None = None,
     **policy: Any,
 ) -> "AttachedRun":
     """Save this training into the folder `runs`, and go on where it was. Build everything as at the first start.
 
     `policy` takes the keys of the block `checkpoint:`. `extra` is anything else with `state_dict`. `resume=None` starts
-    anew, in a folder where nothing is. With `journal` each loss is read and written, for `runs show`, `diff`, `plot`.
+    anew, in a folder where nothing is. With `journal` each loss is read and written, for `runs show`, `diff`, `plot`;
+    with `spike`, the keys of the block `spike:`, each is judged.
     """
-    _no_schedule_forgotten(optimizer, scheduler, extra or {})
-    config, position = PolicyConfig.from_config(policy), DataPosition()
-    held = {**(extra or {}), "data-position": position}
+    no_schedule_forgotten(optimizer, scheduler, extra or {})
+    config, position, watch = PolicyConfig.from_config(policy), DataPosition(), AttachedWatch(spike)
+    held = {**(extra or {}), "data-position": position, "spike-watchdog": watch.watchdog}
     state = TrainingState(model, optimizer, scheduler, scaler, extra=held, generators=generators)
-    return AttachedRun(state, position, runs, config, resume=resume, in_background=in_background, journal=journal)
+    return AttachedRun(state, position, watch, runs, config, resume, in_background, journal)
 
 
 class AttachedRun:
@@ -78,17 +81,17 @@ class AttachedRun:
         self,
         state: TrainingState,
         position: DataPosition,
+        watch: AttachedWatch,
         runs: str | os.PathLike[str],
         config: PolicyConfig,
-        *,
         resume: str | int | None,
         in_background: bool,
-        journal: bool = False,
+        journal: bool,
     ) -> None:
-        self.state, self._position = state, position
+        self.state, self._position, self._watch = state, position, watch
         self.store = Store(runs)
-        if journal and not isinstance(self.store.files, LocalFiles):
-            raise ValueError(f"a journal needs a folder on a disk, and {runs} is none: leave journal out")
+        if journal:
+            require_disk(self.store.files, runs)
         self.store.open(wait_seconds=WAIT_SECONDS)
         self._saver = BackgroundSaver(self.store) if in_background else None
         self.policy = SavingPolicy(self.store, config, saver=self._saver)
@@ -99,13 +102,11 @@ class AttachedRun:
             notes[:] = [note for note in notes if not note.startswith(f"the generator {OF_DATA}")]
         self._by_epochs = self._in_epoch = self._iterating = False
         self._metrics: dict[str, Any] | None = None
-        self._ranks, self._stop = _on_the_host(), 0
-        self._journal = (
-            AttachedJournal(runs, state, self.resumed, config=config, ranks=self._ranks) if journal else None
-        )
-        self._handler: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, self._ask_to_stop)
+        self._ranks, self._open = watch.ranks, True
+        watch.begin(state, self.store)
+        own = AttachedJournal(runs, state, self.resumed, config=config, ranks=watch.ranks) if journal else None
+        self._journal = own
+        self._termination = Termination()
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -113,7 +114,7 @@ class AttachedRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:  # where it stopped is no place between two steps
+        elif self._open:  # where it stopped is no place between two steps
             if self._journal is not None:
                 self._journal.ended(f"{type(error).__name__}: {error}")
             self._release(kind, error, at)
@@ -162,6 +163,9 @@ class AttachedRun:
             self._resuming = False
             for batch in iterator:
                 self._position.batch += 1
+                self.state.position += 1
+                if self._watch.skips(self.state.position - 1):
+                    continue
                 if self._journal is not None:
                     self._journal.before_step()
                 yield batch
@@ -171,6 +175,8 @@ class AttachedRun:
 
     def step(self, loss: Any = None, **metrics: Any) -> None:
         """After the optimizer's step, on every rank. Numbers or tensors, looked at only when something is due."""
+        if self._watch.config.rolls_back and not self._iterating:
+            raise ValueError("spike.action=rollback skips batches: take them from run.batches(loader)")
         self.state.step += 1
         self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
         self._save_between()
@@ -183,7 +189,8 @@ class AttachedRun:
 
     def close(self) -> None:
         """Save the end, wait for it, and give the folder back."""
-        self._close("closed")
+        if self._open:
+            self._close("closed")
 
     def _close(self, reason: str) -> None:
         try:
@@ -202,48 +209,41 @@ class AttachedRun:
         metrics, self._metrics = self._metrics, None
         name = self.policy.config.best_k_metric
         measured = metrics is not None and metrics.get(name) is not None
-        stop, stepped, measured_there = self._ranks.highest([self._stop, metrics is not None, measured])
+        stop, stepped, measured_there = self._ranks.highest([self._termination.signal, metrics is not None, measured])
         if stepped:
             metrics = metrics or {}
+            self._judge(metrics.get("loss"))
             if measured_there and self._ranks.size > 1:  # on the first rank alone, as evaluation often is
                 metrics[name] = self._ranks.exchange(lambda: number_of(metrics[name]) if measured else None, _first)
             saved = self.policy.after_step(self.state.step, self.state, metrics)
             if self._journal is not None:
                 self._journal.after_step(metrics, saved)
         if stop:
-            self._stop = 0
+            self._termination.signal = 0
             self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
 
-    def _ask_to_stop(self, number: int, frame: Any) -> None:
-        self._stop = number
+    def _judge(self, loss: Any) -> None:
+        """Before this step is saved. A loop that is not ours can't be sent to an earlier epoch, so the process ends."""
+        spike = self._watch.judge(self.state.step, loss)
+        if spike is None:
+            return
+        if self._journal is not None:
+            self._journal.spiked(spike)
+        if self._watch.config.rolls_back:
+            saved = self.policy.finish()
+            back = self._watch.go_back(spike, self.state, self.policy)
+            if self._journal is not None:
+                self._journal.went_back(spike, back, saved)
+            self._release()
+            sys.exit(TRY_AGAIN)
 
     def _release(self, *raised: Any) -> None:
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-            self._handler = None
+        self._open = False
+        self._termination.release()
         if self._saver is not None:
             self._saver.__exit__(*(raised or (None, None, None)))  # with an error nothing is asked of other ranks
         self.store.close()
-
-
-def _no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
-    """A scheduler writes `initial_lr` into the groups of its optimizer."""
-    held = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    scheduled = any("initial_lr" in group for one in held for group in one.param_groups)
-    if scheduled and scheduler is None and not any(isinstance(one, LRScheduler) for one in extra.values()):
-        raise ValueError(
-            "the optimizer has a learning rate scheduler that saving() was not given, and that would begin anew at "
-            "each resume: saving(model, optimizer, scheduler, ...), or a list of schedulers"
-        )
-
-
-def _on_the_host() -> Ranks:
-    """The ranks, in a group that does not wait for a GPU. All together."""
-    ranks = Ranks()
-    if ranks.size > 1 and dist.get_backend() == "nccl":
-        return Ranks(dist.new_group(backend="gloo"))
-    return ranks
 
 
 def _first(every: list[float | None]) -> list[float | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..core.high_water import peak_bytes
+from .files import Files, LocalFiles
 from .health import number_of
 from .journal import Journal
 from .names import Saved
@@ -23,7 +24,15 @@ from .policy_config import PolicyConfig
 from .ranks import Ranks
 from .resume import Resumed
 from .run_facts import run_facts
+from .spike import Spike
+from .spike_recovery import Recovered
 from .state import TrainingState
+
+
+def require_disk(files: Files, runs: str | os.PathLike[str]) -> None:
+    """Raise where no line can be added to a file."""
+    if not isinstance(files, LocalFiles):
+        raise ValueError(f"a journal needs a folder on a disk, and {runs} is none: leave journal out")
 
 
 class AttachedJournal:
@@ -67,6 +76,21 @@ class AttachedJournal:
         if metrics.get(name) is not None:
             self._journal.write("eval", step=step, metric=name, value=number_of(metrics[name]))
         self._saved(saved)
+
+    def spiked(self, spike: Spike) -> None:
+        """Seen by the watchdog; the step itself is told as well."""
+        seen = {"loss": spike.loss, "first": spike.first, "baseline": spike.baseline, "limit": spike.limit}
+        self._journal.write("spike", step=spike.step, reason=spike.words, **seen)
+
+    def went_back(self, spike: Spike, done: Recovered, saved: Iterable[Saved]) -> None:
+        """The last events of this process."""
+        self._saved(saved)
+        recovery, folder = done.recovery, done.resumed.saved.folder
+        told = {"checkpoint": folder, "number": recovery.attempt}
+        self._journal.rollback(recovery.back_to, from_step=spike.step, reason=spike.words, **told)
+        words = f"batches {recovery.start} to {recovery.stop - 1} of the run, around the spike of step {spike.step}"
+        self._journal.write("skip", step=recovery.back_to, reason=words, start=recovery.start, stop=recovery.stop)
+        self.ended("spike")
 
     def ended(self, reason: str, saved: Iterable[Saved] = ()) -> None:
         """The last event, and the file is given back."""

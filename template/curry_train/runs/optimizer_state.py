@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import StateMismatch
 from .plain_values import decode, encode
@@ -127,3 +128,14 @@ class OptimizerState:
                 self.optimizer.state[parameter] = state
         for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(decode(entry["options"], tensors=filled))
+
+
+def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
+    """Raise where an optimizer is scheduled, which its groups show by `initial_lr`, and no scheduler would be saved."""
+    held = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    scheduled = any("initial_lr" in group for one in held for group in one.param_groups)
+    if scheduled and scheduler is None and not any(isinstance(one, LRScheduler) for one in extra.values()):
+        raise ValueError(
+            "the optimizer has a learning rate scheduler that saving() was not given, and that would begin anew at "
+            "each resume: saving(model, optimizer, scheduler, ...), or a list of schedulers"
+        )

@@ -28,6 +28,14 @@ class Ranks:
         self.rank = dist.get_rank(group) if self.together else 0
         self.size = dist.get_world_size(group) if self.together else 1
 
+    @classmethod
+    def on_the_host(cls) -> "Ranks":
+        """All ranks, in a group that does not wait for a GPU. All together."""
+        ranks = cls()
+        if ranks.size > 1 and dist.get_backend() == "nccl":
+            return cls(dist.new_group(backend="gloo"))
+        return ranks
+
     @property
     def first(self) -> bool:
         return self.rank == 0

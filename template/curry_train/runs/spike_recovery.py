@@ -39,18 +39,18 @@ def recover(
     after: Callable[[int, int], int],
     recoveries: Recoveries,
     write: bool = True,
-    name: str = "RUN",
+    go_on: str = "--resume RUN@{}",
 ) -> Recovered:
     """Go back with `load`, which is given `before-STEP`; it puts `state.step` and `state.position` to what was saved.
 
-    `after` tells where in the data so many windows after a position begin. On all ranks together, of which one has
-    `write`. Raises SpikeNotRecovered.
+    `after` tells where in the data so many windows after a position begin, `go_on` how a person goes on from a state.
+    On all ranks together, of which one has `write`. Raises SpikeNotRecovered.
     """
     attempt = recoveries.attempt(spike.step, within=config.window)
     around = config.skip_around * 2 ** (attempt - 1)
     first = max(1, spike.first - around)
     if attempt > config.attempts:
-        raise SpikeNotRecovered(_given_up(spike, recoveries, attempt - 1, f"{name}@{BEFORE}{first}"))
+        raise SpikeNotRecovered(_given_up(spike, recoveries, attempt - 1, go_on.format(f"{BEFORE}{first}")))
     resumed = _go_back(spike, first, load)
     back = state.step
     start = after(state.position, max(0, first - 1 - back))
@@ -80,10 +80,10 @@ def _go_back(spike: Spike, first: int, load: Callable[[str], Resumed | None]) ->
     ) from said
 
 
-def _given_up(spike: Spike, recoveries: Recoveries, number: int, where: str) -> str:
+def _given_up(spike: Spike, recoveries: Recoveries, number: int, go_on: str) -> str:
     skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in recoveries.done[-number:])
     return (
         f"{spike.words}: it came again after {number} rollbacks, which skipped the samples at positions {skipped}. So "
         f"it is not they: look at the gradients before it (python -m curry_train grad-flow), lower "
-        f"optimizer.learning_rate, and go on with --resume {where}"
+        f"optimizer.learning_rate, and go on with {go_on}"
     )
