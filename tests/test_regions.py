@@ -197,6 +197,18 @@ def test_an_expression_becomes_a_module_and_is_reached():
     assert compare(record_step(model, x, square), record_step(edited, x, square)).bit_equal
 
 
+def test_what_torch_computes_inside_of_its_own_modules_is_not_told_to_be_edited():
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)])
+    apply_regions(model)
+    report = report_regions(model, torch.randn(2, 8, 16), square)
+    assert report.unreached
+    assert {row.edit for row in report.unreached} <= {
+        "MultiheadAttention of torch computes it: replace that module",
+        "TransformerEncoderLayer of torch computes it: replace that module",
+    }
+    assert max(map(len, report.table().splitlines())) <= 80
+
+
 def test_a_named_module_that_draws_is_refused():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)])
     apply_regions(model, also=["*.1"])

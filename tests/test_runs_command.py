@@ -13,6 +13,7 @@ from curry_train.__main__ import main
 from curry_train.resume_check import _different_figure, _different_tensor, resume_check
 from curry_train.runs import Journal, Store
 from house import ROOT
+from journals import plant
 from scaffold_case import scaffold, shell
 from store_models import new_state, train
 
@@ -98,7 +99,10 @@ def test_verify_reads_every_byte(runs):
     ("words", "said"),
     [
         (["list", "nowhere"], "there is no folder nowhere"),
-        (["show", "nowhere"], "nowhere is no run: give a folder that holds rollback, recovery, best-k"),
+        (
+            ["show", "nowhere"],
+            "nowhere is no run: give a folder that holds rollback, recovery, best-k or journal.jsonl",
+        ),
         (["verify", "{run}", "step-3"], "is no checkpoint of"),
         (["estimate"], "give --parameters or --model"),
         (["estimate", "--parameters", "many"], "many"),
@@ -126,6 +130,17 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(runs, monkeypat
         assert "did you mean first-001? runs also has other-0" in " ".join(said.split())
         assert said.split()[-3:] == ["and", "3", "more"]
     assert "is no run: runs has " in " ".join(call("show", "zzz")[1].split())
+
+
+def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plant(tmp_path / "runs/young", last=5)
+    for name in ("young", "runs/young"):
+        status, said = call("show", name)
+        assert status == 0
+        assert "nothing to resume from" in said
+        assert "start at step 0, up to 5" in said
+    assert "young" in call("list")[1]
 
 
 def test_estimate_of_a_policy(tmp_path):

@@ -56,6 +56,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 @click.option(
     "--without", multiple=True, type=click.Choice([kind for kind in KINDS if kind != NONE]), help="Not to be used."
 )
+@click.option("--also", multiple=True, metavar="PATTERN", help="Cheap modules that regions may run once more.")
 @click.option("--chunked-loss/--whole-loss", default=None, help="Only this one; both are tried if left out.")
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
 @click.option("--explain", is_flag=True, help="Show every candidate.")
@@ -75,6 +76,7 @@ def plan_command(
     ranks: int,
     blocks: str | None,
     without: tuple[str, ...],
+    also: tuple[str, ...],
     chunked_loss: bool | None,
     seed: int,
     explain: bool,
@@ -101,6 +103,7 @@ def plan_command(
                 blocks=blocks,
                 chunked_loss=chunked_loss,
                 without=without,
+                also=also,
                 seed=seed,
                 tell=tell,
             )

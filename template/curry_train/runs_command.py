@@ -164,14 +164,15 @@ def _open(run: str) -> SavedRun:
         beside = Path(run).parent if Path(run).parent.name else Path("runs")
         there = [path.name for path in beside.glob("*/") if _is_run(path)]
         known = what_runs_there_are(Path(run).name, there, root=beside)
-        advice = f"give a folder that holds {', '.join(KINDS)}, such as runs/run-001"
+        advice = f"give a folder that holds {', '.join(KINDS)} or {NAME}, such as runs/run-001"
         said = f"{run} is no run: {known if there else advice}"
         raise UnusableInput("\n".join(textwrap.wrap(printable(said, longest=1000), 73, break_on_hyphens=False)))
     return SavedRun(run)
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / kind).is_dir() for kind in KINDS)
+    """A run that has saved nothing yet may have a journal."""
+    return any((path / kind).is_dir() for kind in KINDS) or (path / NAME).is_file()
 
 
 def console_for(json_path: str | None) -> Console:

@@ -5,7 +5,7 @@ Proof: `python -m pytest tests/test_blocks.py`.
 
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -53,6 +53,12 @@ def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ValueError(f"{option} {pattern!r} matches no module; there are {shown or 'none'}")
     return found
+
+
+def match_inside(blocks: Mapping[str, nn.Module], patterns: Sequence[str], *, option: str) -> set[str]:
+    """The names of modules inside of blocks that globs take."""
+    names = [f"{name}.{path}" for name, block in blocks.items() for path, _ in block.named_modules() if path]
+    return {name for pattern in patterns for name in match_names(names, pattern, option=option)}
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:

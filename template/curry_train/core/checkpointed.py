@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .flat_call import FlatCall
+from .key_cache import leave_out_caches
 from .replay import AGAIN, function_modes, function_modes_as
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
@@ -57,6 +58,7 @@ def run_checkpointed(
         return run(*args, **kwargs)  # nothing would be kept for backward anyway
     chosen: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
+        args, kwargs = leave_out_caches(modules[0], args, kwargs)
         run = FlatCall(run, args, kwargs)
         args = tuple(run.take_tensors())
         chosen["context_fn"] = functools.partial(_contexts, modules, contexts)

@@ -122,12 +122,17 @@ class Boundaries(RunningLayers):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested containers and dataclasses."""
+    """The tensors of nested containers and dataclasses, which may hold each other."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     for leaf in tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)
 
 
 def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from .adapt import workload_parts
 from .builtin import BUILTIN
+from .key_cache import without_cache
 from .nearest import did_you_mean
 from .raised import describe_raised
 from .untouched import seeded
@@ -35,7 +36,7 @@ def load_workload(spec: str) -> Workload:
     with seeded(0):  # an example batch is drawn here, and every process has to draw the same
         made = _call(factory, spec)
         if isinstance(made, Workload):
-            return replace(made, spec=spec)
+            return replace(made, spec=spec, build=lambda: without_cache(made.build()))
         try:
             parts = workload_parts(made)
         except ValueError as error:
@@ -43,7 +44,7 @@ def load_workload(spec: str) -> Workload:
 
     def build() -> nn.Module:
         again = _call(factory, spec)
-        return again if isinstance(again, nn.Module) else again[0]
+        return without_cache(again if isinstance(again, nn.Module) else again[0])
 
     workload = Workload(spec.rsplit(":", 1)[1], build, parts.batch, parts.loss, parts.count, parts.mask, spec)
     _try_once(workload)

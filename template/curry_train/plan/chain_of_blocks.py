@@ -209,9 +209,11 @@ def measure_chain(
     chunk_tokens: int | None = None,
     like: Chain | None = None,
     without: Sequence[str] = (),
+    also: Sequence[str] = (),
     tell: Callable[[str], None] = lambda message: None,
 ) -> Chain:
-    """Measure whole steps and, unless `like` has them, the blocks; options of kinds in `without` are left out.
+    """Measure whole steps and, unless `like` has them, the blocks; options of kinds in `without` are left out, and
+    regions may run the modules that `also` takes once more.
 
     A ValueError says that the loss does not run in chunks.
     """
@@ -231,5 +233,5 @@ def measure_chain(
     if like is not None:
         return Chain(sketch, profile, tuple(steps), like.kinds, like.left_out, chunk_tokens)
     offload = profile.host_bytes_per_second is not None and sketch.why_real is None
-    kinds, left_out = measure_menus(sketch, steps, offload=offload, without=without, tell=tell)
+    kinds, left_out = measure_menus(sketch, steps, offload=offload, without=without, also=also, tell=tell)
     return Chain(sketch, profile, tuple(steps), kinds, left_out, chunk_tokens)

@@ -6,7 +6,7 @@ measured. Proof: `python -m pytest tests/test_menu.py`.
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from ..core.blocks import match_inside
 from ..core.untouched import seeded
 from .block_costs import BlockKind, Drop, Measured, drop_saved
 from .estimate import Sketch, StepEstimate
@@ -79,9 +80,9 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
     return [BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in together.values()]
 
 
-def candidates(kind: BlockKind, *, offload: bool) -> list[Option]:
+def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
     """Options worth measuring: each that no other one beats on paper, where an output costs its bytes to keep and its
-    FLOPs to make again, and the last call is never made again."""
+    FLOPs to make again, and the last call is never made again. `also`: names of modules that regions may run again."""
     _, calls = kind.plain
     places: Counter[str] = Counter()
     named: list[Named] = []
@@ -91,7 +92,18 @@ def candidates(kind: BlockKind, *, offload: bool) -> list[Option]:
     if named:
         named[-1] = (named[-1][0], named[-1][1], 0)
     options = [Option(NONE), Option(REGIONS), Option(FULL)] + ([Option(OFFLOAD)] if offload else [])
+    if replayed := _replayed(kind, also):
+        options.append(Option(REGIONS, also=replayed))
     return options + [Option(SAC, frozenset(keep)) for keep in _unbeaten(named) if keep]
+
+
+def _replayed(kind: BlockKind, also: Collection[str]) -> tuple[str, ...]:
+    """The modules of a block that are in `also`, which has them of every block of the kind or of none."""
+    inside = [path for path, _ in kind.block.named_modules() if any(f"{name}.{path}" in also for name in kind.names)]
+    for name, path in itertools.product(kind.names, inside):
+        if f"{name}.{path}" not in also:
+            raise ValueError(f"also takes {path} of some blocks and not of {name}, which is like them: take it of all")
+    return tuple(inside)
 
 
 def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
@@ -120,15 +132,17 @@ def measure_menus(
     *,
     offload: bool,
     without: Sequence[str] = (),
+    also: Sequence[str] = (),
     tell: Callable[[str], None] = lambda message: None,
 ) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
     """The names and the menu of each kind of block, and what could not be run, with the reason."""
+    replayed = match_inside(sketch.blocks(sketch.build()), also, option="also")
     small, large = (find_kinds(sketch, step, size) for step, size in zip(steps, SIZES, strict=True))
     kinds, left_out = [], []
     for kind in large:
         same = next(other for other in small if kind.names[0] in other.names)
         menu: dict[Option, tuple[Measured, ...]] = {}
-        for option in candidates(kind, offload=offload):
+        for option in candidates(kind, offload=offload, also=replayed):
             if option.kind in without and option.kind not in (NONE, FULL):
                 continue
             if option.kind == SAC and Option(FULL) not in menu:

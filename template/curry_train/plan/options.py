@@ -17,20 +17,24 @@ KINDS = (NONE, REGIONS, SAC, OFFLOAD, FULL)
 
 @dataclass(frozen=True)
 class Option:
-    """`keep`: for `sac`, the calls whose outputs are kept, by family and place among those of the block."""
+    """`keep`: for `sac`, the calls whose outputs are kept, by family and place among those of the block. `also`: for
+    `regions`, the modules of the block that are run once more, by their names in it."""
 
     kind: str
     keep: frozenset[tuple[str, int]] = frozenset()
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"a block is run as one of {', '.join(KINDS)}, got {self.kind!r}")
         if (self.kind == SAC) != bool(self.keep):
             raise ValueError(f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' names what it keeps, others do not")
+        if self.also and self.kind != REGIONS:
+            raise ValueError(f"{self.kind!r} with also={list(self.also)}: only 'regions' runs modules once more")
 
     def __str__(self) -> str:
         if self.kind != SAC:
-            return self.kind
+            return f"{self.kind}+{','.join(self.also)}" if self.also else self.kind
         families: dict[str, list[int]] = {}
         for family, index in sorted(self.keep):
             families.setdefault(family, []).append(index)
@@ -38,7 +42,7 @@ class Option:
 
     def to_json(self) -> dict[str, Any]:
         if self.kind != SAC:
-            return {"kind": self.kind}
+            return {"kind": self.kind, "also": list(self.also)} if self.also else {"kind": self.kind}
         return {"kind": self.kind, "keep": [[family, index] for family, index in sorted(self.keep)]}
 
     @classmethod
@@ -48,7 +52,10 @@ class Option:
         pairs = data.get("keep", [])
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"keep of a block's option is a list of families and places, got {pairs!r}")
-        return cls(data["kind"], frozenset((str(family), int(index)) for family, index in pairs))
+        also = data.get("also", [])
+        if not isinstance(also, list) or not all(isinstance(path, str) for path in also):
+            raise ValueError(f"also of a block's option is a list of the names of modules, got {also!r}")
+        return cls(data["kind"], frozenset((str(family), int(index)) for family, index in pairs), tuple(also))
 
 
 def _places(indices: list[int]) -> str:
@@ -91,8 +98,13 @@ def _sac(model: nn.Module, names: list[str], option: Option) -> None:
     primitives.apply_sac(model, primitives.sac.Policy(str(option), calls=option.keep), blocks=names)
 
 
+def _regions(model: nn.Module, names: list[str], option: Option) -> None:
+    also = [f"{name}.{path}" for name in names for path in option.also]
+    primitives.apply_regions(model, blocks=names, also=also)
+
+
 _APPLY: dict[str, Callable[[nn.Module, list[str], Option], Any]] = {
-    REGIONS: lambda model, names, option: primitives.apply_regions(model, blocks=names),
+    REGIONS: _regions,
     SAC: _sac,
     OFFLOAD: lambda model, names, option: primitives.offload_blocks(model, blocks=names, keep_last=0),
     FULL: lambda model, names, option: primitives.recompute_blocks(model, blocks=names),

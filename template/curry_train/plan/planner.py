@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import primitives
+from ..core.blocks import match_inside
 from ..core.untouched import heap_kept
 from ..core.workload import Workload
 from .advice import what_microbatches_change, why_it_won, why_nothing_fits
@@ -56,7 +57,8 @@ def plan(
 
 class Planner:
     """What was measured of a workload, for several budgets; a context. With `chunked_loss=None` both ways are tried
-    where the model has a head; `without` names kinds of options that are not to be used, such as `sac`."""
+    where the model has a head; `without` names kinds of options that are not to be used, such as `sac`; `also`
+    is that of `apply_regions`: globs for modules that regions may run once more."""
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class Planner:
         blocks: str | None = None,
         chunked_loss: bool | None = None,
         without: Sequence[str] = (),
+        also: Sequence[str] = (),
         seed: int = 0,
         tell: Tell = lambda message: None,
     ) -> None:
@@ -79,7 +82,7 @@ class Planner:
             raise ValueError(f"without={sorted(unknown)}: a block is run as one of {', '.join(KINDS)}")
         self.sharding, self.tell = sharding or Sharding(), tell
         self.asked = self.chunked_loss = chunked_loss
-        self.without = tuple(without)
+        self.without, self.also = tuple(without), tuple(also)
         self.chunk_tokens: int | None = None
         self.settings = {
             "device": self.profile.name,
@@ -87,6 +90,7 @@ class Planner:
             "optimizer": optimizer,
             "parallel": self.sharding.kind,
             "blocks": blocks,
+            "also": list(also),
             "seed": seed,
         }
         self.chains: dict[bool, Chain] = {}
@@ -109,7 +113,7 @@ class Planner:
         """What can be said before anything is measured."""
         self.sharding.microbatches(global_batch, microbatch)
         module = self.sketch.build()
-        self.sketch.blocks(module)
+        match_inside(self.sketch.blocks(module), self.also, option="also")
         make_optimizer(self.sketch.optimizer, module)
 
     def plan(self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None) -> Plan:
@@ -166,8 +170,15 @@ class Planner:
     def _chain(self, *, chunked: bool) -> Chain:
         if chunked not in self.chains:
             like = next(iter(self.chains.values()), None)
-            tokens, measure = self.chunk_tokens if chunked else None, (self.sketch, self.profile)
-            chain = measure_chain(*measure, chunk_tokens=tokens, like=like, without=self.without, tell=self.tell)
+            chain = measure_chain(
+                self.sketch,
+                self.profile,
+                chunk_tokens=self.chunk_tokens if chunked else None,
+                like=like,
+                without=self.without,
+                also=self.also,
+                tell=self.tell,
+            )
             self.chains[chunked] = chain
             self.whole_steps.start(chain, chunked=chunked)
         return self.chains[chunked]

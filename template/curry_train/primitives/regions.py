@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import find_blocks, match_names
-from ..core.derive import Derived, become, restore
+from ..core.blocks import CONTAINERS, find_blocks, match_inside
+from ..core.derive import Derived, become, class_as_written, restore
 from ..core.layers import RunningLayers
 from ..core.recipes import Keeper, can_be_made
 from ..core.replay import Replay
@@ -70,7 +70,7 @@ def apply_regions(
     inside = {
         f"{name}.{path}": module for name, block in found.items() for path, module in block.named_modules() if path
     }
-    named = {name for glob in also for name in match_names(list(inside), glob, option="also")}
+    named = match_inside(found, also, option="also")
     for block in found.values():
         become(Regions, block, **{KEEPER: Keeper()})
     for name, module in inside.items():
@@ -165,7 +165,9 @@ def _unreached(model: nn.Module, where: str, base: Tensor) -> Unreached:
     """The edit that would reach a tensor which was saved while the module `where` ran."""
     node: Any = base.grad_fn
     module = model.get_submodule(where)
-    if any(weight.dim() > 1 for weight in module.parameters(recurse=False)):  # its own input; who made it is outside
+    if theirs := _of_torch(module, model.get_submodule(where.rpartition(".")[0])):
+        edit = f"{theirs} of torch computes it: replace that module"
+    elif any(weight.dim() > 1 for weight in module.parameters(recurse=False)):  # its own input; who made it is outside
         where, _, name = where.rpartition(".")
         edit = f"make the input of {name} in a module of its own, and name that with also=[...]"
     elif any(True for _ in module.children()):
@@ -173,3 +175,11 @@ def _unreached(model: nn.Module, where: str, base: Tensor) -> Unreached:
     else:
         edit = f'also=["*.{where.rpartition(".")[2]}"] if it is cheap, draws nothing and remembers nothing'
     return Unreached(where, node.name(), base.untyped_storage().nbytes(), edit)
+
+
+def _of_torch(*modules: nn.Module) -> str | None:
+    """The first that has code of torch's own around modules of its own, by its class; containers have none."""
+    kinds = [class_as_written(module) for module in modules if any(True for _ in module.children())]
+    return next(
+        (kind.__name__ for kind in kinds if kind.__module__.startswith("torch.") and kind not in CONTAINERS), None
+    )

@@ -3,6 +3,8 @@
 Proof: `python -m pytest tests/test_store.py`.
 """
 
+PARTLY = "begin a new run with what matches: load_chosen(FOLDER, state, strict=False)"
+
 
 class RunError(RuntimeError):
     """Anything about a run's folder."""

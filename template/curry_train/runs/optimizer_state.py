@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .errors import StateMismatch
+from .errors import PARTLY, StateMismatch
 from .plain_values import decode, encode
 from .safe_reader import TensorFacts
 from .tensor_names import bare_name
@@ -94,7 +94,7 @@ class OptimizerState:
         if saved["class"] != type(self.optimizer).__name__:
             raise StateMismatch(
                 f"the state is of {saved['class']}, and the optimizer is {type(self.optimizer).__name__}: make the one "
-                f"that was saved, or load with strict=False"
+                f"that was saved, or {PARTLY}"
             )
         if own != groups:
             sizes = [len(group) for group in groups], [len(group) for group in own]

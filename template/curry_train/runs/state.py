@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import DamagedCheckpoint, StateMismatch
+from .errors import PARTLY, DamagedCheckpoint, StateMismatch
 from .matching import match
 from .optimizer_state import OptimizerState, parameter_names
 from .plain_values import decode, encode
@@ -247,4 +247,4 @@ def _describe(report: LoadReport) -> str:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             parts.append(f"{words}: {', '.join(names[:3])}{more}")
-    return "; ".join(parts) + ". Build the model and optimizer that were saved, or load with strict=False what matches"
+    return "; ".join(parts) + f". Build the model and optimizer that were saved, or {PARTLY}"
