@@ -36,6 +36,8 @@ from curry_train.savings_row import MEASURED, Row
 from curry_train.savings_table import table
 
 Measured = tuple[Case, int | None]
+SAMPLES = 8
+BATCH_SIZES = f"Several are written 8,32. [default: those of the factory's batch, or {SAMPLES}]"
 
 
 def size_in_bytes(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
@@ -65,7 +67,7 @@ def whole_numbers(context: click.Context, option: click.Parameter, values: Seque
     metavar="NAME",
     help=f"Repeatable; all if left out: {', '.join(STRATEGIES)}. none is measured in any case.",
 )
-@click.option("--batch-size", "sizes", default=["8"], multiple=True, callback=whole_numbers, show_default=True)
+@click.option("--batch-size", "sizes", multiple=True, callback=whole_numbers, help=BATCH_SIZES)
 @click.option("--depth", "depths", multiple=True, callback=whole_numbers, help="Blocks of a built-in workload.")
 @click.option(
     "--limit", metavar="2GiB", callback=size_in_bytes, help="Also find the largest batch whose step fits this."
@@ -126,7 +128,7 @@ def _cases(models: Sequence[str], device: torch.device, options: dict[str, Any])
     for spec in models:
         for depth in options["depths"] or [None]:
             workload = load_with_depth(spec, depth)
-            for size in options["sizes"]:
+            for size in options["sizes"] or [workload.own_batch or SAMPLES]:
                 case = Case(workload, device, DTYPES[options["dtype"]], size, options["seed"], options["blocks"])
                 cases.append((case, depth))
             if options["blocks"] is not None:

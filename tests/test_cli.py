@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from curry_train.__main__ import gates_command
+from curry_train.__main__ import gates_command, main
 from curry_train.core.builtin import BUILTIN
 from curry_train.core.load import load_workload
 from curry_train.core.verdict import Gate, Verdict
@@ -283,3 +283,20 @@ def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
     gates = [Gate("no/such-gate", lambda case: None)]
     with pytest.raises(KeyError, match="no/such-gate"):
         list(measure_rows([Case(load_workload("mlp"))] * 2, gates, num_processes=2))
+
+
+def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(tmp_path, monkeypatch):
+    (tmp_path / "sized_model.py").write_text(
+        "import torch\n"
+        "def pair():\n    return torch.nn.Linear(2, 2), torch.ones(7, 2)\n"
+        "def alone():\n    return pair()[0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def said(*words):
+        return CliRunner().invoke(main, [*words]).output.splitlines()[0]
+
+    assert "batch size 7," in said("memory", "--model", "sized_model.py:pair")
+    assert "batch size 4," in said("memory", "--model", "sized_model.py:alone")
+    assert "batch size 3," in said("memory", "--model", "sized_model.py:pair", "--batch-size", "3")
+    assert "batch size 4," in said("gates", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal")

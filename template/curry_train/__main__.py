@@ -29,7 +29,7 @@ from .core.workload import Case, Workload
 from .gate_rows import Row, measure_rows
 from .gate_table import print_figures, print_summary
 from .gates import discover
-from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
+from .options import DTYPES, FEW, UnusableInput, choose_device, model_option, plot_option, run_options, samples_of
 from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
@@ -86,7 +86,7 @@ def gates_command(
     blocks: str | None,
     device: str,
     dtype: str,
-    batch_size: int,
+    batch_size: int | None,
     seed: int,
     json_path: str | None,
     figures: bool,
@@ -94,7 +94,7 @@ def gates_command(
 ) -> None:
     """Measure every gate on a model. Exit status: 0 all held, 1 a gate failed, 2 wrong usage or no gate applies, 3 no
     such device."""
-    gates, place = choose_gates(patterns), choose_device(device)
+    gates, place, batch_size = choose_gates(patterns), choose_device(device), batch_size or FEW
     if list_only:
         click.echo("\n".join(gate.name for gate in gates))
         return
@@ -172,7 +172,7 @@ def memory_command(
     blocks: str | None,
     device: str,
     dtype: str,
-    batch_size: int,
+    batch_size: int | None,
     seed: int,
     json_path: str | None,
     plot_path: str | None,
@@ -180,7 +180,9 @@ def memory_command(
     """Say which layer holds how much, and whose the peak of a training step is. Exit status as for gates."""
     place = choose_device(device)
     try:
-        case = Case(load_workload(spec), device=place, dtype=DTYPES[dtype], batch_size=batch_size, seed=seed)
+        workload = load_workload(spec)
+        size = samples_of(workload, batch_size)
+        case = Case(workload, device=place, dtype=DTYPES[dtype], batch_size=size, seed=seed)
         module, batch = case.build(), case.batch()
         if plot_path:
             with contextlib.suppress(NoBlocks):
@@ -190,11 +192,13 @@ def memory_command(
         timeline = measure_timeline(module, batch, case.workload.mean_loss, blocks=blocks)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
-    click.echo(f"{profile.table()}\n\n{timeline.table()}", err=json_path == "-")
+    facts = provenance(place)
+    said = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
+    click.echo(f"{said}\n\n{profile.table()}\n\n{timeline.table()}", err=json_path == "-")
     if plot_path:
         plot_timeline(timeline, plot_path)
     if json_path:
-        facts = provenance(place) | {"workload": case.workload.name, "dtype": dtype, "batch_size": batch_size}
+        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
         results = {"profile": profile.to_json(), "timeline": timeline.to_json()}
         write_json(json_path, facts | {"seed": seed} | results)
 

@@ -17,7 +17,7 @@ from .core.blocks import NoBlocks, find_blocks
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.workload import Case
-from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
+from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options, samples_of
 from .plan.bench import measure_levers
 from .plan.levers import HELP, find_lever, list_levers
 from .plan.optimizers import OPTIMIZERS, make_optimizer
@@ -74,7 +74,7 @@ def bench_command(
     blocks: str | None,
     device: str,
     dtype: str,
-    batch_size: int,
+    batch_size: int | None,
     seed: int,
     json_path: str | None,
 ) -> None:
@@ -83,7 +83,9 @@ def bench_command(
     place = choose_device(device)
     try:
         chosen = [find_lever(name) for name in dict.fromkeys(levers)]
-        case = Case(load_workload(spec), place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
+        workload = load_workload(spec)
+        size = samples_of(workload, batch_size)
+        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
         _check_blocks(case)
         others = [load_workload(other) for other in dict.fromkeys(against)]
         make_optimizer(optimizer, case.build())

@@ -18,7 +18,7 @@ from .core.provenance import provenance, write_json
 from .core.untouched import seeded
 from .core.workload import Case
 from .grad_flow_plot import plot_flow
-from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options
+from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options, samples_of
 from .plan.strategies import STRATEGIES, Sample
 from .plots import require_matplotlib
 from .primitives.grad_flow import RECOMPUTE, GradFlow
@@ -43,7 +43,7 @@ def grad_flow_command(
     blocks: str | None,
     device: str,
     dtype: str,
-    batch_size: int,
+    batch_size: int | None,
     seed: int,
     json_path: str | None,
     steps: int,
@@ -63,7 +63,9 @@ def grad_flow_command(
     """
     place = choose_device(device)
     try:
-        case = Case(load_workload(spec), place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
+        workload = load_workload(spec)
+        size = samples_of(workload, batch_size)
+        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
         module = case.build()
         STRATEGIES[strategy].apply(module, Sample(case.batch(), case.workload.mean_loss, blocks))
         optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
@@ -80,7 +82,7 @@ def grad_flow_command(
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
-        facts = provenance(place) | {"workload": case.workload.name, "dtype": dtype, "batch_size": batch_size}
+        facts = provenance(place) | {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
         settings = {"seed": seed, "strategy": strategy, "learning_rate": learning_rate, "losses": losses}
         write_json(json_path, facts | settings | flow.to_json())
     if any(record.nonfinite for record in flow.records):

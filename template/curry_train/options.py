@@ -11,8 +11,11 @@ import click
 import torch
 
 from .core.builtin import BUILTIN
+from .core.workload import Workload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FEW = 4
+BATCH_SIZE = f"Samples of a step. [default: {FEW} for gates; else those of the factory's batch, or {FEW}]"
 
 
 class DeviceMissing(click.ClickException):
@@ -75,12 +78,17 @@ def plot_option(told: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return output_option(told, "--plot", "plot_path")
 
 
+def samples_of(workload: Workload, asked: int | None) -> int:
+    """How many samples a step has."""
+    return asked or workload.own_batch or FEW
+
+
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that mean the same in every command."""
     for option in (
         json_option(),
         click.option("--seed", default=0, type=click.IntRange(0), show_default=True),
-        click.option("--batch-size", default=4, type=click.IntRange(1), show_default=True),
+        click.option("--batch-size", type=click.IntRange(1), help=BATCH_SIZE),
         click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True),
         click.option("--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names."),
         click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True),

@@ -26,6 +26,7 @@ class Parts:
     loss: Callable[[nn.Module, Any], Tensor]
     count: Callable[[Any], int]
     mask: Callable[[Any], Any] | None
+    own_batch: int | None
 
 
 def workload_parts(made: Any) -> Parts:
@@ -46,6 +47,7 @@ def workload_parts(made: Any) -> Parts:
         loss=_causal_loss if causal else _output_loss,
         count=_count_labels if causal else batch_size,
         mask=_mask_labels if causal else None,
+        own_batch=size if isinstance(made, tuple) else None,
     )
 
 

@@ -46,7 +46,8 @@ def load_workload(spec: str) -> Workload:
         again = _call(factory, spec)
         return without_cache(again if isinstance(again, nn.Module) else again[0])
 
-    workload = Workload(spec.rsplit(":", 1)[1], build, parts.batch, parts.loss, parts.count, parts.mask, spec)
+    name = spec.rsplit(":", 1)[1]
+    workload = Workload(name, build, parts.batch, parts.loss, parts.count, parts.mask, spec, parts.own_batch)
     _try_once(workload)
     return workload
 

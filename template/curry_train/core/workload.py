@@ -25,7 +25,8 @@ class WorkloadError(ValueError):
 class Workload:
     """`loss(module, batch)` is the sum over the batch's `count(batch)` terms, so the mean is divided once, by whoever
     knows how many terms a whole window has. `build` and `batch` draw from torch's global generator.
-    `mask(batch)` drops an uneven part of the terms, for models whose loss can be masked.
+    `mask(batch)` drops an uneven part of the terms, for models whose loss can be masked. `own_batch` are the samples of
+    the batch that a factory gave.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Workload:
     count: Callable[[Batch], int] = batch_size
     mask: Callable[[Batch], Batch] | None = None
     spec: str = ""
+    own_batch: int | None = None
 
     def mean_loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self.loss(module, batch) / self.count(batch)
