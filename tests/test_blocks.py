@@ -74,15 +74,21 @@ def test_what_stands_once_is_no_block():
     "model",
     [
         nn.Linear(2, 2),
-        nn.Sequential(nn.LSTM(2, 2), nn.LSTM(2, 2)),
         nn.Sequential(Residual(), nn.Linear(4, 2)),
         nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())),
     ],
-    ids=["leaf", "layers that keep more than their input", "one block", "no parameters"],
+    ids=["leaf", "one block", "no parameters"],
 )
 def test_a_model_that_repeats_nothing_says_what_to_name(model):
     with pytest.raises(ValueError, match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks"):
         find_blocks(model)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_blocks_since_they_keep_every_step(layer):
+    model = nn.Module()
+    model.layers = nn.ModuleList(layer(4, 4) for _ in range(2))
+    assert list(find_blocks(model)) == ["layers.0", "layers.1"]
 
 
 def test_lone_layers_are_no_blocks_and_the_reason_is_said():

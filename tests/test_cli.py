@@ -300,3 +300,43 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     assert "batch size 4," in said("memory", "--model", "sized_model.py:alone")
     assert "batch size 3," in said("memory", "--model", "sized_model.py:pair", "--batch-size", "3")
     assert "batch size 4," in said("gates", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal")
+
+
+def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
+    gates = (
+        "bench/peak",
+        "recompute/parity-full",
+        "recompute/flops",
+        "recompute/profiler",
+        "sac/products",
+        "memory-plan/fits",
+    )
+    ended = run(
+        "--model", "transformer", "--blocks", "layers.[01]", *[part for gate in gates for part in ("--gate", gate)]
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "layers.0 to layers.1" in ended.output
+
+
+RECURRENT = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+def build():
+    return Model(), torch.randn(4, 6, 8)
+"""
+
+
+def test_gates_of_operations_do_not_apply_where_keeping_one_would_be_wrong(run, tmp_path, monkeypatch):
+    (tmp_path / "recurrent_model.py").write_text(RECURRENT)
+    monkeypatch.chdir(tmp_path)
+    ended = run("--model", "recurrent_model.py:build", "--gate", "sac", "--gate", "recompute/parity-full")
+    assert ended.exit_code == 0, ended.output
+    assert "as nn.GRU does on a CPU" in " ".join(ended.output.replace("\n", " ").split())

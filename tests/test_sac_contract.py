@@ -197,6 +197,23 @@ def test_the_figures_that_a_refusal_quotes_are_measured():
     assert [int(figure) for figure in re.findall(r"(\d+)%", FIGURES)] == [held[0], again, held[1]]
 
 
+def test_a_kept_output_that_is_written_over_unseen_is_refused_where_torch_is_silently_wrong():
+    """`nn.GRU` on a CPU adds to the parts of a product, which have version counters of their own."""
+    x, weights = torch.randn(3, 2, 4), []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        layer = nn.GRU(4, 4)
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        out, _ = checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if kept else layer(x)
+        out.square().sum().backward()
+        weights.append(layer.weight_hh_l0.grad)
+    assert not torch.equal(*weights)  # when torch sees it, this refusal can go
+    model = nn.ModuleList([nn.GRU(4, 4)])
+    apply_sac(model, blocks="0")
+    with pytest.raises(PolicyError, match=r"0 runs aten.unsafe_split.Tensor, as nn.GRU does .* use recompute_blocks"):
+        model[0](x)
+
+
 def test_backward_twice_is_refused_by_torch_and_not_silently_wrong():
     loss = step("save_expensive")
     loss.backward(retain_graph=True)

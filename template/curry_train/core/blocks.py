@@ -88,7 +88,7 @@ def _repeated(module: nn.Module) -> list[str]:
 
 def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
     model = type(module).__name__
-    if lone and not any(isinstance(module.get_submodule(name), nn.RNNBase) for name in lone):  # those keep every step
+    if lone:
         kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in lone}))
         return LoneLayers(
             f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each keeps its input, as recompute "
@@ -108,5 +108,7 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 
 def _is_own_layer(module: nn.Module) -> bool:
-    """One of torch's own, and nothing inside."""
+    """One of torch's own with nothing inside, which keeps its input; recurrent ones keep every step."""
+    if isinstance(module, nn.RNNBase):
+        return False
     return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())

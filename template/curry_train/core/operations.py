@@ -112,6 +112,11 @@ def writes_in_place(operation: Operation) -> bool:
     return isinstance(operation, OpOverload) and operation._schema.is_mutable
 
 
+def splits_unseen(operation: Operation) -> bool:
+    """Whether autograd takes the parts for tensors of their own, so that what is written over them is not noticed."""
+    return isinstance(operation, OpOverload) and operation._schema.name.startswith("aten::unsafe_split")
+
+
 def is_cheap(operation: Operation) -> bool:
     """Elementwise operations, reductions and normalizations: little arithmetic for each value that they write."""
     if not isinstance(operation, OpOverload):

@@ -6,6 +6,7 @@ Each gate takes the benchmark as an argument, so that its tests can plant a wron
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
 def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
     """The peak of a step, among others that are alive, is the one that its timeline shows for a step by itself."""
     rows = measure(case, [lever for lever in _levers(case) if lever is FULL], rounds=1, warmup=0).rows
-    changes = {"plain": None, FULL.name: recompute_blocks}
+    changes = {"plain": None, FULL.name: partial(recompute_blocks, blocks=case.blocks)}
     pairs = {
         row.name: (row.peak_bytes or 0, _peak_alone(case, changes[row.name])) for row in rows if row.outcome == MEASURED
     }

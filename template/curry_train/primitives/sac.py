@@ -121,6 +121,11 @@ class _Run:
         if self.replays:
             self.asked[operation] += 1
             return self.kept[operation][self.asked[operation] - 1]
+        if operations.splits_unseen(operation) and any(map(any, self.kept.values())):
+            raise PolicyError(
+                f"{self.block} runs {operation}, as nn.GRU does on a CPU, and writes over its parts, which torch does "
+                "not see: a kept output would be another in backward; use recompute_blocks there, or leave it out"
+            )
         keep = self._wants(context, operation, args, kwargs) and not operations.draws(operation, args, kwargs)
         self.kept[operation].append(keep)
         return keep
