@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from curry_train.__main__ import main
+from curry_train.core.high_water import peak_bytes
 from curry_train.runs import saving
 from curry_train.runs.diff import difference
 from curry_train.runs.journal_history import read_history
@@ -108,6 +110,15 @@ def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
     assert min(steps["peak_bytes"]) > 50 * 2**20  # torch alone takes more of a process
     assert list(steps["peak_bytes"]) == sorted(steps["peak_bytes"])
     assert all(0 < taken < 60 for taken in steps["seconds"])
+
+
+def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
+    call = "from curry_train.core.high_water import peak_bytes; import torch; print(peak_bytes(torch.device('cpu')))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+    held = torch.ones(2**28, dtype=torch.uint8)
+    told = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=True)
+    assert held.nbytes < peak_bytes(torch.device("cpu"))
+    assert 2**20 < int(told.stdout) < peak_bytes(torch.device("cpu"))
 
 
 def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):

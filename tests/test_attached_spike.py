@@ -4,8 +4,10 @@ python -m pytest tests/test_attached_spike.py
 """
 
 import json
+import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from curry_train.core.ranks import run_on_ranks
 from curry_train.runs import SpikeNotRecovered, saving
+from curry_train.runs.journal_history import read_history
+from curry_train.runs.spike import SpikeWatchdog
 
 BAD = range(90, 96)  # of the batches drawn; an epoch has 40
 EPOCHS, BATCHES = 4, 40
@@ -26,13 +30,16 @@ class Planted:
 
     def __init__(self, loader, bad, wrong):
         self.loader, self.bad, self.wrong, self.epoch = loader, bad, wrong, 0
+        self.generator = loader.generator
 
     def __iter__(self):
         for number, (inputs, targets) in enumerate(self.loader, start=BATCHES * self.epoch):
             yield inputs, targets + self.wrong if number in self.bad else targets
 
 
-def train(folder, *, spike=BACK, microbatches=1, rollback_every=10, bad=BAD, wrong=50.0, rank=0, journal=True):
+def train(
+    folder, *, spike=BACK, microbatches=1, rollback_every=10, bad=BAD, wrong=50.0, rank=0, journal=True, own=None
+):
     """A loop that is not ours, with dropout, shuffled data and a schedule: its status, or what it ended with."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
@@ -43,7 +50,7 @@ def train(folder, *, spike=BACK, microbatches=1, rollback_every=10, bad=BAD, wro
     torch.manual_seed(rank)
     inputs = torch.randn(4 * BATCHES, 4)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    source = Planted(DataLoader(data, batch_size=4, shuffle=True), bad if rank == 0 else (), wrong)
+    source = Planted(DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else (), wrong)
     kept = {"journal": journal, "rollback_every": rollback_every}
     try:
         with saving(model, optimizer, scheduler, runs=folder, spike=spike, **kept) as run:
@@ -102,6 +109,7 @@ def test_the_journal_tells_of_it(tmp_path):
     told = events(tmp_path / "run")
     assert [event["kind"] for event in told] == ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]
     spike, rollback, skip = told[1:4]
+    assert read_history(f"{tmp_path}/run@1").steps.step[-1] == 93  # the step itself is told before
     assert (spike["step"], spike["first"]) == (93, 91)
     assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (80, 93, "rollback/step-00000080.dcp")
     assert (skip["start"], skip["stop"]) == (88, 95)
@@ -145,6 +153,53 @@ def test_a_run_that_was_saved_without_a_watchdog_goes_on_with_one_and_back(tmp_p
             for row in run.batches(torch.ones(steps, 2)):
                 run.step(loss=model(row).sum())
         assert run.steps == steps
+
+
+def test_a_state_from_before_there_was_a_watchdog_is_gone_on_from(tmp_path):
+    model = nn.Linear(2, 1)
+    with saving(model, runs=tmp_path / "run") as run:
+        run.state.parts = {name: part for name, part in run.state.parts.items() if not isinstance(part, SpikeWatchdog)}
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+    with saving(model, runs=tmp_path / "run", spike=BACK) as run:
+        assert run.steps == 3
+
+
+def test_steps_after_the_loop_over_batches_are_taken(tmp_path):
+    """The window that an epoch ends with may be a short one."""
+    model = nn.Linear(2, 1)
+    with saving(model, runs=tmp_path / "run", spike=BACK) as run:
+        for _ in run.epochs(range(2)):
+            for number, row in enumerate(run.batches(torch.ones(5, 2)), start=1):
+                loss = model(row).sum()
+                if number % 2 == 0:
+                    run.step(loss=loss)
+            run.step(loss=loss)
+    assert run.steps == 6
+
+
+def test_an_order_that_the_model_draws_is_warned_of_where_an_epoch_is_drawn_anew(tmp_path, caplog):
+    train(tmp_path / "global", rollback_every=35)
+    assert "epoch 2 is drawn anew" in caplog.text
+    caplog.clear()
+    train(tmp_path / "own", rollback_every=35, own=torch.Generator())
+    assert "Back at" in caplog.text
+    assert "drawn anew" not in caplog.text
+
+
+def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
+    model = nn.Linear(2, 1)
+
+    def loop():
+        with saving(model, runs=tmp_path / "run", spike=BACK, rollback_every=1) as run:
+            for row in run.batches(torch.ones(5, 2)):
+                run.step(loss=float("nan") if run.steps == 2 else model(row).sum())
+                if run.steps == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        loop()
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -183,3 +183,13 @@ def test_ranks_with_losses_of_their_own_judge_their_mean_alike():
 def test_wrong_settings_are_named(block, words):
     with pytest.raises(ValueError, match="^" + words.replace(".", r"\.")):
         SpikeConfig.from_config(block)
+
+
+def test_high_losses_of_another_time_are_none_in_a_row():
+    """A run that went on for long without a watchdog, and then with one again."""
+    watchdog = SpikeWatchdog(SpikeConfig(window=32, patience=3))
+    for step in range(1, 101):
+        watchdog.observe(step, 2.0 + 0.01 * (step % 7))
+    assert [watchdog.observe(step, 9.0) for step in (101, 102)] == [None, None]
+    assert watchdog.observe(500, 9.0) is None
+    assert watchdog.suspects == 1

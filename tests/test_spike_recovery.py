@@ -122,7 +122,7 @@ def test_where_no_state_is_from_before_the_margin_the_newest_before_the_spike_wi
 
 
 def test_nothing_to_go_back_to_is_said_with_what_to_set(tmp_path):
-    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*checkpoint\.rollback_every"):
+    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
         went_back(Loads(170), Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
     assert not (tmp_path / NAME).exists()
 

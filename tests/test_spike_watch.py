@@ -188,7 +188,7 @@ def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
 
 
 def test_a_spike_before_anything_was_saved_says_what_to_set(tmp_path):
-    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower checkpoint.rollback_every"):
+    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
         trained(tmp_path, "checkpoint={rollback_every: 100}")
 
 

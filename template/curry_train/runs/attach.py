@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from .attached_journal import AttachedJournal, require_disk
 from .attached_spike import AttachedWatch
 from .background import BackgroundSaver
-from .data_position import DataPosition, generators_of, inexact
+from .data_position import OF_DATA, DataPosition, generators_of, inexact
 from .health import number_of
 from .optimizer_state import no_schedule_forgotten
 from .policy import SavingPolicy
@@ -41,7 +41,6 @@ from .termination import Termination
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-OF_DATA = "data-"
 TRY_AGAIN = os.EX_TEMPFAIL  # 75
 WAIT_SECONDS = 5.0  # a process that was killed holds its lock until the kernel has given back its memory
 
@@ -175,7 +174,7 @@ class AttachedRun:
 
     def step(self, loss: Any = None, **metrics: Any) -> None:
         """After the optimizer's step, on every rank. Numbers or tensors, looked at only when something is due."""
-        if self._watch.config.rolls_back and not self._iterating:
+        if self._watch.config.rolls_back and not self.state.position:
             raise ValueError("spike.action=rollback skips batches: take them from run.batches(loader)")
         self.state.step += 1
         self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
@@ -212,31 +211,31 @@ class AttachedRun:
         stop, stepped, measured_there = self._ranks.highest([self._termination.signal, metrics is not None, measured])
         if stepped:
             metrics = metrics or {}
-            self._judge(metrics.get("loss"))
             if measured_there and self._ranks.size > 1:  # on the first rank alone, as evaluation often is
                 metrics[name] = self._ranks.exchange(lambda: number_of(metrics[name]) if measured else None, _first)
+            if self._journal is not None:
+                self._journal.after_step(metrics)
+            self._judge(metrics.get("loss"), stop)
             saved = self.policy.after_step(self.state.step, self.state, metrics)
             if self._journal is not None:
-                self._journal.after_step(metrics, saved)
+                self._journal.saved(saved)
         if stop:
             self._termination.signal = 0
             self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
 
-    def _judge(self, loss: Any) -> None:
+    def _judge(self, loss: Any, stop: int) -> None:
         """Before this step is saved. A loop that is not ours can't be sent to an earlier epoch, so the process ends."""
         spike = self._watch.judge(self.state.step, loss)
-        if spike is None:
-            return
-        if self._journal is not None:
+        if spike is not None and self._journal is not None:
             self._journal.spiked(spike)
-        if self._watch.config.rolls_back:
+        if spike is not None and self._watch.config.rolls_back:
             saved = self.policy.finish()
-            back = self._watch.go_back(spike, self.state, self.policy)
+            back = self._watch.go_back(spike, self.state, self.policy, self._position)
             if self._journal is not None:
                 self._journal.went_back(spike, back, saved)
             self._release()
-            sys.exit(TRY_AGAIN)
+            sys.exit(128 + stop if stop else TRY_AGAIN)
 
     def _release(self, *raised: Any) -> None:
         self._open = False

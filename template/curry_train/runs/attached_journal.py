@@ -1,7 +1,8 @@
 """The journal of a training that `saving` keeps, so that `runs show`, `diff` and `plot` can read it.
 
     journal = AttachedJournal("runs/mine", state, resumed, config=config, ranks=ranks)
-    journal.after_step({"loss": loss}, saved)
+    journal.after_step({"loss": loss})
+    journal.saved(saved)
     journal.ended("SIGTERM", saved)
 
 Proof: `python -m pytest tests/test_attached_journal.py`.
@@ -63,8 +64,8 @@ class AttachedJournal:
         rates = [float(group["lr"]) for one in self._state.optimizers for group in one.param_groups]
         self._rate = rates[0] if rates else 0.0
 
-    def after_step(self, metrics: Mapping[str, Any], saved: Iterable[Saved]) -> None:
-        """What came since the last call: a step, a measurement, saves."""
+    def after_step(self, metrics: Mapping[str, Any]) -> None:
+        """What came since the last call: a step, a measurement."""
         step, now, name = self._state.step, time.perf_counter(), self._config.best_k_metric
         if step > self._step:
             if metrics.get("loss") is None:
@@ -75,16 +76,15 @@ class AttachedJournal:
             self.before_step()  # for a loop that takes its batches elsewhere
         if metrics.get(name) is not None:
             self._journal.write("eval", step=step, metric=name, value=number_of(metrics[name]))
-        self._saved(saved)
 
     def spiked(self, spike: Spike) -> None:
-        """Seen by the watchdog; the step itself is told as well."""
+        """Seen by the watchdog, after its step."""
         seen = {"loss": spike.loss, "first": spike.first, "baseline": spike.baseline, "limit": spike.limit}
         self._journal.write("spike", step=spike.step, reason=spike.words, **seen)
 
     def went_back(self, spike: Spike, done: Recovered, saved: Iterable[Saved]) -> None:
         """The last events of this process."""
-        self._saved(saved)
+        self.saved(saved)
         recovery, folder = done.recovery, done.resumed.saved.folder
         told = {"checkpoint": folder, "number": recovery.attempt}
         self._journal.rollback(recovery.back_to, from_step=spike.step, reason=spike.words, **told)
@@ -94,10 +94,11 @@ class AttachedJournal:
 
     def ended(self, reason: str, saved: Iterable[Saved] = ()) -> None:
         """The last event, and the file is given back."""
-        self._saved(saved)
+        self.saved(saved)
         self._journal.write("stop", step=self._state.step, reason=reason[:1000])
         self._journal.close()
 
-    def _saved(self, saved: Iterable[Saved]) -> None:
+    def saved(self, saved: Iterable[Saved]) -> None:
+        """What was committed."""
         for one in saved:
             self._journal.write("save", step=one.step, checkpoint=one.folder, num_bytes=one.num_bytes)

@@ -3,7 +3,7 @@
     watch = AttachedWatch({"action": "rollback"})
     watch.begin(state, store)
     if spike := watch.judge(state.step, loss):
-        watch.go_back(spike, state, policy)
+        watch.go_back(spike, state, policy, data)
 
 `state.position` counts the batches that were drawn since the run began, trained or skipped.
 Proof: `python -m pytest tests/test_attached_spike.py`.
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .data_position import OF_DATA, DataPosition
 from .policy import SavingPolicy
 from .ranks import Ranks
 from .recoveries import Recoveries
@@ -61,9 +62,9 @@ class AttachedWatch:
             self._say("spike: %s; with spike={'action': 'rollback'} the run goes back", spike.words)
         return spike
 
-    def go_back(self, spike: Spike, state: TrainingState, policy: SavingPolicy) -> Recovered:
+    def go_back(self, spike: Spike, state: TrainingState, policy: SavingPolicy, data: DataPosition) -> Recovered:
         """To before the spike; its batches are skipped from then on. Raises SpikeNotRecovered."""
-        step, position = state.step, state.position
+        step, position, epoch = state.step, state.position, data.epoch
 
         def after(start: int, windows: int) -> int:
             trained = sum(not self.skips(place) for place in range(state.position, position))
@@ -81,10 +82,16 @@ class AttachedWatch:
             after=after,
             recoveries=self._recoveries,
             write=self.ranks.first,
-            go_on='saving(..., resume="{}")',
+            go_on='saving(..., resume="{}") once, and without it afterwards',
         )
         recovery, folder = done.recovery, done.resumed.saved.folder
         told = (spike.words, folder, recovery.start, recovery.stop - 1, recovery.attempt, self.config.attempts)
+        if data.epoch < epoch and not any(name.startswith(OF_DATA) for name in state.generators):
+            self._say(
+                "epoch %d is drawn anew, in an order that depends on what the model draws before it: give the loader a "
+                "generator of its own, DataLoader(..., generator=torch.Generator())",
+                epoch,
+            )
         self._say("spike: %s. Back at %s: start again to go on without batches %d to %d (attempt %d of %d)", *told)
         return done
 

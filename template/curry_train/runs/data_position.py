@@ -15,6 +15,7 @@ import torch
 from .random_state import RandomState, restore_random_state, take_random_state
 
 logger = logging.getLogger(__name__)
+OF_DATA = "data-"  # begins the names of a loader's own generators
 Batch = TypeVar("Batch")
 _NOTHING: Any = object()
 

@@ -67,6 +67,8 @@ class SpikeWatchdog:
     """`group` are ranks whose losses differ: the mean over them is judged, the same on all. Without it the loss is one
     that all ranks agree on already, as that of `train_window`."""
 
+    may_be_new = True  # in a run that goes on from a state without it
+
     def __init__(self, config: SpikeConfig | None = None, *, group: Any = None) -> None:
         self.config, self.group = config or SpikeConfig(), group
         self._accepted: deque[tuple[int, float]] = deque(maxlen=self.config.window)
@@ -83,6 +85,8 @@ class SpikeWatchdog:
         """The loss of this step. A spike is told once: the losses after it make another baseline, and NaN after NaN is
         the same spike."""
         value = self._agreed(number_of(loss))
+        if self._suspects and step > self._suspects[-1][0] + self.config.window:
+            self._suspects.clear()  # those are of another time, in which nobody went on watching
         judged = self.limit()
         baseline, limit = (None, None) if judged is None else (judged.level, judged.level + judged.rise)
         if math.isfinite(value):

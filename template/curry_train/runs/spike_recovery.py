@@ -75,8 +75,8 @@ def _go_back(spike: Spike, first: int, load: Callable[[str], Resumed | None]) ->
         assert resumed is not None
         return resumed
     raise SpikeNotRecovered(
-        f"{spike.words}: there is nothing to go back to ({said}). Save earlier, with a lower "
-        "checkpoint.rollback_every, or set spike.action=warn"
+        f"{spike.words}: there is nothing to go back to ({said}). Save earlier, with a lower rollback_every, or let "
+        "the spike's action be warn"
     ) from said
 
 

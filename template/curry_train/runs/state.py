@@ -195,7 +195,7 @@ class TrainingState:
             *(f"optimizer {index}" for index in range(len(values["optimizers"]))),
         }
         own = {*self.parts, *(f"optimizer {index}" for index in range(len(self.optimizers)))}
-        report.missing += sorted(own - saved)
+        report.missing += sorted(name for name in own - saved if not getattr(self.parts.get(name), "may_be_new", False))
         report.extra += sorted(saved - own)
 
     def _finish_model(self, own: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
