@@ -5,13 +5,18 @@ python -m pytest tests/test_key_cache.py
 
 import copy
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -68,12 +73,12 @@ def built(name):
     return model
 
 
-def step(model):
+def step(model, loss=loss):
     with seeded(3):
         return record_step(model, TOKENS, loss)
 
 
-@pytest.mark.parametrize("change", [recompute_blocks, apply_sac, offload_blocks], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [recompute_blocks, apply_sac], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cache(name, change):
     plain, changed, said = built(name), built(name), built(name)
@@ -102,8 +107,54 @@ def test_a_cache_that_holds_something_is_refused():
     with torch.no_grad():
         prefix = model(TOKENS, past_key_values=DynamicCache()).past_key_values
     recompute_blocks(model)
-    with pytest.raises(ValueError, match=r"gets a cache with keys of 16 positions.*train without past_key_values"):
+    with pytest.raises(ValueError, match=r"gets a cache that holds keys already.*train without past_key_values"):
         model(input_ids=TOKENS, labels=TOKENS, past_key_values=prefix)
+
+
+@pytest.mark.parametrize("change", [recompute_blocks, offload_blocks])
+def test_a_cache_that_is_read_is_never_left_out_in_silence(change):
+    """The second call goes on from what the first has put there."""
+    plain, changed = built("llama"), built("llama")
+
+    def two(model):
+        first = model(input_ids=TOKENS[:, :8], labels=TOKENS[:, :8])
+        second = model(input_ids=TOKENS[:, 8:], labels=TOKENS[:, 8:], past_key_values=first.past_key_values)
+        return first.loss + second.loss
+
+    change(changed)
+    if change is offload_blocks:
+        assert torch.equal(two(plain), two(changed))
+        return
+    with pytest.raises(ValueError, match="gets a cache that it has been given before"):
+        two(changed)
+
+
+def jamba():
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2)
+    kinds = dict(num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, num_experts=2)
+    return JambaForCausalLM(JambaConfig(**sizes, **kinds, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4))
+
+
+def test_caches_of_several_kinds():
+    """With a cache its recurrent layers compute in another order, so the last bits are those without one."""
+    torch.manual_seed(0)
+    plain = jamba().train()
+    changed = copy.deepcopy(plain)
+    recompute_blocks(changed)
+    assert compare(step(plain, without), step(changed)).bit_equal
+
+
+def test_blocks_that_share_keys_find_them():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2)
+    more = dict(num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, vocab_size_per_layer_input=64)
+    config = Gemma3nTextConfig(
+        **sizes, **more, hidden_size_per_layer_input=8, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4
+    )
+    plain = Gemma3nForCausalLM(config).train()
+    changed = copy.deepcopy(plain)
+    recompute_blocks(changed)
+    assert compare(step(plain), step(changed)).bit_equal
 
 
 def test_some_blocks_alone():
@@ -129,6 +180,17 @@ def test_a_call_of_ours_fills_none_unless_the_batch_says_so(batch):
     assert call(model, {"input_ids": TOKENS, "use_cache": True}).past_key_values is not None
     assert call(torch.nn.Linear(2, 2), torch.ones(1, 2)).shape == (1, 2)
     assert model.config.use_cache
+
+
+def test_a_config_that_is_not_theirs_is_left_alone():
+    @dataclass(frozen=True)
+    class Config:
+        use_cache: bool = True
+
+    model = torch.nn.Linear(2, 2)
+    model.config = Config()
+    assert key_cache.without_cache(model).config.use_cache
+    assert call(model, torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_the_profiler_counts_the_same():

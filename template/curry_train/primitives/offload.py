@@ -25,7 +25,6 @@ from ..core.blocks import find_blocks
 from ..core.derive import Derived, become, restore
 from ..core.host_memory import HostMemoryShort
 from ..core.host_storages import CastAgain, Lane, OffloadReport, Saved, Stays, Step
-from ..core.key_cache import leave_out_caches
 from ..core.recipes import CAST
 from ..core.untouched import untouched
 
@@ -48,7 +47,6 @@ class Offloaded(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        args, kwargs = leave_out_caches(self, args, kwargs)
         with self.__dict__[OFFLOADER].hooks(self, (args, kwargs)):
             return super().forward(*args, **kwargs)
 
