@@ -4,6 +4,7 @@ python -m pytest tests/test_plan_also.py
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,3 +117,38 @@ def test_an_option_without_regions_has_none():
         Option("full", also=("wave",))
     with pytest.raises(ValueError, match="also of a block's option is a list"):
         Option.from_json({"kind": "regions", "also": "wave"})
+
+
+class Noisy(Wave):
+    def forward(self, x):
+        return super().forward(x + torch.rand_like(x))
+
+
+class Counting(Wave):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("wave", "said"), [(Noisy, "wave draws random numbers"), (Counting, "wave changes a buffer")])
+def test_a_module_that_can_not_be_run_once_more_is_left_out_with_the_reason(wave, said):
+    def build():
+        model = Waves()
+        for block in model.blocks:
+            block.wave = wave()
+        return model
+
+    with Planner(replace(waves(), build=build), also=ALSO, without=(SAC,), chunked_loss=False) as planner:
+        plan = planner.plan(2**40, global_batch=8, microbatch=8)
+        plan = planner.plan(plan.peak_bytes // 2, global_batch=8, microbatch=8)
+    assert all(not option.also for option in plan.options.values())
+    assert any(said in left_out for left_out in plan.settings["left_out"])
+
+
+def test_modules_for_regions_without_regions_are_refused():
+    with pytest.raises(ValueError, match="is for regions, which without="):
+        Planner(waves(), also=ALSO, without=(REGIONS,))

@@ -18,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..core import operations
+from ..core.flops import operation_flops
 from ..core.layers import tensors_in
-from ..core.measure import LiveStorages, operation_flops
+from ..core.measure import LiveStorages
 from ..core.untouched import seeded
 from .device_profile import DeviceProfile
 from .operation_cost import operation_cost
@@ -53,10 +54,14 @@ class BlockLives(LiveStorages):
         self.costs: list[tuple[int, int, bool]] = []
         self.forward = True
         self.calls: list[tuple[str, int, int]] = []  # family, bytes and FLOPs of each expensive call of the forward
+        self.again: str | None = None  # the module that runs, of those that are to be run once more
+        self.remembered: set[int] = set()  # storages of its buffers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if self.again is not None:
+            self._check_again(func, args, kwargs or {})
         out = super().__torch_dispatch__(func, types, args, kwargs)
         flops, moved = operation_cost(func, args, kwargs or {}, out)
         self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
@@ -67,6 +72,25 @@ class BlockLives(LiveStorages):
             drawn = operations.draws(func, args, kwargs or {})  # and so is never kept: nothing is gained by keeping it
             self.calls.append((family, 0, 0) if drawn else (family, made, again))
         return out
+
+    def watch(self, path: str, module: nn.Module) -> list[Any]:
+        """From here on the module may be run once more, which it has to bear."""
+
+        def enter(*_: Any) -> None:
+            self.again = path
+            self.remembered = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
+
+        def leave(*_: Any) -> None:
+            self.again = None
+
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+    def _check_again(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if operations.draws(func, args, kwargs):
+            raise ValueError(f"{self.again} draws random numbers, and would draw others the second time")
+        written = [args[0]] if args and operations.writes_in_place(func) else []
+        if any(isinstance(value, Tensor) and value.untyped_storage()._cdata in self.remembered for value in written):
+            raise ValueError(f"{self.again} changes a buffer, and would change it a second time")
 
 
 @dataclass(frozen=True)
@@ -88,12 +112,14 @@ class BlockKind:
         holder, trained = nn.ModuleList([self.block]), [p for p in self.block.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = None
-        leaves = tree_map(_leaf, (self.args, self.kwargs))
+        leaves, handles = tree_map(_leaf, (self.args, self.kwargs)), list[Any]()
         try:
             with drop_saved() as drop:
                 apply_options(holder, {"0": option}, offload=drop)
                 gc.collect()
                 with seeded(0), torch.enable_grad(), BlockLives() as lives:
+                    for path in option.also:
+                        handles += lives.watch(path, self.block.get_submodule(path))
                     args, kwargs = tree_map(_passed_on, leaves)
                     output = holder[0](*args, **kwargs)
                     del args, kwargs  # what goes in counts if it is kept, what comes out if it is kept for its own sake
@@ -108,6 +134,8 @@ class BlockKind:
                     if outputs:
                         torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
         finally:
+            for handle in handles:
+                handle.remove()
             remove_options(holder)
             for parameter in trained:
                 parameter.grad = None

@@ -102,7 +102,7 @@ def _replayed(kind: BlockKind, also: Collection[str]) -> tuple[str, ...]:
     inside = [path for path, _ in kind.block.named_modules() if any(f"{name}.{path}" in also for name in kind.names)]
     for name, path in itertools.product(kind.names, inside):
         if f"{name}.{path}" not in also:
-            raise ValueError(f"also takes {path} of some blocks and not of {name}, which is like them: take it of all")
+            raise ValueError(f"also takes {path} of some blocks and not of {name}, which is like them: name *.{path}")
     return tuple(inside)
 
 

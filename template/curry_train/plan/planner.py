@@ -24,7 +24,7 @@ from .chain_of_blocks import Chain, measure_chain
 from .device_profile import DeviceProfile, find_profile
 from .estimate import Sketch
 from .optimizers import make_optimizer
-from .options import KINDS
+from .options import KINDS, REGIONS
 from .saved_plan import Candidate, Plan, fingerprint
 from .sharding import Sharding
 from .whole_step import WholeSteps, order
@@ -80,6 +80,8 @@ class Planner:
         self.sketch = Sketch(workload, dtype=dtype, kernels=self.kernels, blocks=blocks, optimizer=optimizer, seed=seed)
         if unknown := set(without) - set(KINDS):
             raise ValueError(f"without={sorted(unknown)}: a block is run as one of {', '.join(KINDS)}")
+        if also and REGIONS in without:
+            raise ValueError(f"also={list(also)} is for regions, which without={list(without)} leaves out: give one")
         self.sharding, self.tell = sharding or Sharding(), tell
         self.asked = self.chunked_loss = chunked_loss
         self.without, self.also = tuple(without), tuple(also)
