@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curry_train.core import operations
-from curry_train.core.measure import ATTENTION as COUNTED
+from curry_train.core.flops import ATTENTION as COUNTED
 
 aten = torch.ops.aten
 

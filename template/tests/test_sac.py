@@ -26,7 +26,7 @@ from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 
 aten = torch.ops.aten
-CHECKS = {gate.name: gate.check for gate in gates.GATES}
+CHECKS = {gate.name: gate.run for gate in gates.GATES}
 
 # The gates hold on what is right.
 

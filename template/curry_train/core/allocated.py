@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from .measure import ATTENTION, ATTENTION_BACKWARD, FlopCount, Flops, Loss, Memory, measure_memory
+from .flops import ATTENTION, ATTENTION_BACKWARD
+from .measure import FlopCount, Flops, Loss, Memory, measure_memory
 from .untouched import untouched
 
 ALLOCATION = "[memory]"  # or what was freed

@@ -97,7 +97,7 @@ def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
     tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
     return NoBlocks(
         f"{model} repeats no block in a ModuleList or Sequential; name the blocks to work on with a pattern "
-        f"(--blocks). Its children are {tops or 'none'}"
+        f"(--blocks), also one that runs several times. Its children are {tops or 'none'}"
     )
 
 

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_iter
 
 from .batches import map_tensors
 from .cuda_kernels import IN_FLOAT32, STAND_INS, as_on_cuda, in_float32
+from .fake_kernels import KernelsAsTheyRun
 from .untouched import seeded
 from .workload import Case
 
@@ -46,6 +47,7 @@ class NeedsValues(RuntimeError):
 
 KERNELS = ("cpu", "cuda")
 NUMBERS = (torch.arange, torch.linspace, torch.logspace, torch.randint, torch.randperm, torch.tensor, torch.as_tensor)
+WRITTEN: dict[Any, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 NEEDS_VALUES = (
     NeedsValues,
     DataDependentOutputException,
@@ -60,16 +62,23 @@ def pretended(*, mode: FakeTensorMode | None = None, kernels: str = "cpu") -> It
     """Every tensor that is made here has no values. Tensors of one `mode` may be used together; CUDA is the CPU."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {KERNELS}, got {kernels!r}")
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or KernelsAsTheyRun(allow_non_fake_inputs=True)
     original, log = nn.Module._apply, logging.getLogger("torch._subclasses.fake_tensor")
     disabled, log.disabled = log.disabled, True  # it prints every error that is raised here as well
     nn.Module._apply = _apply  # type: ignore[method-assign]
+    truncated = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = _as_it_is  # in 2.13 it draws until all values are within: there are none
     try:
         with mode, as_on_cuda() if kernels == "cuda" else contextlib.nullcontext(), _Here(cuda=kernels == "cuda"):
             yield mode
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+        torch.nn.init._no_grad_trunc_normal_ = truncated
         log.disabled = disabled
+
+
+def _as_it_is(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
 
 
 class PretendedCase(Case):
@@ -157,7 +166,7 @@ def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
     found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
     if found:
         return not any(isinstance(tensor, FakeTensor) for tensor in found)
-    dtype = kwargs.get("dtype")
+    dtype = WRITTEN.get(kwargs.get("dtype"), kwargs.get("dtype"))
     return function in NUMBERS or (dtype is not None and not dtype.is_floating_point and not dtype.is_complex)
 
 

@@ -117,7 +117,8 @@ class Boundaries(RunningLayers):
         """Recomputing keeps inputs that are gone now, and what of the layer's own goes in or out of it."""
         inputs, outputs = set(self._inputs[layer]), set(self._outputs[layer])
         gone = {life for life in inputs if life.died is not None}
-        own = {life for life in inputs | outputs if life.died is None and life.owner == layer}
+        alive = {life for life in inputs | outputs if life.died is None and life.owner == layer}
+        own = {life for life in alive if life in inputs or life.used_elsewhere}  # nobody may want an output
         return sum(life.nbytes for life in gone | own)
 
 

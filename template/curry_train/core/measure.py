@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
-from .untouched import untouched
+from .flops import operation_flops
+from .untouched import seeded, untouched
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -63,6 +63,7 @@ class Life:
     owner: Any
     born: int
     died: int | None = None
+    used_elsewhere: bool = False  # than in its owner
 
 
 class LiveStorages(TorchDispatchMode):
@@ -108,6 +109,8 @@ class LiveStorages(TorchDispatchMode):
             return
         for storage in _storages(tensor):
             known = self._known.get(storage._cdata)
+            if was_there and known is not None and known[1] is not None and self._owner() != known[1].owner:
+                known[1].used_elsewhere = True
             if known is None or known[0]() is None:
                 counts = not was_there and storage.nbytes() > 0
                 self._watch(storage, Life(storage.nbytes(), owner or self._owner(), self.num_operations), counts)
@@ -148,37 +151,10 @@ class FlopCount(TorchDispatchMode):
         return out
 
 
-def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of one call of an operation, 0 where torch has no formula."""
-    packet = getattr(func, "_overloadpacket", None)
-    if packet in ATTENTION:
-        return _attention_flops(*args[:3], products=2)
-    if packet in ATTENTION_BACKWARD:
-        return _attention_flops(*args[1:4], products=5)
-    return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
-
-
-def _packets(*names: str) -> set[Any]:
-    return {getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
-
-
-_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-ATTENTION = _packets(*(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS))
-ATTENTION_BACKWARD = _packets(*(f"_scaled_dot_product_{kernel}_backward" for kernel in _KERNELS))
-
-
-def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, products: int) -> int:
-    """Scores and their product with the values; backward does the scores again and four products more. The parts that
-    a causal mask leaves out count as if they were computed, as torch has it."""
-    batch, heads, length, width = query.shape
-    mean_width = (width + value.shape[-1]) / 2
-    return round(products * 2 * batch * heads * length * key.shape[-2] * mean_width)
-
-
 def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
     """Held and peak bytes of one forward and backward."""
     device = _device(module)
-    with untouched(module):
+    with untouched(module), seeded(0):  # the layers that a step drops are drawn
         if device.type != "cuda":
             return _measure_storages(module, batch, loss)
         loss(module, batch).backward()  # allocates the libraries' workspaces, which stay
@@ -204,7 +180,7 @@ def _measure_storages(module: nn.Module, batch: Any, loss: Loss) -> Memory:
 
 def count_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     """FLOPs of one forward and of its backward, in that order."""
-    with untouched(module):
+    with untouched(module), seeded(0):
         with FlopCount() as forward:
             value = loss(module, batch)
         with FlopCount() as backward:

@@ -48,6 +48,7 @@ COLLECTIVES = _overloads(
     "broadcast",
     "reduce_scatter_tensor",
 )
+SPLITS = _overloads("aten", "unsafe_split", "unsafe_split_with_sizes")  # autograd takes their parts for new tensors
 EXPENSIVE = MATMULS | ATTENTION | CONVOLUTIONS | COLLECTIVES
 FAMILIES = {"matmul": MATMULS, "attention": ATTENTION, "convolution": CONVOLUTIONS, "collective": COLLECTIVES}
 
@@ -110,11 +111,6 @@ def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
 def writes_in_place(operation: Operation) -> bool:
     """Whether the operation changes one of its arguments."""
     return isinstance(operation, OpOverload) and operation._schema.is_mutable
-
-
-def splits_unseen(operation: Operation) -> bool:
-    """Whether autograd takes the parts for tensors of their own, so that what is written over them is not noticed."""
-    return isinstance(operation, OpOverload) and operation._schema.name.startswith("aten::unsafe_split")
 
 
 def is_cheap(operation: Operation) -> bool:

@@ -32,6 +32,14 @@ class Verdict:
         return asdict(self)
 
 
+class NotApplicable(ValueError):
+    """Found in the middle of a check: the claim is not one about this model, for the reason that is said."""
+
+    def __init__(self, why: str, *, required: str) -> None:
+        super().__init__(why)
+        self.required = required
+
+
 @dataclass(frozen=True)
 class Gate:
     """A named claim and the function that checks it on a case."""
@@ -45,6 +53,8 @@ class Gate:
             return self.check(case)
         except NoBlocks as error:
             return not_applicable(self.name, required="blocks", why=error.in_short)
+        except NotApplicable as error:
+            return not_applicable(self.name, required=error.required, why=str(error))
         except ValueError as error:  # ours, and it says what to do
             return Verdict(self.name, False, "could not be measured", "to run", str(error))
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on

@@ -23,12 +23,13 @@ from ..core.batches import batch_size, take
 from ..core.load import load_workload
 from ..core.parity import Parity, StepRecord, compare, record
 from ..core.ranks import GradientSyncs, load_function, run_on_ranks
-from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.verdict import Gate, NotApplicable, Verdict, not_applicable
 from ..core.workload import Case, Workload
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 
 TOLERANCE = 1e-6  # fp32: only the order of summation differs, a few units of 6e-8 relative to a gradient's norm
 ROUNDING = 3  # where a model's batch, halved by hand, parts further than that, it is held to this many times as much
+COUPLED = 1e-3  # what no rounding does
 Train = Callable[..., Any]
 
 
@@ -97,14 +98,14 @@ def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
 def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     """On two gloo ranks, DDP and FSDP2 give the large batch's gradients with one sync per window.
 
-    The ranks are processes of their own on the CPU, so the workload and `train` travel as their names.
-    """
+    They are processes of their own on the CPU, so the workload and `train` travel as their names."""
     gate = "grad-accum/two-ranks"
     required = f"{TOLERANCE:.0e} or {ROUNDING} times the halved batch's; 1 sync a window"
     if not case.workload.spec:
         return not_applicable(
             gate, required=required, why="the workload has no name to be loaded by in other processes"
         )
+    _reference(replace(case, dtype=torch.float32), [case.batch(16)])  # where that does not apply it is said here
     arguments: dict[str, Any] = {
         "spec": case.workload.spec,
         "seed": case.seed,
@@ -163,7 +164,11 @@ def _reference(case: Case, windows: Sequence[Any], *, clip: float | None = None)
     """The last of these large batches, trained by hand; and the tolerance, which is 1e-6 or more for a model that
     parts further when each batch is summed by hand over its two halves."""
     whole, halved = (_by_hand(case, windows, parts=parts, clip=clip) for parts in (1, 2))
-    return whole, max(TOLERANCE, ROUNDING * compare(whole, halved).worst)
+    parted = compare(whole, halved).worst
+    if parted > COUPLED:
+        why = f"a batch's loss parts by {parted:.1e} from its halves': it couples samples, or a Workload has to sum it"
+        raise NotApplicable(why, required=f"halves that add up within {COUPLED:.0e}")
+    return whole, max(TOLERANCE, ROUNDING * parted)
 
 
 def _by_hand(case: Case, windows: Sequence[Any], *, parts: int, clip: float | None) -> StepRecord:
@@ -217,7 +222,7 @@ def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]
     reference, tolerance = _reference(case, [batch])
     mesh = init_device_mesh("cpu", (ranks,))
     wraps: dict[str, Callable[[nn.Module], Any]] = {
-        "DDP": DistributedDataParallel,
+        "DDP": functools.partial(DistributedDataParallel, find_unused_parameters=None in reference.gradients.values()),
         "FSDP2": functools.partial(fully_shard, mesh=mesh),
     }
     return {

@@ -63,7 +63,8 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
     """What backward does again is the forward of the recomputed blocks, no more; early stop may save some of it."""
     loss, batch = case.workload.mean_loss, case.batch()
     plain, module = case.build(), case.build()
-    per_block = forward_flops(find_blocks(plain, case.blocks), lambda: case.workload.loss(plain, batch))
+    with seeded(0):  # as in what is counted: the layers that a step drops are drawn
+        per_block = forward_flops(find_blocks(plain, case.blocks), lambda: case.workload.loss(plain, batch))
     if not sum(per_block.values()):
         why = "the blocks have no matrix product, convolution or attention whose FLOPs could be counted"
         return not_applicable("recompute/flops", required="as predicted", why=why)

@@ -4,8 +4,9 @@ Each gate takes the technique as an argument, so that its tests can plant a wron
 `python -m pytest tests/test_sac.py`.
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..core.layers import REST, RunningLayers
 from ..core.measure import FlopCount, count_flops, measure_memory, recompute_flops
 from ..core.python_calls import python_calls
 from ..core.untouched import seeded, untouched
-from ..core.verdict import Gate, Verdict, not_applicable
+from ..core.verdict import Gate, NotApplicable, Verdict, not_applicable
 from ..core.workload import Case
 from ..plan.same_training import same_training
 from ..plan.strategies import STRATEGIES
@@ -39,30 +40,25 @@ Policies = Callable[..., list[str]]  # of a model, a policy, and the blocks to h
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """One step with and without: loss, gradients, buffers and generators."""
     gate = f"sac/parity-{strategy.removeprefix('sac_').replace('_', '-')}"
-    try:
+    with _where_outputs_can_be_kept():
         return same_training(gate, case, apply or STRATEGIES[strategy].apply, by_block=True)
-    except PolicyError as error:
-        return not_applicable(gate, required="an operation to keep", why=_first_sentence(error))
 
 
 def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     """What backward computes again is what the policy does not keep: no product at all, or every second one."""
     gate, loss, batch = "sac/products", case.workload.mean_loss, case.batch()
     plain = case.build()
-    per_call = product_flops(case)
+    per_call, others = _flops_by_call(case)
     if not per_call:
         return not_applicable(gate, required="as predicted", why="the blocks have no matrix product")
     before = count_flops(plain, batch, loss)
-    every_second = sum(sum(flops[1::2]) for flops in per_call)
+    every_second = others + sum(sum(flops[1::2]) for flops in per_call)
     found = {}
     for policy, expected in (("save_expensive", 0), ("every_second_matmul", every_second)):
         module = case.build()
         apply(module, policy, blocks=case.blocks)
-        with seeded(case.seed), set_checkpoint_early_stop(False):
-            try:
-                found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
-            except PolicyError as error:
-                return not_applicable(gate, required="as predicted", why=_first_sentence(error))
+        with seeded(case.seed), set_checkpoint_early_stop(False), _where_outputs_can_be_kept():
+            found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
     held = all(again == expected for again, expected in found.values())
     measured = "; ".join(f"{policy} {again:,} of {expected:,}" for policy, (again, expected) in found.items())
     hint = "" if held else "the policy names operations that never run, or counts the second run with the first"
@@ -84,8 +80,10 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
     held = measure_memory(module, batch, loss).held_bytes / before.held_bytes
     again = recompute_flops(count_flops(plain, batch, loss), count_flops(module, batch, loss))
     torch_sac(selective, case)
-    theirs = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
-    ours, added = (python_calls(case, changed) for changed in (partial(_apply, apply), torch_sac))
+    with _where_outputs_can_be_kept():
+        theirs = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
+    with _where_outputs_can_be_kept():
+        ours, added = (python_calls(case, changed) for changed in (partial(_apply, apply), torch_sac))
     bare = python_calls(case, lambda module, case: None)
     share = (ours - bare) / (added - bare)
     good = held < 1 and again == 0 and 0 < share <= OVERHEAD
@@ -136,8 +134,20 @@ def _keep_cheap(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool
     return keepable and operations.is_cheap(operation) and operation not in operations.EXPENSIVE
 
 
-def _first_sentence(error: Exception) -> str:
-    return str(error).split(";")[0]
+@contextlib.contextmanager
+def _where_outputs_can_be_kept() -> Iterator[None]:
+    """Blocks that have none to keep, or write over them, are no matter of a policy."""
+    try:
+        yield
+    except PolicyError as error:
+        raise NotApplicable(str(error).split(";")[0], required="an operation to keep") from error
+    except RuntimeError as error:
+        if "has been mutated" not in str(error):
+            raise
+        raise NotApplicable(
+            "a block writes in place over an output that would be kept: recompute it whole, or write to another tensor",
+            required="an operation to keep",
+        ) from error
 
 
 def _apply(apply: Callable[..., Any], module: nn.Module, case: Case) -> None:
@@ -151,6 +161,7 @@ class _Products(TorchDispatchMode):
         super().__init__()
         self.running = running
         self.flops: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self.others = 0  # of what is neither a product nor attention, such as convolutions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with FlopCount() as counted:
@@ -158,16 +169,23 @@ class _Products(TorchDispatchMode):
         block = self.running.current
         if func in operations.MATMULS and block != REST:
             self.flops[block, self.running.calls[block]].append(counted.flops)
+        elif func not in operations.ATTENTION and block != REST:
+            self.others += counted.flops
         return out
 
 
 def product_flops(case: Case) -> list[list[int]]:
     """FLOPs of the matrix products of each call of a block in one plain forward."""
+    return _flops_by_call(case)[0]
+
+
+def _flops_by_call(case: Case) -> tuple[list[list[int]], int]:
+    """Those, and the FLOPs of all calls that are neither products nor attention."""
     module = case.build()
     blocks = find_blocks(module, case.blocks)
-    with untouched(module), RunningLayers(module, blocks) as running, _Products(running) as counted:
+    with untouched(module), seeded(0), RunningLayers(module, blocks) as running, _Products(running) as counted:
         case.workload.mean_loss(module, case.batch())
-    return list(counted.flops.values())
+    return list(counted.flops.values()), counted.others
 
 
 def torch_sac(module: nn.Module, case: Case) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.measure import operation_flops
+from ..core.flops import operation_flops
 
 
 def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:

@@ -22,80 +22,15 @@ from ..core import operations
 from ..core.blocks import find_blocks
 from ..core.checkpointed import Options, Pair, run_checkpointed
 from ..core.derive import Derived, become, restore
-from ..core.nearest import did_you_mean
 from ..core.operations import Operation
+from ..core.policies import FIGURES, POLICIES, Policy, PolicyError, make_policy
+
+__all__ = ["FIGURES", "POLICIES", "Policy", "PolicyError", "Sac", "apply_sac", "make_policy", "remove_sac"]
 
 OPTIONS, CONTEXTS = "_sac", "_sac_contexts"
 CAST = torch.ops.aten._to_copy.default
 MANY = 1 / 3  # of the outputs of cheap operations; a few, such as those of a router, may have a reason
 KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-
-class PolicyError(ValueError):
-    """A policy that would not do what it is there for."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Which outputs a block keeps: those of `save`, of the operations in `alternate` every second one, and those of the
-    calls that `calls` names by family and place, such as `("matmul", 0)` for the first matrix product of the block.
-
-    `choose` is a policy as torch takes it, `choose(context, operation, *args, **kwargs)`; the first run alone asks it.
-    """
-
-    name: str
-    save: frozenset[Operation] = frozenset()
-    alternate: frozenset[Operation] = frozenset()
-    choose: Callable[..., Any] | None = None
-    calls: frozenset[tuple[str, int]] = frozenset()
-
-    def __post_init__(self) -> None:
-        for operation in self.save | self.alternate:
-            if operations.writes_in_place(operation):
-                raise PolicyError(f"{operation} writes in place, and what it wrote to can't be kept: leave it out")
-
-    def __reduce__(self) -> Any:
-        """Operations can't be pickled, their names can."""
-        named = POLICIES.get(self.name)
-        if named == self:
-            return make_policy, (self.name,)
-        if self.calls:
-            return Policy, (self.name, frozenset(), frozenset(), None, self.calls)
-        return make_policy, (self.choose or sorted(str(operation) for operation in self.save),)
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("save_expensive", operations.EXPENSIVE),
-        Policy("save_matmuls", operations.MATMULS),
-        Policy("save_attention", operations.ATTENTION),
-        Policy("save_matmuls_and_attention", operations.MATMULS | operations.ATTENTION),
-        Policy("every_second_matmul", operations.ATTENTION, alternate=operations.MATMULS),
-    )
-}
-FIGURES = (
-    "On the built-in transformer keeping all but products and attention holds 144% of what no recompute holds, and "
-    "computes 72% of a forward again; 'save_expensive' holds 58%, and computes no product again"
-)
-BACKWARDS = ("recompute_matmuls", "save_norms", "save_activations", "save_pointwise")  # seen in the wild
-
-
-def make_policy(policy: Any) -> Policy:
-    """A policy by name, by a list of operations, or a function as torch takes it."""
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, str):
-        if policy in BACKWARDS:
-            raise PolicyError(f"{policy!r} keeps what is cheap to compute, which is the wrong way round. {FIGURES}")
-        if policy not in POLICIES:
-            raise PolicyError(f"no policy is called {policy!r}; {did_you_mean(policy, POLICIES)}")
-        return POLICIES[policy]
-    if callable(policy) and not isinstance(policy, Operation):
-        return Policy(getattr(policy, "__name__", type(policy).__name__), choose=policy)
-    if isinstance(policy, Sequence | set | frozenset) and policy:
-        return Policy("the list", operations.find_operations(policy))
-    raise PolicyError(f"a policy is a name, a list of operations or a function, got {policy!r}")
 
 
 @dataclass
@@ -121,11 +56,6 @@ class _Run:
         if self.replays:
             self.asked[operation] += 1
             return self.kept[operation][self.asked[operation] - 1]
-        if operations.splits_unseen(operation) and any(map(any, self.kept.values())):
-            raise PolicyError(
-                f"{self.block} runs {operation}, as nn.GRU does on a CPU, and writes over its parts, which torch does "
-                "not see: a kept output would be another in backward; use recompute_blocks there, or leave it out"
-            )
         keep = self._wants(context, operation, args, kwargs) and not operations.draws(operation, args, kwargs)
         self.kept[operation].append(keep)
         return keep
@@ -153,6 +83,12 @@ class _Run:
                 f"use recompute_blocks if that is meant. Its operations are {seen}. (Composite ones such as "
                 "aten.linear never appear here, and calls that draw random numbers are always computed again.)"
             )
+        for operation in operations.SPLITS:
+            if operation in self.kept:
+                raise PolicyError(
+                    f"{self.block} runs {operation}, as nn.GRU does on a CPU, and writes over its parts, which torch "
+                    "does not see: a kept output would be another in backward; use recompute_blocks, or leave it out"
+                )
         cheap = {operation: choices for operation, choices in self.kept.items() if operations.is_cheap(operation)}
         outputs, most = sum(map(sum, cheap.values())), sum(map(len, cheap.values())) * MANY
         expensive = sum(len(self.kept[operation]) for operation in self.kept.keys() & operations.EXPENSIVE)

@@ -1,0 +1,48 @@
+"""Tensors without values, where torch's own account of a kernel is not what the kernel does.
+
+    with KernelsAsTheyRun(allow_non_fake_inputs=True):
+        ...
+
+Seen with torch 2.11 and 2.13; a test for each fails when it is no longer needed. Proof:
+`python -m pytest tests/test_fake_kernels.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+LIFT = torch.ops.aten.lift_fresh.default
+GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+ALIGNED = 16  # bytes that a row of a grouped product begins at
+
+
+class KernelsAsTheyRun(FakeTensorMode):
+    """A view of a tensor with values has values; a backward of layer norm is contiguous; and products of groups take
+    what the kernel takes, which on the CPU is not bfloat16 alone."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (getattr(func, "is_view", False) or func is LIFT) and _has_values(args[0]):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is NORM_BACKWARD and not args[0].is_contiguous():
+            with self:
+                args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
+        if GROUPED is not None and func is GROUPED.default and args[0].dtype is not torch.bfloat16:
+            return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+        return super().dispatch(func, types, args, kwargs)
+
+    def _grouped(self, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+        groups = [ends.shape[0]] if ends is not None and a.dim() == b.dim() == 2 else []
+        size = [*groups, a.shape[-2], b.shape[-1]] if a.dim() == 2 or b.dim() == 2 else [*a.shape[:2], b.shape[-1]]
+        step = ALIGNED // a.dtype.itemsize
+        row = -(-size[-1] // step) * step
+        with self:
+            return torch.empty_strided(size, [size[1] * row, row, 1][-len(size) :], dtype=a.dtype, device=a.device)
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
