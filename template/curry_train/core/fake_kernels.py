@@ -25,7 +25,7 @@ class KernelsAsTheyRun(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (getattr(func, "is_view", False) or func is LIFT) and _has_values(args[0]):
+        if args and (getattr(func, "is_view", False) or func is LIFT) and _has_values(args[0]):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is NORM_BACKWARD and not args[0].is_contiguous():
