@@ -175,7 +175,7 @@ class Notes(TorchFunctionMode):
 
 
 def with_checkpoint(forward, x):
-    return checkpointed.run_checkpointed(forward, (x,), {}, modules=[nn.Identity()], options=checkpointed.Options())
+    return checkpointed.run_checkpointed(forward, (x,), {}, modules=(), options=checkpointed.Options())
 
 
 def with_replay(forward, x):

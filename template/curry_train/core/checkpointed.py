@@ -58,7 +58,8 @@ def run_checkpointed(
         return run(*args, **kwargs)  # nothing would be kept for backward anyway
     chosen: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
-        args, kwargs = leave_out_caches(modules[0], args, kwargs)
+        if modules:
+            args, kwargs = leave_out_caches(modules[0], args, kwargs)
         run = FlatCall(run, args, kwargs)
         args = tuple(run.take_tensors())
         chosen["context_fn"] = functools.partial(_contexts, modules, contexts)
