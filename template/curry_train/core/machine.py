@@ -21,6 +21,7 @@ import torch
 STAT = Path("/proc/stat")
 CROWDED = 0.9  # of all cores in use: whoever wants one more has to wait
 OTHERS = 0.1  # of all cores that others take, below which they are the machine's own housekeeping
+SHORTEST = 0.1  # seconds; the kernel counts in hundredths, of which one would be many cores in less
 SLOWED = 0.95  # of the GPU's clock at the start
 
 
@@ -53,7 +54,7 @@ class Machine:
     def others(self) -> float | None:
         """Cores that other processes kept busy; None where it can't be known."""
         start, end = self._start, self._end
-        if start.all_cores is None or end.all_cores is None or end.wall <= start.wall:
+        if start.all_cores is None or end.all_cores is None or end.wall - start.wall < SHORTEST:
             return None
         return max(0.0, (end.all_cores - start.all_cores - end.own + start.own) / (end.wall - start.wall))
 
