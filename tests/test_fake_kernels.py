@@ -44,20 +44,19 @@ def test_the_backward_of_layer_norm_is_contiguous():
     assert strides[0] == strides[1] != strides[2]
 
 
-@pytest.mark.skipif(GROUPED is None, reason="this torch has no product of groups")
 @pytest.mark.parametrize("dims", [(2, 3), (2, 2), (3, 2), (3, 3)])
 def test_products_of_groups_are_there_in_float32_as_the_cpu_has_them(dims):
     ends = torch.tensor([8, 16], dtype=torch.int32)
     a = torch.randn(*([2] if dims[0] == 3 else []), 16, 16)
     b = torch.randn(*([2] if dims[1] == 3 else []), 16, 16)
     given = None if dims == (3, 3) else ends
-    real = GROUPED.default(a, b, given)
+    real = GROUPED(a, b, given)
     with ours() as mode:
-        fake = GROUPED.default(mode.from_tensor(a), mode.from_tensor(b), given)
+        fake = GROUPED(mode.from_tensor(a), mode.from_tensor(b), given)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
     with theirs() as mode, pytest.raises(RuntimeError):
-        GROUPED.default(mode.from_tensor(a), mode.from_tensor(b), given)
-    assert operation_flops(GROUPED.default, (a, b), {}, real) == 2 * 16**3 * (2 if dims == (3, 3) else 1)
+        GROUPED(mode.from_tensor(a), mode.from_tensor(b), given)
+    assert operation_flops(GROUPED, (a, b), {}, real) == 2 * 16**3 * (2 if dims == (3, 3) else 1)
 
 
 def test_weights_that_are_drawn_until_they_fit_need_no_values():

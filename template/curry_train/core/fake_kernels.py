@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 LIFT = torch.ops.aten.lift_fresh.default
-GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+GROUPED = torch.ops.aten._grouped_mm.default
 ALIGNED = 16  # bytes that a row of a grouped product begins at
 
 
@@ -31,7 +31,7 @@ class KernelsAsTheyRun(FakeTensorMode):
         if func is NORM_BACKWARD and not args[0].is_contiguous():
             with self:
                 args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
-        if GROUPED is not None and func is GROUPED.default and args[0].dtype is not torch.bfloat16:
+        if func is GROUPED and args[0].dtype is not torch.bfloat16:
             return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         return super().dispatch(func, types, args, kwargs)
 

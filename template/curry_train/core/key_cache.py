@@ -25,7 +25,8 @@ def without_cache(module: nn.Module) -> nn.Module:
     """The same module, which fills none from now on."""
     for part in module.modules():
         if _caches(part):
-            part.config.use_cache = False  # type: ignore[union-attr]
+            config: Any = part.config
+            config.use_cache = False
     return module
 
 
