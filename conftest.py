@@ -13,7 +13,14 @@ import os
 
 import pytest
 
-for said_by_make in ("PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PYTEST_ADDOPTS"):
+for said_by_make in (
+    "PYTHON",
+    "MAKEFLAGS",
+    "MAKEOVERRIDES",
+    "MAKELEVEL",
+    "MFLAGS",
+    "PYTEST_ADDOPTS",
+):
     os.environ.pop(said_by_make, None)
 
 

@@ -39,13 +39,17 @@ def declaration(text: str, *, name: str) -> dict[str, Any]:
     """Read the PEP 723 block of a script's text: `requires-python` and `dependencies`."""
     found = BLOCK.search(text)
     if found is None:
-        raise ValueError(f"{name} has no PEP 723 block: open it with '# /// script', its requirements, and '# ///'")
+        raise ValueError(
+            f"{name} has no PEP 723 block: open it with '# /// script', its requirements, and '# ///'"
+        )
     content = "".join(line[2:] or "\n" for line in found["content"].splitlines(keepends=True))
     # Read by hand, because tomllib came with Python 3.11 and an older Python is one of the things to report.
     python = re.search(r'^requires-python\s*=\s*"([^"]*)"', content, re.MULTILINE)
     dependencies = re.search(r"^dependencies\s*=\s*\[(.*?)\]", content, re.MULTILINE | re.DOTALL)
     if python is None or dependencies is None:
-        raise ValueError(f"the PEP 723 block of {name} must hold requires-python and dependencies: add what is missing")
+        raise ValueError(
+            f"the PEP 723 block of {name} must hold requires-python and dependencies: add what is missing"
+        )
     return {"requires-python": python[1], "dependencies": re.findall(r'"([^"]*)"', dependencies[1])}
 
 
@@ -63,7 +67,9 @@ def missing(requirements: list[str]) -> str | None:
     for requirement in requirements:
         parts = REQUIREMENT.fullmatch(requirement)
         if parts is None:
-            raise ValueError(f"cannot read the requirement {requirement!r}: write it as 'name>=1.2'")
+            raise ValueError(
+                f"cannot read the requirement {requirement!r}: write it as 'name>=1.2'"
+            )
         try:
             version = metadata.version(parts["name"])
         except metadata.PackageNotFoundError:
@@ -75,7 +81,9 @@ def missing(requirements: list[str]) -> str | None:
             wanted.append(requirement)
     if not wanted:
         return None
-    return f"{', '.join(names)}: pip install {' '.join(repr(requirement) for requirement in wanted)}"
+    return (
+        f"{', '.join(names)}: pip install {' '.join(repr(requirement) for requirement in wanted)}"
+    )
 
 
 def satisfies(version: str, specifiers: str) -> bool:
@@ -84,7 +92,9 @@ def satisfies(version: str, specifiers: str) -> bool:
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         parts = SPECIFIER.fullmatch(specifier)
         if parts is None or (parts["wildcard"] and parts["operator"] != "!="):
-            raise ValueError(f"cannot read the specifier {specifier!r}: use >=1.2, <2, !=1.4.1 or !=1.4.*")
+            raise ValueError(
+                f"cannot read the specifier {specifier!r}: use >=1.2, <2, !=1.4.1 or !=1.4.*"
+            )
         bound = _numbers(parts["version"])
         length = len(bound) if parts["wildcard"] else max(len(release), len(bound))
         here, there = _padded(release, length), _padded(bound, length)

@@ -29,16 +29,39 @@ LONGEST_DIFF = 24
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
 @model_option("model", required=True)
 @click.option(
-    "--out", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="The file to write."
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The file to write.",
 )
-@click.option("--blocks", metavar="PATTERN", help="Only blocks of these names, a glob such as 'encoder.layers.*'.")
-@click.option("--gate", "gates", multiple=True, metavar="PATTERN", help="Only these gates: a technique or a glob.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
+@click.option(
+    "--blocks",
+    metavar="PATTERN",
+    help="Only blocks of these names, a glob such as 'encoder.layers.*'.",
+)
+@click.option(
+    "--gate",
+    "gates",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only these gates: a technique or a glob.",
+)
+@click.option(
+    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
+)
 @click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
 @click.option("--batch-size", default=4, type=click.IntRange(1), show_default=True)
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
-@click.option("--package", default=PACKAGE, show_default=True, help="Where the gates are, such as mylib.training.")
-@click.option("--check", is_flag=True, help="Write nothing; say whether FILE is what would be written.")
+@click.option(
+    "--package",
+    default=PACKAGE,
+    show_default=True,
+    help="Where the gates are, such as mylib.training.",
+)
+@click.option(
+    "--check", is_flag=True, help="Write nothing; say whether FILE is what would be written."
+)
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
 def main(check: bool, overwrite: bool, **options: Any) -> None:
     """Exit status: 0 written, or the same; 1 with --check when FILE is another; 2 wrong usage."""
@@ -49,7 +72,9 @@ def main(check: bool, overwrite: bool, **options: Any) -> None:
         if check and found is None:
             raise UnusableInput(f"there is no {shown} to check: leave out --check to write it")
         if not (check or overwrite or found is None or is_rendered(found)):
-            raise UnusableInput(f"{shown} was not written by this command: choose another --out, or add --overwrite")
+            raise UnusableInput(
+                f"{shown} was not written by this command: choose another --out, or add --overwrite"
+            )
         text = render(recipe, script=PurePath(os.path.relpath(__file__)).as_posix())
         if not check:
             out.write_text(text, encoding="utf-8", newline="\n")
@@ -77,7 +102,9 @@ def _python_path(recipe: Recipe) -> str:
     if recipe.package != PACKAGE or _is_installed():
         return ""
     template = str(environment.TEMPLATE)
-    theirs = [path for path in sys.path if path != template] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    theirs = [path for path in sys.path if path != template] + os.environ.get(
+        "PYTHONPATH", ""
+    ).split(os.pathsep)
     if importlib.machinery.PathFinder.find_spec(PACKAGE, theirs) is not None:
         return ""
     return f"PYTHONPATH={PurePath(os.path.relpath(template)).as_posix()} "

@@ -48,17 +48,23 @@ def size_in_bytes(context: click.Context, option: click.Parameter, value: str | 
         raise click.BadParameter(str(error)) from None
 
 
-def whole_numbers(context: click.Context, option: click.Parameter, values: Sequence[str]) -> list[int]:
+def whole_numbers(
+    context: click.Context, option: click.Parameter, values: Sequence[str]
+) -> list[int]:
     """`--batch-size 8,32 --batch-size 64` is 8, 32 and 64."""
     words = [word.strip() for value in values for word in value.split(",")]
     for word in words:
         if not (word.isascii() and word.isdecimal() and int(word)):
-            raise click.BadParameter(f"{word!r} is no whole number from 1 up; several are written 8,32,128")
+            raise click.BadParameter(
+                f"{word!r} is no whole number from 1 up; several are written 8,32,128"
+            )
     return list(dict.fromkeys(map(int, words)))
 
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
-@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR"
+)
 @model_option("models", multiple=True, more="Repeatable; transformer if left out.")
 @click.option(
     "--strategy",
@@ -68,13 +74,34 @@ def whole_numbers(context: click.Context, option: click.Parameter, values: Seque
     help=f"Repeatable; all if left out: {', '.join(STRATEGIES)}. none is measured in any case.",
 )
 @click.option("--batch-size", "sizes", multiple=True, callback=whole_numbers, help=BATCH_SIZES)
-@click.option("--depth", "depths", multiple=True, callback=whole_numbers, help="Blocks of a built-in workload.")
 @click.option(
-    "--limit", metavar="2GiB", callback=size_in_bytes, help="Also find the largest batch whose step fits this."
+    "--depth",
+    "depths",
+    multiple=True,
+    callback=whole_numbers,
+    help="Blocks of a built-in workload.",
 )
-@click.option("--repeats", default=10, type=click.IntRange(1), show_default=True, help="Timed steps of each strategy.")
-@click.option("--blocks", metavar="PATTERN", help="Only blocks of these names, a glob such as 'encoder.layers.*'.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
+@click.option(
+    "--limit",
+    metavar="2GiB",
+    callback=size_in_bytes,
+    help="Also find the largest batch whose step fits this.",
+)
+@click.option(
+    "--repeats",
+    default=10,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Timed steps of each strategy.",
+)
+@click.option(
+    "--blocks",
+    metavar="PATTERN",
+    help="Only blocks of these names, a glob such as 'encoder.layers.*'.",
+)
+@click.option(
+    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
+)
 @click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
 @click.option(
@@ -101,21 +128,32 @@ def main(
         return
     place = choose_device(device)
     try:
-        names, cases = choose_strategies(strategies), _cases(models or ("transformer",), place, options)
+        names, cases = (
+            choose_strategies(strategies),
+            _cases(models or ("transformer",), place, options),
+        )
         if limit is not None:
             check_limit(limit, place)
         out.mkdir(parents=True, exist_ok=True)
-        facts = provenance(place) | {"dtype": options["dtype"], "seed": options["seed"], "repeats": repeats}
+        facts = provenance(place) | {
+            "dtype": options["dtype"],
+            "seed": options["seed"],
+            "repeats": repeats,
+        }
         rows = _measure(cases, names, repeats=repeats, limit=limit)
         data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
         write_json(str(out / "savings.json"), data)
-        picture = _draw(rows, out / "savings.png", device=f"{facts['device']}, torch {facts['torch']}")
+        picture = _draw(
+            rows, out / "savings.png", device=f"{facts['device']}, torch {facts['torch']}"
+        )
     except (ValueError, OSError) as error:
         raise UnusableInput(str(error)) from error
     if json_path:
         write_json(json_path, data)
     console = partial(click.echo, err=json_path == "-")
-    console(f"{facts['device']}, torch {facts['torch']}, {options['dtype']}, seed {options['seed']}\n")
+    console(
+        f"{facts['device']}, torch {facts['torch']}, {options['dtype']}, seed {options['seed']}\n"
+    )
     console(table(rows, limit=limit))
     console(f"\nwrote {out / 'savings.json'}\n{picture}")
     if any(row.is_wrong for row in rows):
@@ -129,27 +167,44 @@ def _cases(models: Sequence[str], device: torch.device, options: dict[str, Any])
         for depth in options["depths"] or [None]:
             workload = load_with_depth(spec, depth)
             for size in options["sizes"] or [workload.own_batch or SAMPLES]:
-                case = Case(workload, device, DTYPES[options["dtype"]], size, options["seed"], options["blocks"])
+                case = Case(
+                    workload,
+                    device,
+                    DTYPES[options["dtype"]],
+                    size,
+                    options["seed"],
+                    options["blocks"],
+                )
                 cases.append((case, depth))
             if options["blocks"] is not None:
-                find_blocks(cases[-1][0].build(), options["blocks"])  # a pattern that takes nothing is said here
+                find_blocks(
+                    cases[-1][0].build(), options["blocks"]
+                )  # a pattern that takes nothing is said here
     return cases
 
 
-def _measure(cases: Sequence[Measured], names: Sequence[str], *, repeats: int, limit: int | None) -> list[Row]:
+def _measure(
+    cases: Sequence[Measured], names: Sequence[str], *, repeats: int, limit: int | None
+) -> list[Row]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console, rows = Console(stderr=True), list[Row]()
     hints: dict[Any, dict[str, int]] = {}
     steps = len(cases) * count_steps(len(names), repeats=repeats, limit=limit)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=steps, completed=-1)
         for case, depth in cases:
 
             def tell(doing: str, case: Case = case) -> None:
-                progress.update(task, advance=1, description=f"{case.workload.name}, {case.batch_size}: {doing}")
+                progress.update(
+                    task, advance=1, description=f"{case.workload.name}, {case.batch_size}: {doing}"
+                )
 
             guesses = hints.setdefault((case.workload.spec, depth), {})
-            rows += measure_savings(case, names, depth=depth, repeats=repeats, limit=limit, hints=guesses, tell=tell)
+            rows += measure_savings(
+                case, names, depth=depth, repeats=repeats, limit=limit, hints=guesses, tell=tell
+            )
     return rows
 
 
@@ -157,9 +212,14 @@ def _redraw(path: Path, out: Path) -> str:
     """The picture alone, of figures that were written before."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        rows, device = [Row.from_json(row) for row in data["rows"]], f"{data['device']}, torch {data['torch']}"
+        rows, device = (
+            [Row.from_json(row) for row in data["rows"]],
+            f"{data['device']}, torch {data['torch']}",
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise UnusableInput(f"{path} is no savings.json of this command: {type(error).__name__}: {error}") from error
+        raise UnusableInput(
+            f"{path} is no savings.json of this command: {type(error).__name__}: {error}"
+        ) from error
     out.mkdir(parents=True, exist_ok=True)
     return _draw(rows, out / "savings.png", device=device)
 

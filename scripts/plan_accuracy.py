@@ -48,7 +48,9 @@ TECHNIQUES: dict[str, Callable[[nn.Module], object]] = {
 
 def configurations() -> Iterator[tuple[str, torch.dtype, int, str]]:
     for model, dtype, size, technique in itertools.product(MODELS, DTYPES, (2, 8), TECHNIQUES):
-        if model != "resnet" or technique != "chunked loss":  # whose head is no wider than its input
+        if (
+            model != "resnet" or technique != "chunked loss"
+        ):  # whose head is no wider than its input
             yield model, dtype, size, technique
 
 
@@ -61,7 +63,9 @@ def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int
 
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
-@click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
+@click.option(
+    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
+)
 @json_option()
 def main(device: str, json_path: str | None) -> None:
     place, rows = choose_device(device), list[dict[str, Any]]()
@@ -79,12 +83,18 @@ def main(device: str, json_path: str | None) -> None:
             {"model": model, "dtype": name, "batch_size": size, "technique": technique}
             | {"predicted": predicted, "measured": measured, "ratio": ratio}
         )
-        click.echo(f"{model:<22} {name:<9} {size:>2} {technique:<13} {predicted:>12,} {measured:>12,} {ratio:>8.4f}")
+        click.echo(
+            f"{model:<22} {name:<9} {size:>2} {technique:<13} {predicted:>12,} {measured:>12,} {ratio:>8.4f}"
+        )
     worst = max(abs(row["ratio"] - 1) for row in rows)
     equal = sum(row["predicted"] == row["measured"] for row in rows)
     click.echo(f"\n{len(rows)} configurations, {equal} equal to the byte, worst {worst:.2%} off")
     if json_path:
-        write_json(json_path, provenance(place) | {"rows": rows, "num_rows": len(rows), "equal": equal, "worst": worst})
+        write_json(
+            json_path,
+            provenance(place)
+            | {"rows": rows, "num_rows": len(rows), "equal": equal, "worst": worst},
+        )
 
 
 if __name__ == "__main__":

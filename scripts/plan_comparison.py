@@ -61,7 +61,10 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
             again = float(measured.flops.sum() - plain.flops.sum()) / (plain.flops.sum() / 3)
             return Choice(str(option), measured.held, measured.transient, again)
 
-        policy, menu = choice(every_second(kind)), [choice(option) for option in candidates(kind, offload=False)]
+        policy, menu = (
+            choice(every_second(kind)),
+            [choice(option) for option in candidates(kind, offload=False)],
+        )
     number = len(kind.names)
     budget = peak_of([Stage((policy,))] * number, [0] * number)
 
@@ -82,15 +85,30 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
     click.echo(
         f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, {format_bytes(step.peak_bytes)}"
     )
-    click.echo(f"{number} blocks alone, {format_bytes(plain.held)} each; recomputed, as a part of their forward:")
+    click.echo(
+        f"{number} blocks alone, {format_bytes(plain.held)} each; recomputed, as a part of their forward:"
+    )
     for row in rows:
-        click.echo(f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} {row['of_forward']:>7.1%} again")
+        click.echo(
+            f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} {row['of_forward']:>7.1%} again"
+        )
     of_policy, of_halves = plan.cost / number / policy.cost, plan.cost / halves.cost
-    click.echo(f"the plan computes {of_policy:.3f} of what the policy does again, {of_halves:.3f} of none and full")
+    click.echo(
+        f"the plan computes {of_policy:.3f} of what the policy does again, {of_halves:.3f} of none and full"
+    )
     if json_path:
-        found = {"rows": rows, "of_policy": of_policy, "of_none_and_full": of_halves, "block_bytes": plain.held}
+        found = {
+            "rows": rows,
+            "of_policy": of_policy,
+            "of_none_and_full": of_halves,
+            "block_bytes": plain.held,
+        }
         chosen = Counter(menu[index].name for index in plan.chosen)
-        more = {"estimate_seconds": seconds, "step_peak_bytes": step.peak_bytes, "chosen": dict(chosen)}
+        more = {
+            "estimate_seconds": seconds,
+            "step_peak_bytes": step.peak_bytes,
+            "chosen": dict(chosen),
+        }
         write_json(json_path, provenance(torch.device("cpu")) | found | more)
 
 

@@ -64,13 +64,19 @@ def main() -> None:
 
 @main.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--name", metavar="N", help="Name of the project, a Python identifier.  [default: from DIR]")
-@click.option("--technique", "techniques", metavar="T", multiple=True, help="Only this one; repeat for more.")
+@click.option(
+    "--name", metavar="N", help="Name of the project, a Python identifier.  [default: from DIR]"
+)
+@click.option(
+    "--technique", "techniques", metavar="T", multiple=True, help="Only this one; repeat for more."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 def new(directory: Path, name: str | None, techniques: tuple[str, ...], dry_run: bool) -> None:
     """Make a project in DIR that installs, trains and tests itself."""
     bundle = read_bundle(BUNDLE)
-    plan = plan_project(bundle, directory, name=name, techniques=techniques, working_directory=Path.cwd())
+    plan = plan_project(
+        bundle, directory, name=name, techniques=techniques, working_directory=Path.cwd()
+    )
     if not dry_run:
         sweep(plan.root.parent)
     if is_made(plan):

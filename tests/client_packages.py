@@ -37,9 +37,20 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as half:
-            words = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=0"]
+            words = [
+                "npm",
+                "install",
+                "--no-audit",
+                "--no-fund",
+                "--prefer-offline",
+                "--fetch-retries=0",
+            ]
             subprocess.run(
-                [*words, "--prefix", half, spec], check=True, capture_output=True, text=True, timeout=seconds
+                [*words, "--prefix", half, spec],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
             )
             with suppress(OSError):  # somebody else was first
                 Path(half).rename(folder)
@@ -47,10 +58,14 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
     except subprocess.TimeoutExpired:
         raise Unavailable(f"npm did not bring {spec} within {seconds:.0f} s") from None
     except subprocess.CalledProcessError as error:
-        told = re.findall(r"npm error (?:code )?(.+)", error.stderr) or [f"status {error.returncode}"]
+        told = re.findall(r"npm error (?:code )?(.+)", error.stderr) or [
+            f"status {error.returncode}"
+        ]
         raise Unavailable(f"npm did not bring {spec}: {told[0]}") from None
     except OSError as error:
-        raise Unavailable(f"{spec} can't be kept in {folder.parent}: {error.strerror}; set CURRY_CLIENTS_DIR") from None
+        raise Unavailable(
+            f"{spec} can't be kept in {folder.parent}: {error.strerror}; set CURRY_CLIENTS_DIR"
+        ) from None
     return folder
 
 
@@ -58,6 +73,9 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
 def offline() -> tuple[str, ...]:
     """What takes a command's network away: a namespace of its own on Linux; elsewhere only the closed proxy does."""
     words = ("unshare", "--map-root-user", "--net")
-    if shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
+    if (
+        shutil.which("unshare")
+        and subprocess.run([*words, "true"], capture_output=True).returncode == 0
+    ):
         return words
     return ()

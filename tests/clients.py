@@ -45,9 +45,15 @@ class Place:
     def environment(self) -> dict[str, str]:
         """No key, setting or proxy of whoever runs this; a proxy that nobody answers, where there is a network."""
         kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
-        closed = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
+        closed = dict.fromkeys(
+            ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
+        )
         path = f"{package(NODE) / 'node_modules/.bin'}{os.pathsep}{os.environ['PATH']}"
-        return kept | closed | {"HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "DISABLE_TELEMETRY": "1"}
+        return (
+            kept
+            | closed
+            | {"HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "DISABLE_TELEMETRY": "1"}
+        )
 
     def run(self, *words: str, answer: str = "") -> subprocess.CompletedProcess[str]:
         """Run the client with these words; `answer` is what it is told when it asks."""
@@ -106,7 +112,9 @@ class Client:
 
 def _through_marketplace(verb: str) -> Callable[[Place, Path], str]:
     def install(place: Place, bundle: Path) -> str:
-        return place.say("plugin", "marketplace", "add", str(bundle)) + place.say("plugin", verb, PLUGIN)
+        return place.say("plugin", "marketplace", "add", str(bundle)) + place.say(
+            "plugin", verb, PLUGIN
+        )
 
     return install
 
@@ -133,9 +141,17 @@ def _claude(place: Place) -> set[str]:
 def _codex(place: Place) -> set[str]:
     """The app server, which the editor extensions talk to, is asked; there is no command for it."""
     questions = [
-        {"id": 1, "method": "initialize", "params": {"clientInfo": {"name": "clients.py", "version": "0"}}},
+        {
+            "id": 1,
+            "method": "initialize",
+            "params": {"clientInfo": {"name": "clients.py", "version": "0"}},
+        },
         {"method": "initialized"},
-        {"id": 2, "method": "skills/list", "params": {"cwds": [str(place.project)], "forceReload": True}},
+        {
+            "id": 2,
+            "method": "skills/list",
+            "params": {"cwds": [str(place.project)], "forceReload": True},
+        },
     ]
     with place.talk("app-server") as server:
         assert server.stdin
@@ -144,7 +160,13 @@ def _codex(place: Place) -> set[str]:
         server.stdin.flush()
         for line in server.stdout:
             if (answer := json.loads(line)).get("id") == 2:
-                return _own([skill["name"] for skill in answer["result"]["data"][0]["skills"] if skill["enabled"]])
+                return _own(
+                    [
+                        skill["name"]
+                        for skill in answer["result"]["data"][0]["skills"]
+                        if skill["enabled"]
+                    ]
+                )
     return set()
 
 
@@ -163,19 +185,27 @@ def _skills(place: Place) -> set[str]:
 
 
 CLIENTS = {
-    "Claude Code": Client("@anthropic-ai/claude-code@2.1.330", "claude", _through_marketplace("install"), _claude),
+    "Claude Code": Client(
+        "@anthropic-ai/claude-code@2.1.330", "claude", _through_marketplace("install"), _claude
+    ),
     "Codex": Client("@openai/codex@0.169.0", "codex", _through_marketplace("add"), _codex),
-    "Copilot CLI": Client("@github/copilot@1.0.102", "copilot", _through_marketplace("install"), _copilot),
+    "Copilot CLI": Client(
+        "@github/copilot@1.0.102", "copilot", _through_marketplace("install"), _copilot
+    ),
     "Gemini CLI": Client(
         "@google/gemini-cli@0.61.0",
         "gemini",
-        lambda place, bundle: place.say("extensions", "install", str(bundle), "--consent", answer="y\n"),
+        lambda place, bundle: place.say(
+            "extensions", "install", str(bundle), "--consent", answer="y\n"
+        ),
         _gemini,
     ),
     "npx skills": Client(
         "skills@1.7.4",
         "skills",
-        lambda place, bundle: place.say("add", str(bundle), "--yes", "--skill", "*", "--agent", "claude-code", "codex"),
+        lambda place, bundle: place.say(
+            "add", str(bundle), "--yes", "--skill", "*", "--agent", "claude-code", "codex"
+        ),
         _skills,
     ),
 }
@@ -207,13 +237,17 @@ def problems(loaded: set[str], bundle: Path) -> list[str]:
     """How what was loaded differs from the folders of skills/."""
     wanted = {path.name for path in (bundle / "skills").iterdir() if path.is_dir()}
     absent, surplus = sorted(wanted - loaded), sorted(loaded - wanted)
-    return [f"did not load {name}" for name in absent] + [f"loaded {name}, which is no folder" for name in surplus]
+    return [f"did not load {name}" for name in absent] + [
+        f"loaded {name}, which is no folder" for name in surplus
+    ]
 
 
 def main() -> int:
     """Status: 0 every client loads every skill, 1 one does not, 2 a package can't be had."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--record", metavar="FILE", help="write versions and loaded names to this JSON file")
+    parser.add_argument(
+        "--record", metavar="FILE", help="write versions and loaded names to this JSON file"
+    )
     options = parser.parse_args()
     rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
@@ -226,8 +260,18 @@ def main() -> int:
                 return 2
             wrong = problems(loaded, bundle)
             failed |= bool(wrong)
-            rows.append({"client": name, "package": client.package, "loaded": sorted(loaded), "problems": wrong})
-            print(f"{name:12} {client.package:34} {'; '.join(wrong) or f'{len(loaded)} skills loaded'}", flush=True)
+            rows.append(
+                {
+                    "client": name,
+                    "package": client.package,
+                    "loaded": sorted(loaded),
+                    "problems": wrong,
+                }
+            )
+            print(
+                f"{name:12} {client.package:34} {'; '.join(wrong) or f'{len(loaded)} skills loaded'}",
+                flush=True,
+            )
             if wrong:
                 sys.stderr.write(said)
     if options.record and not failed:
@@ -236,7 +280,10 @@ def main() -> int:
         from curry_train.core.provenance import provenance, write_json
 
         network = "a namespace without one" if offline() else "proxies that nobody answers"
-        write_json(options.record, provenance(torch.device("cpu")) | {"node": NODE, "network": network, "rows": rows})
+        write_json(
+            options.record,
+            provenance(torch.device("cpu")) | {"node": NODE, "network": network, "rows": rows},
+        )
     return int(failed)
 
 

@@ -40,7 +40,10 @@ def block_class(disturb: Callable[[Tensor], Tensor] = lambda h: h) -> Any:
 class Net(nn.Module):
     def __init__(self, block: Callable[[], nn.Module], depth: int) -> None:
         super().__init__()
-        self.first, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(block() for _ in range(depth))
+        self.first, self.layers = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList(block() for _ in range(depth)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.sigmoid(self.first(x))
@@ -74,7 +77,9 @@ def bounded(block: Callable[[], nn.Module], budget: float, **options: Any) -> Ne
     return model
 
 
-def by_torch_alone(block: Callable[[], nn.Module], budget: float, *, backend: str = "aot_eager") -> Net:
+def by_torch_alone(
+    block: Callable[[], nn.Module], budget: float, *, backend: str = "aot_eager"
+) -> Net:
     """The model of such blocks, compiled at the setting as torch documents it."""
     model = build(block)
     for layer in model.layers:

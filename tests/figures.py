@@ -34,7 +34,12 @@ class Figure:
 
 def quoted_figures(root: Path) -> list[Figure]:
     """List the figures of the README and of the skills."""
-    return [figure for page in _pages(root) for figure in _marks(page, root) if isinstance(figure, Figure)]
+    return [
+        figure
+        for page in _pages(root)
+        for figure in _marks(page, root)
+        if isinstance(figure, Figure)
+    ]
 
 
 def _pages(root: Path) -> list[Path]:
@@ -74,7 +79,9 @@ def _problem(figure: Figure, root: Path) -> str | None:
     try:
         recorded = json.loads((root / figure.file).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return f"{quotes} from {figure.file}, which is not there: record the run or correct the name"
+        return (
+            f"{quotes} from {figure.file}, which is not there: record the run or correct the name"
+        )
     for step in figure.key.split("."):
         try:
             recorded = recorded[int(step) if isinstance(recorded, list) else step]
@@ -100,5 +107,7 @@ def incomplete_records(root: Path) -> list[str]:
     for path in sorted(root.glob("evidence/**/*.json")):
         lacking = sorted(RECORD_KEYS - set(json.loads(path.read_text(encoding="utf-8"))))
         if lacking:
-            violations.append(f"{path.relative_to(root).as_posix()} lacks {', '.join(lacking)}: record it with the run")
+            violations.append(
+                f"{path.relative_to(root).as_posix()} lacks {', '.join(lacking)}: record it with the run"
+            )
     return violations

@@ -67,9 +67,14 @@ FLOORS = {
     "__main__": 4,
 }
 TOP = max(FLOORS.values())
-ONE_FILE_PER_TECHNIQUE = {"primitives", "gates"}  # a project may hold one file without its neighbours
+ONE_FILE_PER_TECHNIQUE = {
+    "primitives",
+    "gates",
+}  # a project may hold one file without its neighbours
 IMPORTED_BELOW_TOP = {"torch", "numpy", *sys.stdlib_module_names}
-IMPORTED_WHERE_NEEDED = {"runs": {"fsspec", "xxhash"}}  # in the function that needs it, which says when it is missing
+IMPORTED_WHERE_NEEDED = {
+    "runs": {"fsspec", "xxhash"}
+}  # in the function that needs it, which says when it is missing
 
 KEPT_PROMISES = """
 import importlib, sys
@@ -89,7 +94,9 @@ def imports_run_only_downwards(root: Path) -> list[str]:
     for path in package_files(root):
         own = path.relative_to(root / PACKAGE).parts[0].removesuffix(".py")
         if own not in FLOORS:
-            violations.append(f"{relative(path, root)} is on no floor: give {own!r} one in tests/house_imports.py")
+            violations.append(
+                f"{relative(path, root)} is on no floor: give {own!r} one in tests/house_imports.py"
+            )
             continue
         for line, target in _relative_imports(path, root):
             downwards = FLOORS[target] < FLOORS[own] or FLOORS[target] == FLOORS[own] == TOP
@@ -112,7 +119,10 @@ def _relative_imports(path: Path, root: Path) -> Iterator[tuple[int, str]]:
         modules = [node.module] if node.module else [alias.name for alias in node.names]
         for module in modules:
             first = (*base, *module.split("."))[0]
-            yield node.lineno, first if first in FLOORS else "__init__"  # a name of curry_train itself
+            yield (
+                node.lineno,
+                first if first in FLOORS else "__init__",
+            )  # a name of curry_train itself
 
 
 def imports_inside_the_package_are_relative(root: Path) -> list[str]:
@@ -136,7 +146,9 @@ def lower_floors_need_only_torch(root: Path) -> list[str]:
         if FLOORS.get(own, TOP) == TOP:
             continue
         module = parse(path)
-        at_import = ast.Module([node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        at_import = ast.Module(
+            [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)], []
+        )
         where_needed = IMPORTED_WHERE_NEEDED.get(own, set())
         violations += [
             f"{relative(path, root)}:{line} imports {name}: below the top floor only torch, numpy and the stdlib are"
@@ -169,9 +181,15 @@ def packages_hand_names_on_lazily(root: Path) -> list[str]:
     violations = []
     for path in (root / PACKAGE).rglob("*/__init__.py"):
         module = parse(path)
-        bound = {node.id for node in ast.walk(module) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        bound = {
+            node.id
+            for node in ast.walk(module)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         if "__getattr__" not in bound:
-            violations.append(f"{relative(path, root)} binds no __getattr__: use lazy_names from core/lazy.py")
+            violations.append(
+                f"{relative(path, root)} binds no __getattr__: use lazy_names from core/lazy.py"
+            )
         violations += [
             f"{relative(path, root)}:{node.lineno} imports eagerly: list the name in lazy_names instead"
             for node in module.body
@@ -187,8 +205,13 @@ def promised_names_can_be_imported(root: Path) -> list[str]:
     folders = [path.parent for path in sorted((root / PACKAGE).rglob("*/__init__.py"))]
     packages = [".".join(folder.relative_to(root / "template").parts) for folder in folders]
     done = subprocess.run(
-        [sys.executable, "-c", KEPT_PROMISES, *packages], cwd=root / "template", capture_output=True, text=True
+        [sys.executable, "-c", KEPT_PROMISES, *packages],
+        cwd=root / "template",
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
-        return [f"a package of curry_train cannot be imported: {done.stderr.strip().splitlines()[-1]}"]
+        return [
+            f"a package of curry_train cannot be imported: {done.stderr.strip().splitlines()[-1]}"
+        ]
     return done.stdout.splitlines()

@@ -21,9 +21,16 @@ def skills_have_a_gate_and_tests(root: Path) -> list[str]:
     wanted = [
         (skill.name, path)
         for skill in found
-        for path in (f"{PACKAGE}/gates/{skill.technique}.py", f"template/tests/test_{skill.technique}.py")
+        for path in (
+            f"{PACKAGE}/gates/{skill.technique}.py",
+            f"template/tests/test_{skill.technique}.py",
+        )
     ]
-    return [f"skills/{name} has no {path}: write it" for name, path in wanted if not (root / path).is_file()]
+    return [
+        f"skills/{name} has no {path}: write it"
+        for name, path in wanted
+        if not (root / path).is_file()
+    ]
 
 
 def skills_name_modules_that_exist(root: Path) -> list[str]:
@@ -31,7 +38,9 @@ def skills_name_modules_that_exist(root: Path) -> list[str]:
     violations = []
     for skill in skills(root):
         if not skill.modules:
-            violations.append(f"skills/{skill.name}: name the home module in the frontmatter's metadata.module")
+            violations.append(
+                f"skills/{skill.name}: name the home module in the frontmatter's metadata.module"
+            )
         violations += [
             f"skills/{skill.name}: metadata.module names {module}, and there is no template/{module}: correct the path"
             for module in skill.modules
@@ -51,7 +60,9 @@ def modules_belong_to_a_skill(root: Path) -> list[str]:
         if path not in named and not path.endswith("__init__.py")
     ]
     techniques = {skill.technique for skill in found}
-    same_name = [path for path in (root / PACKAGE / "gates").glob("*.py") if path.name != "__init__.py"]
+    same_name = [
+        path for path in (root / PACKAGE / "gates").glob("*.py") if path.name != "__init__.py"
+    ]
     same_name += (root / "template/tests").glob("test_*.py")
     return violations + [
         f"{relative(path, root)} has no skill of its name, nor does one bring it: write the skill, or name it in one"
@@ -76,14 +87,18 @@ def scripts_say_what_they_need(root: Path) -> list[str]:
             violations.append(str(error))
             continue
         if declared["requires-python"] != project["requires-python"]:
-            violations.append(f"{name}: requires-python must be pyproject.toml's {project['requires-python']!r}")
+            violations.append(
+                f"{name}: requires-python must be pyproject.toml's {project['requires-python']!r}"
+            )
         violations += [
             f"{name} needs {requirement}, which pyproject.toml does not list: write the specifier that it lists"
             for requirement in declared["dependencies"]
             if requirement not in specifiers
         ]
         if not _checks_first(parse(script)):
-            violations.append(f"{name}: call environment.require(__file__) before any import that may fail")
+            violations.append(
+                f"{name}: call environment.require(__file__) before any import that may fail"
+            )
     return violations
 
 
@@ -96,7 +111,9 @@ def _checks_first(module: ast.Module) -> bool:
             imported = [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
             imported = [statement.module or "."]
-        if any(name.split(".")[0] not in {"environment", *sys.stdlib_module_names} for name in imported):
+        if any(
+            name.split(".")[0] not in {"environment", *sys.stdlib_module_names} for name in imported
+        ):
             return False
     return False
 
@@ -106,10 +123,15 @@ def files_are_named_for_what_they_hold(root: Path) -> list[str]:
     return [
         f"{relative(path, root)}: name the file for what it holds"
         for path in files(root)
-        if any(VAGUE & set(re.split(r"[_.-]", part.lower())) for part in path.relative_to(root).parts)
+        if any(
+            VAGUE & set(re.split(r"[_.-]", part.lower())) for part in path.relative_to(root).parts
+        )
     ]
 
 
 def template_holds_no_skill(root: Path) -> list[str]:
     """A SKILL.md below template/ would be installed as a skill."""
-    return [f"{relative(path, root)}: move it to skills/" for path in (root / "template").rglob("SKILL.md")]
+    return [
+        f"{relative(path, root)}: move it to skills/"
+        for path in (root / "template").rglob("SKILL.md")
+    ]

@@ -38,7 +38,9 @@ def replace(path: str, old: str, new: str) -> Plant:
 
 
 def remove(path: str) -> Plant:
-    return lambda root: shutil.rmtree(root / path) if (root / path).is_dir() else (root / path).unlink()
+    return lambda root: (
+        shutil.rmtree(root / path) if (root / path).is_dir() else (root / path).unlink()
+    )
 
 
 def skill(name: str, frontmatter: str) -> Plant:
@@ -47,12 +49,21 @@ def skill(name: str, frontmatter: str) -> Plant:
 
 LAYOUT = {
     "skills_have_a_gate_and_tests": [
-        (remove(f"{GATES}/grad_accum.py"), "grad-accum has no template/curry_train/gates/grad_accum.py"),
-        (remove("template/tests/test_grad_accum.py"), "grad-accum has no template/tests/test_grad_accum.py"),
+        (
+            remove(f"{GATES}/grad_accum.py"),
+            "grad-accum has no template/curry_train/gates/grad_accum.py",
+        ),
+        (
+            remove("template/tests/test_grad_accum.py"),
+            "grad-accum has no template/tests/test_grad_accum.py",
+        ),
         (remove("skills"), "holds no skill"),
     ],
     "skills_name_modules_that_exist": [
-        (replace(SKILL, "primitives/grad_accum.py", "primitives/x.py"), "no template/curry_train/primitives/x.py"),
+        (
+            replace(SKILL, "primitives/grad_accum.py", "primitives/x.py"),
+            "no template/curry_train/primitives/x.py",
+        ),
         (replace(SKILL, "module:", "modul:"), "name the home module"),
     ],
     "modules_belong_to_a_skill": [
@@ -82,27 +93,48 @@ LAYOUT = {
 
 IMPORTS = {
     "imports_run_only_downwards": [
-        (append(f"{CORE}/verdict.py", "from ..primitives import x\n"), "(core, floor 0) imports primitives (floor 1)"),
+        (
+            append(f"{CORE}/verdict.py", "from ..primitives import x\n"),
+            "(core, floor 0) imports primitives (floor 1)",
+        ),
         (
             append(f"{CORE}/verdict.py", "def f():\n    from ..gates.x import y\n"),
             "imports gates (floor 3)",
         ),
-        (write(f"{PRIMITIVES}/x.py", "from .grad_accum import Window\n"), "(primitives, floor 1) imports primitives"),
-        (write(f"{PLAN}/x.py", "from ..runs.store import y\n"), "(plan, floor 2) imports runs (floor 2)"),
+        (
+            write(f"{PRIMITIVES}/x.py", "from .grad_accum import Window\n"),
+            "(primitives, floor 1) imports primitives",
+        ),
+        (
+            write(f"{PLAN}/x.py", "from ..runs.store import y\n"),
+            "(plan, floor 2) imports runs (floor 2)",
+        ),
         (write(f"{PACKAGE}/journal.py", ""), "journal.py is on no floor"),
     ],
     "imports_inside_the_package_are_relative": [
-        (append(f"{GATES}/grad_accum.py", "import curry_train.core\n"), "write it as a relative import"),
-        (append(f"{GATES}/grad_accum.py", "from curry_train import core\n"), "write it as a relative import"),
+        (
+            append(f"{GATES}/grad_accum.py", "import curry_train.core\n"),
+            "write it as a relative import",
+        ),
+        (
+            append(f"{GATES}/grad_accum.py", "from curry_train import core\n"),
+            "write it as a relative import",
+        ),
     ],
     "lower_floors_need_only_torch": [
-        (append(f"{GATES}/grad_accum.py", "def f():\n    from rich import print\n"), "imports rich"),
+        (
+            append(f"{GATES}/grad_accum.py", "def f():\n    from rich import print\n"),
+            "imports rich",
+        ),
         (append(f"{CORE}/verdict.py", "import numpy as np\n"), "imports numpy with the module"),
         (append(f"{RUNS}/digests.py", "import xxhash\n"), "imports xxhash with the module"),
         (append(f"{RUNS}/digests.py", "def f():\n    import rich\n"), "imports rich"),
     ],
     "packages_hand_names_on_lazily": [
-        (append(f"{PRIMITIVES}/__init__.py", "from .grad_accum import Window\n"), "imports eagerly"),
+        (
+            append(f"{PRIMITIVES}/__init__.py", "from .grad_accum import Window\n"),
+            "imports eagerly",
+        ),
         (write(f"{PLAN}/__init__.py", '"""Plans."""\n'), "plan/__init__.py binds no __getattr__"),
     ],
     "promised_names_can_be_imported": [
@@ -110,12 +142,17 @@ IMPORTS = {
             replace(f"{PRIMITIVES}/__init__.py", '"GradientAccumulation"', '"Accumulation"'),
             "curry_train.primitives promises Accumulation",
         ),
-        (write(f"{CORE}/__init__.py", "import no_such_module\n"), "No module named 'no_such_module'"),
+        (
+            write(f"{CORE}/__init__.py", "import no_such_module\n"),
+            "No module named 'no_such_module'",
+        ),
     ],
 }
 
 TEXT = {
-    "modules_say_what_they_are_for": [(write("scripts/x.py", "x = 1\n"), "scripts/x.py has no docstring")],
+    "modules_say_what_they_are_for": [
+        (write("scripts/x.py", "x = 1\n"), "scripts/x.py has no docstring")
+    ],
     "modules_stay_short": [(write("tests/x.py", "x = 1\n" * 251), "tests/x.py has 251 lines")],
     "classes_take_no_name_of_torch": [
         (write(f"{RUNS}/x.py", "class CheckpointPolicy: ...\n"), "class CheckpointPolicy")
@@ -134,7 +171,10 @@ TEXT = {
 
 SKILLS = {
     "frontmatter_is_what_every_client_takes": [
-        (replace(SKILL, "license:", "allowed-tools: Bash\nlicense:"), "the key 'allowed-tools' fails"),
+        (
+            replace(SKILL, "license:", "allowed-tools: Bash\nlicense:"),
+            "the key 'allowed-tools' fails",
+        ),
         (replace(SKILL, "name: grad-accum", "name: x"), "name is 'x' and the folder 'grad-accum'"),
         (replace(SKILL, "description: ", "description: a: b: "), "quote what YAML cannot read"),
         (write(SKILL, "# Title\n"), "open it with frontmatter"),
@@ -143,7 +183,9 @@ SKILLS = {
         (skill("x", f"description: {'a' * 1025}"), "description must be text of 1 to 1024"),
         (skill("x", "description: a\nmetadata: {floor: 1}"), "metadata must map text to text"),
     ],
-    "descriptions_fit_together": [(skill("x", f"description: {'a' * 2000}"), "shorten them to less than 2000")],
+    "descriptions_fit_together": [
+        (skill("x", f"description: {'a' * 2000}"), "shorten them to less than 2000")
+    ],
     "bodies_stay_short": [(append(SKILL, "line\n" * 150), "move what is rarely needed")],
     "mentioned_paths_exist": [
         (append("AGENTS.md", "run scripts/gone.py\n"), "names scripts/gone.py"),

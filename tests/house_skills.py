@@ -18,7 +18,11 @@ MENTIONED = re.compile(
 
 def frontmatter_is_what_every_client_takes(root: Path) -> list[str]:
     """Only the open keys, a name equal to the folder, a description that every client can show."""
-    return [f"skills/{skill.name}/SKILL.md: {problem}" for skill in skills(root) for problem in _problems(skill)]
+    return [
+        f"skills/{skill.name}/SKILL.md: {problem}"
+        for skill in skills(root)
+        for problem in _problems(skill)
+    ]
 
 
 def _problems(skill: Skill) -> Iterator[str]:
@@ -36,7 +40,9 @@ def _problems(skill: Skill) -> Iterator[str]:
     elif set("<>") & set(description):
         yield "description holds < or >, which some clients refuse: say it in words"
     metadata = found.get("metadata", {})
-    if not isinstance(metadata, dict) or not all(isinstance(each, str) for pair in metadata.items() for each in pair):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(each, str) for pair in metadata.items() for each in pair
+    ):
         yield "metadata must map text to text: quote its values"
 
 
@@ -45,7 +51,9 @@ def descriptions_fit_together(root: Path) -> list[str]:
     total = sum(len(str(skill.frontmatter.get("description", ""))) for skill in skills(root))
     if total < ALL_DESCRIPTIONS:
         return []
-    return [f"the descriptions of skills/ sum to {total} characters: shorten them to less than {ALL_DESCRIPTIONS}"]
+    return [
+        f"the descriptions of skills/ sum to {total} characters: shorten them to less than {ALL_DESCRIPTIONS}"
+    ]
 
 
 def bodies_stay_short(root: Path) -> list[str]:

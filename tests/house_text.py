@@ -10,7 +10,9 @@ LONGEST_MODULE = 250
 LONGEST_TEST = 450  # a technique's saboteurs stand beside the gate that they fail
 JINJA = re.compile(r"\{\{|\{%|\{#")
 TAKEN_CLASS_NAMES = {"CheckpointPolicy": "torch has one, and it means something else"}
-WORKPLACE = re.compile(r"[/]work/|[/]tmp/w/|[/]farm/|[.][.]/shared|this[ ]session|developer[ ]session", re.IGNORECASE)
+WORKPLACE = re.compile(
+    r"[/]work/|[/]tmp/w/|[/]farm/|[.][.]/shared|this[ ]session|developer[ ]session", re.IGNORECASE
+)
 
 
 def modules_say_what_they_are_for(root: Path) -> list[str]:
@@ -30,7 +32,9 @@ def modules_stay_short(root: Path) -> list[str]:
         if path.name.startswith("test_"):
             most = LONGEST_TEST
         if length > most:
-            violations.append(f"{relative(path, root)} has {length} lines and {most} is the most: divide it by idea")
+            violations.append(
+                f"{relative(path, root)} has {length} lines and {most} is the most: divide it by idea"
+            )
     return violations
 
 
@@ -60,7 +64,9 @@ def template_runs_where_it_is_written(root: Path) -> list[str]:
         try:
             module = parse(path)
         except SyntaxError as error:
-            violations.append(f"{name}:{error.lineno} is not Python ({error.msg}): render a *.jinja file instead")
+            violations.append(
+                f"{name}:{error.lineno} is not Python ({error.msg}): render a *.jinja file instead"
+            )
             continue
         violations += [
             f"{name}:{node.lineno} has Jinja in a module: render a *.jinja file instead"
@@ -73,7 +79,9 @@ def template_runs_where_it_is_written(root: Path) -> list[str]:
 def _is_jinja(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str) and JINJA.search(node.value) is not None
-    return isinstance(node, ast.Set) and any(isinstance(inner, ast.Set | ast.Dict) for inner in node.elts)
+    return isinstance(node, ast.Set) and any(
+        isinstance(inner, ast.Set | ast.Dict) for inner in node.elts
+    )
 
 
 def nothing_mentions_the_workplace(root: Path) -> list[str]:

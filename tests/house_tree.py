@@ -25,7 +25,11 @@ def files(root: Path) -> Iterator[Path]:
     """Yield the project's own files: no environment, no cache, nothing that an installation left behind."""
     for path in sorted(root.iterdir()):
         hidden = path.name.startswith(".") and path.name not in HIDDEN_BUT_OURS
-        if hidden or path.name in {"__pycache__", "build", "dist"} or path.suffix in {".egg-info", ".pyc"}:
+        if (
+            hidden
+            or path.name in {"__pycache__", "build", "dist"}
+            or path.suffix in {".egg-info", ".pyc"}
+        ):
             continue
         if path.is_dir():
             yield from files(path)
@@ -35,7 +39,9 @@ def files(root: Path) -> Iterator[Path]:
 
 def python_files(root: Path) -> list[Path]:
     """List every module that is written here."""
-    return [path for folder in PYTHON_FOLDERS for path in files(root / folder) if path.suffix == ".py"]
+    return [
+        path for folder in PYTHON_FOLDERS for path in files(root / folder) if path.suffix == ".py"
+    ]
 
 
 def package_files(root: Path) -> list[Path]:

@@ -15,7 +15,11 @@ def facts(**config):
     return {
         "config": {"steps": 300, "optimizer": {"name": "adamw", "learning_rate": 3e-3}, **config},
         "code": {"revision": "a" * 40, "dirty": False},
-        "environment": {"device": "cpu (x86_64)", "world_size": 1, "packages": {"torch": "2.13.0", "numpy": "2.0.0"}},
+        "environment": {
+            "device": "cpu (x86_64)",
+            "world_size": 1,
+            "packages": {"torch": "2.13.0", "numpy": "2.0.0"},
+        },
         "command": "python -m curry_train train",
     }
 
@@ -26,7 +30,14 @@ def loss_of(step):
 
 def train(journal, steps, *, loss=loss_of, learning_rate=1e-3, **more):
     for step in steps:
-        journal.step(step, loss=loss(step), learning_rate=learning_rate, peak_bytes=2**30, seconds=0.1, **more)
+        journal.step(
+            step,
+            loss=loss(step),
+            learning_rate=learning_rate,
+            peak_bytes=2**30,
+            seconds=0.1,
+            **more,
+        )
         if step % 10 == 0:
             journal.write("save", step=step, checkpoint=f"rollback/step-{step:08d}.dcp")
 

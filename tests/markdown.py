@@ -35,5 +35,7 @@ def fenced_blocks(page: str, *, language: str | None = None) -> list[Block]:
         else:
             inside.append(line.removeprefix(opening["indent"]) + "\n")
     if opening is not None:
-        raise ValueError(f"the block that opens on line {start} is never closed: close it with {opening['fence']}")
+        raise ValueError(
+            f"the block that opens on line {start} is never closed: close it with {opening['fence']}"
+        )
     return [block for block in blocks if language in (None, block.language)]

@@ -18,7 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests")]
 KILLS = (2, 4, 6, 8)
-KEYS = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "none",
+    "AWS_SECRET_ACCESS_KEY": "none",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 WRITER = """
 import sys
 sys.path[:0] = {paths}
@@ -76,7 +80,9 @@ def killed(number: int) -> tuple[int, list[str]]:
             store.verify(one)
         store.load("latest", new_state(1))
         store.save("rollback", 3, new_state())
-    return ended.returncode, [] if steps in ([1], [1, 2]) else [f"killed at change {number}: {steps} count"]
+    return ended.returncode, [] if steps in ([1], [1, 2]) else [
+        f"killed at change {number}: {steps} count"
+    ]
 
 
 def main() -> None:
@@ -101,7 +107,10 @@ def main() -> None:
     wrong = checked("s3://runs/whole")
     ends = [killed(number) for number in KILLS]
     server.stop()
-    found = provenance(torch.device("cpu")) | {"fsspec": fsspec.__version__, "s3fs": s3fs.__version__}
+    found = provenance(torch.device("cpu")) | {
+        "fsspec": fsspec.__version__,
+        "s3fs": s3fs.__version__,
+    }
     found["server"] = "moto"
     found["kills"] = sum(status == -signal.SIGKILL for status, _ in ends)
     found["wrong"] = [*wrong, *(said for _, each in ends for said in each)]

@@ -13,7 +13,11 @@ from curry_train.core.workload import Workload
 class Block(nn.Module):
     def __init__(self, hidden, width=32):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -61,7 +65,10 @@ class Routed(nn.Module):
 
 
 ROUTED = Workload(
-    "routed", Routed, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
+    "routed",
+    Routed,
+    lambda size: torch.randn(size, 8),
+    lambda module, batch: module(batch).square().sum(),
 )
 
 
@@ -72,7 +79,10 @@ def of_hugging_face(build):
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM  # on ranks that plan for other models it takes seconds
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+    )  # on ranks that plan for other models it takes seconds
 
     return LlamaForCausalLM(
         LlamaConfig(
@@ -85,4 +95,6 @@ def llama():
 def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    )

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # so that `python` is this one
+PYTHON_FIRST = (
+    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # so that `python` is this one
+)
 
 INIT = '''"""A package."""
 
@@ -19,15 +21,20 @@ FILES = {
     "curry_train/__init__.py": '"""The package."""\n\n__version__ = "0.1.0"\n',
     "curry_train/py.typed": "",
     "curry_train/benchmark.py": '"""Times a step."""\n\nfrom .core.timing import SECONDS\n\nSTEP = SECONDS\n',
-    "curry_train/core/__init__.py": INIT.format(core=".", names='{"verdict": ("HELD",), "unused": ("NEVER",)}'),
+    "curry_train/core/__init__.py": INIT.format(
+        core=".", names='{"verdict": ("HELD",), "unused": ("NEVER",)}'
+    ),
     "curry_train/core/lazy.py": (ROOT / "template/curry_train/core/lazy.py").read_text(),
-    "curry_train/core/nearest.py": (ROOT / "template/curry_train/core/nearest.py").read_text(),  # of scaffold.py
+    "curry_train/core/nearest.py": (
+        ROOT / "template/curry_train/core/nearest.py"
+    ).read_text(),  # of scaffold.py
     "curry_train/core/verdict.py": "HELD = True\n",
     "curry_train/core/timing.py": "SECONDS = 1\n",
     "curry_train/core/unused.py": "NEVER = 0\n",
     "curry_train/core/tables/costs.json": "{}\n",
     "curry_train/primitives/__init__.py": INIT.format(
-        core="..core.", names='{"grad_accum": ("Accumulation",), "recompute": ("Recompute", "Region")}'
+        core="..core.",
+        names='{"grad_accum": ("Accumulation",), "recompute": ("Recompute", "Region")}',
     ),
     "curry_train/primitives/grad_accum.py": "class Accumulation:\n    steps = 4\n",
     "curry_train/primitives/recompute.py": "class Region: ...\n\n\nclass Recompute: ...\n",
@@ -63,9 +70,15 @@ def make_bundle(root: Path) -> Path:
     """A bundle with two techniques and no torch, under the real scripts."""
     for path, text in FILES.items():
         write(root / "template" / path, text)
-    for name, modules in {"grad-accum": "grad_accum.py", "recompute": "recompute.py offload.py"}.items():
+    for name, modules in {
+        "grad-accum": "grad_accum.py",
+        "recompute": "recompute.py offload.py",
+    }.items():
         module = " ".join(f"curry_train/primitives/{file}" for file in modules.split())
-        write(root / f"skills/{name}/SKILL.md", SKILL.format(name=name, what=f"about {name}", module=module))
+        write(
+            root / f"skills/{name}/SKILL.md",
+            SKILL.format(name=name, what=f"about {name}", module=module),
+        )
     shutil.copytree(ROOT / "scripts/scaffolding", root / "scripts/scaffolding")
     for script in ("scaffold.py", "environment.py"):
         shutil.copy(ROOT / "scripts" / script, root / "scripts" / script)
@@ -87,18 +100,29 @@ def scaffold(bundle: Path, *arguments: object, cwd: Path) -> subprocess.Complete
 def shell(command: str, *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run what a user would type, with this Python as `python` and no path of ours."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment = inherited | {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1"} | variables  # small models: threads wait
-    return subprocess.run(command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    environment = (
+        inherited | {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1"} | variables
+    )  # small models: threads wait
+    return subprocess.run(
+        command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def tree(root: Path) -> dict[str, bytes]:
     """Every file below `root`."""
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
 
 
 def times(root: Path) -> dict[str, int]:
     """When every file and folder was last changed."""
-    return {path.relative_to(root).as_posix(): path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
+    return {
+        path.relative_to(root).as_posix(): path.stat().st_mtime_ns
+        for path in [root, *root.rglob("*")]
+    }
 
 
 def after(output: str, heading: str) -> str:

@@ -40,7 +40,11 @@ class Net(nn.Module):
 
     def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
-        self.first, self.between, self.last = nn.Linear(WIDTH, WIDTH), between(), nn.Linear(WIDTH, WIDTH)
+        self.first, self.between, self.last = (
+            nn.Linear(WIDTH, WIDTH),
+            between(),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.neuron = Neuron()
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +62,9 @@ class KeeperNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeper(), nn.Linear(WIDTH, WIDTH), Keeper())
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Keeper(), nn.Linear(WIDTH, WIDTH), Keeper()
+        )
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         return self.layers(x), state

@@ -35,7 +35,9 @@ def small_training(seed, *, steps=160, fault=None, at=None):
     for step in range(1, steps + 1):
         now = fault if at is not None and at <= step < at + LASTS else None
         rows = torch.randint(256, (size,))
-        taken = inputs[rows] * (100.0 if now == "bad samples" else math.nan if now == "not a number" else 1.0)
+        taken = inputs[rows] * (
+            100.0 if now == "bad samples" else math.nan if now == "not a number" else 1.0
+        )
         optimizer.param_groups[0]["lr"] = rate * (300.0 if now == "learning rate" else 1.0)
         outputs = model(taken)
         if regression:
@@ -53,7 +55,14 @@ def small_training(seed, *, steps=160, fault=None, at=None):
 
 def first_alarm(losses, **config):
     watchdog = SpikeWatchdog(SpikeConfig(**config))
-    return next((spike for step, loss in enumerate(losses, start=1) if (spike := watchdog.observe(step, loss))), None)
+    return next(
+        (
+            spike
+            for step, loss in enumerate(losses, start=1)
+            if (spike := watchdog.observe(step, loss))
+        ),
+        None,
+    )
 
 
 def planted_case(seed, fault):
@@ -83,8 +92,14 @@ def measure(num_healthy, num_planted):
             print(f"\r{seed + 1} of {num_healthy} sound trainings", end="", file=sys.stderr)
     found = {}
     for fault in FAULTS:
-        spikes = [held for seed in range(num_planted) if (held := planted_case(seed, fault)) is not None]
-        found[fault.replace(" ", "_")] = {"planted": num_planted, "spikes": len(spikes), "in_time": sum(spikes)}
+        spikes = [
+            held for seed in range(num_planted) if (held := planted_case(seed, fault)) is not None
+        ]
+        found[fault.replace(" ", "_")] = {
+            "planted": num_planted,
+            "spikes": len(spikes),
+            "in_time": sum(spikes),
+        }
         print(f"\r{fault}: {sum(spikes)} of {len(spikes)} in time      ", file=sys.stderr)
     false_alarms = {f"patience_{patience}": number for patience, number in told.items()}
     return {"sound": {"trainings": num_healthy, "false_alarms": false_alarms}, "planted": found}
@@ -97,7 +112,9 @@ def main():
     parser.add_argument("--json", default="-")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    write_json(options.json, provenance(torch.device("cpu")) | measure(options.healthy, options.planted))
+    write_json(
+        options.json, provenance(torch.device("cpu")) | measure(options.healthy, options.planted)
+    )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,9 @@ def judge(folder: Path, expected: dict[int, Any], *, renames: bool) -> str:
     with Store(folder, files=LocalFiles(folder, renames=renames)) as store:
         found = store.committed("rollback")
         if not found or store.damaged("rollback"):
-            return f"committed {[saved.step for saved in found]}, damaged {store.damaged('rollback')}"
+            return (
+                f"committed {[saved.step for saved in found]}, damaged {store.damaged('rollback')}"
+            )
         for saved in found:
             other = new_state(seed=9)
             store.load(saved, other)
@@ -75,7 +77,9 @@ def judge(folder: Path, expected: dict[int, Any], *, renames: bool) -> str:
                 return f"step {saved.step} is not what was saved"
         if max(saved.step for saved in found) < STEPS and all(saved.step != 1 for saved in found):
             return "a step is gone"
-        left = {path.name for path in (folder / "rollback").iterdir()} - {Path(saved.folder).name for saved in found}
+        left = {path.name for path in (folder / "rollback").iterdir()} - {
+            Path(saved.folder).name for saved in found
+        }
         return f"not swept: {left}" if left else ""
 
 
@@ -87,7 +91,9 @@ def prepare(folder: Path) -> None:
         store.save("rollback", 1, state)
 
 
-def at_every_change(folder: Path, expected: dict[int, Any], *, renames: bool, every: int) -> dict[str, Any]:
+def at_every_change(
+    folder: Path, expected: dict[int, Any], *, renames: bool, every: int
+) -> dict[str, Any]:
     """One kill at each change, or each of so many, until the child comes to its end."""
     wrong: list[str] = []
     killed: list[int] = []
@@ -97,7 +103,9 @@ def at_every_change(folder: Path, expected: dict[int, Any], *, renames: bool, ev
         _, status = os.waitpid(in_child(folder, files), 0)
         if os.WIFEXITED(status):
             if os.WEXITSTATUS(status):
-                wrong.append(f"the child failed with {os.WEXITSTATUS(status)} before change {number}")
+                wrong.append(
+                    f"the child failed with {os.WEXITSTATUS(status)} before change {number}"
+                )
             break
         killed.append(number)
         if said := judge(folder, expected, renames=renames):
@@ -105,7 +113,9 @@ def at_every_change(folder: Path, expected: dict[int, Any], *, renames: bool, ev
     return {"kills": len(killed), "wrong": wrong}
 
 
-def at_random(folder: Path, expected: dict[int, Any], *, num_kills: int, seed: int) -> dict[str, Any]:
+def at_random(
+    folder: Path, expected: dict[int, Any], *, num_kills: int, seed: int
+) -> dict[str, Any]:
     """Kills after random times, out of the time that a child needs."""
     generator, wrong, during = random.Random(seed), [], 0
     prepare(folder)

@@ -21,10 +21,14 @@ WRITES_PER_CHANGE = 200  # torch makes some twenty for each tensor
 
 def network() -> nn.Module:
     """Parameters, buffers and dropout."""
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4)
+    )
 
 
-def new_state(seed: int = 0, *, build: Callable[[], nn.Module] = network, **options: Any) -> TrainingState:
+def new_state(
+    seed: int = 0, *, build: Callable[[], nn.Module] = network, **options: Any
+) -> TrainingState:
     torch.manual_seed(seed)
     model = build()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -59,7 +63,9 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 class _Stream:
@@ -87,7 +93,9 @@ class _Stream:
 class Counted:
     """In front of a `Files` class: calls `self.ask(operation)` before every change, and after those that commit."""
 
-    def __init__(self, *args: Any, ask: Callable[[str], None] = lambda operation: None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, ask: Callable[[str], None] = lambda operation: None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self.ask = ask
 

@@ -55,7 +55,11 @@ class StrictObjects(AbstractFileSystem):
         for key, data in self.objects.items():
             if key.startswith(f"{path}/"):
                 name, deeper, _ = key.removeprefix(f"{path}/").partition("/")
-                entry = {"size": 0, "type": "directory"} if deeper else {"size": len(data), "type": "file"}
+                entry = (
+                    {"size": 0, "type": "directory"}
+                    if deeper
+                    else {"size": len(data), "type": "file"}
+                )
                 found[name] = {"name": f"{path}/{name}", **entry}
         return [found[name] for name in sorted(found)]
 

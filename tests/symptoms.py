@@ -28,7 +28,9 @@ def symptom(row: str) -> Callable[[Any], Any]:
 
 def rows_of(skill: str) -> list[str]:
     """The first column of a skill's symptom table."""
-    section = (ROOT / "skills" / skill / "SKILL.md").read_text(encoding="utf-8").split("## Symptoms\n")[1]
+    section = (
+        (ROOT / "skills" / skill / "SKILL.md").read_text(encoding="utf-8").split("## Symptoms\n")[1]
+    )
     lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")]
     return [line.strip("| ").split(" | ")[0] for line in lines[1:]]
 
@@ -53,7 +55,11 @@ def seeded(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def blocks(*layers: Callable[[], nn.Module], depth: int = 8) -> nn.Sequential:
     """A chain of equal blocks; `layers` build one."""
-    return seeded(lambda: nn.Sequential(*[nn.Sequential(*[layer() for layer in layers]) for _ in range(depth)]))
+    return seeded(
+        lambda: nn.Sequential(
+            *[nn.Sequential(*[layer() for layer in layers]) for _ in range(depth)]
+        )
+    )
 
 
 def rows(size: int = 32) -> Tensor:
@@ -72,5 +78,7 @@ def step(module: nn.Module, batch: Tensor) -> StepRecord:
     return record_step(module, batch, mean_square)
 
 
-def memory(module: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tensor] = mean_square) -> Memory:
+def memory(
+    module: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tensor] = mean_square
+) -> Memory:
     return measure_memory(module, batch, loss)

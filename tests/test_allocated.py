@@ -29,8 +29,13 @@ def test_eager_bytes_and_flops_are_those_that_the_dispatch_modes_count(name, rec
     case = Case(transformer(dropout=0.1) if name == "with dropout" else load_workload(name))
     model, batch, mean_loss = case.build(), case.batch(), case.workload.mean_loss
     if recomputed:
-        recompute_blocks(model, preserve_rng_state=False)  # the modes don't see the kept state of a generator
-    expected, found = measure_memory(model, batch, mean_loss), measure_allocated(model, batch, mean_loss)
+        recompute_blocks(
+            model, preserve_rng_state=False
+        )  # the modes don't see the kept state of a generator
+    expected, found = (
+        measure_memory(model, batch, mean_loss),
+        measure_allocated(model, batch, mean_loss),
+    )
     # Convolutions use space inside, which no operation returns; each number that autograd wraps is eight bytes.
     assert 0 <= found.held_bytes - expected.held_bytes <= 2 * KIB
     assert 0 <= found.peak_bytes - expected.peak_bytes <= 0.002 * expected.peak_bytes + 2 * KIB
@@ -49,7 +54,10 @@ def test_bytes_are_the_same_each_time_and_nothing_is_left_behind(capfd):
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert dict(os.environ) == environment
-    assert capfd.readouterr() == ("", "")  # the profiler's own lines would get into a command's output
+    assert capfd.readouterr() == (
+        "",
+        "",
+    )  # the profiler's own lines would get into a command's output
 
 
 def test_what_compiled_code_holds_and_computes_is_that_of_what_ran():
@@ -58,19 +66,27 @@ def test_what_compiled_code_holds_and_computes_is_that_of_what_ran():
     eager = measure_allocated(plain, batch, loss)
     flops = count_executed_flops(plain, batch, loss)
     whole, least = bounded(block, 1.0), bounded(block, 0.0)
-    assert measure_allocated(least, batch, loss).held_bytes < measure_allocated(whole, batch, loss).held_bytes
+    assert (
+        measure_allocated(least, batch, loss).held_bytes
+        < measure_allocated(whole, batch, loss).held_bytes
+    )
     assert measure_allocated(whole, batch, loss).held_bytes <= eager.held_bytes
     assert count_executed_flops(whole, batch, loss) == flops == count_flops(plain, batch, loss)
     again = count_executed_flops(least, batch, loss)
     assert again.forward == flops.forward
-    assert again.backward - flops.backward == 2 * product  # of each block the first product; early stop for the second
+    assert (
+        again.backward - flops.backward == 2 * product
+    )  # of each block the first product; early stop for the second
 
 
 def test_saved_bytes_are_those_of_activations_alone_each_storage_once():
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     batch = torch.ones(64, 16)
     assert saved_bytes(model, batch, lambda module, batch: module(batch).sum()) == 64 * 16 * 4
-    assert saved_bytes(model, [batch], lambda module, batch: module(batch[0]).t().t().exp().sum()) == 2 * 64 * 16 * 4
+    assert (
+        saved_bytes(model, [batch], lambda module, batch: module(batch[0]).t().t().exp().sum())
+        == 2 * 64 * 16 * 4
+    )
 
 
 class Decorated(nn.Module):

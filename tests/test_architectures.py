@@ -11,7 +11,9 @@ from curry_train.core.load import load_workload
 from curry_train.core.workload import Case
 from curry_train.gates import discover
 
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
 IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
@@ -21,12 +23,20 @@ def words(model):
 
 
 def mixtral():
-    config = hf.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    config = hf.MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    )
     return words(hf.MixtralForCausalLM(config))
 
 
 def gpt_oss():
-    more = dict(num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+    more = dict(
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+    )
     return words(hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES | IDS, **more)))
 
 
@@ -36,26 +46,43 @@ def mamba():
 
 
 def bloom():
-    return words(hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=2, **IDS)))
+    return words(
+        hf.BloomForCausalLM(
+            hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=2, **IDS)
+        )
+    )
 
 
 def opt_that_drops_layers():
-    sizes = dict(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=2)
-    return words(hf.OPTForCausalLM(hf.OPTConfig(**sizes, word_embed_proj_dim=32, layerdrop=0.5, **IDS)))
+    sizes = dict(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=2
+    )
+    return words(
+        hf.OPTForCausalLM(hf.OPTConfig(**sizes, word_embed_proj_dim=32, layerdrop=0.5, **IDS))
+    )
 
 
 def vit():
     sizes = SIZES | {"image_size": 16, "patch_size": 4}
     del sizes["vocab_size"]
-    return hf.ViTForImageClassification(hf.ViTConfig(**sizes)), {"pixel_values": torch.randn(4, 3, 16, 16)}
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes)), {
+        "pixel_values": torch.randn(4, 3, 16, 16)
+    }
 
 
 def clip():
     text = dict(SIZES, max_position_embeddings=16, **IDS)
-    vision = {key: size for key, size in SIZES.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8}
+    vision = {key: size for key, size in SIZES.items() if key != "vocab_size"} | {
+        "image_size": 16,
+        "patch_size": 8,
+    }
     config = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
     tokens = torch.randint(3, 64, (4, 8))
-    return hf.CLIPModel(config), {"input_ids": tokens, "pixel_values": torch.randn(4, 3, 16, 16), "return_loss": True}
+    return hf.CLIPModel(config), {
+        "input_ids": tokens,
+        "pixel_values": torch.randn(4, 3, 16, 16),
+        "return_loss": True,
+    }
 
 
 class Unused(torch.nn.Module):
@@ -87,7 +114,13 @@ def verdicts(factory, *names):
         ("vit", ["memory-plan/estimate"]),
         (
             "opt_that_drops_layers",
-            ["recompute/memory", "recompute/flops", "recompute/profiler", "recompute/off", "sac/products"],
+            [
+                "recompute/memory",
+                "recompute/flops",
+                "recompute/profiler",
+                "recompute/off",
+                "sac/products",
+            ],
         ),
         ("unused", ["grad-accum/two-ranks"]),
     ],

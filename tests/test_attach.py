@@ -23,7 +23,13 @@ def start(folder, script, *words, at=0):
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
     paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
-    command = [sys.executable, str(ROOT / "tests/attached_scripts.py"), str(at), "script.py", *map(str, words)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests/attached_scripts.py"),
+        str(at),
+        "script.py",
+        *map(str, words),
+    ]
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
@@ -34,7 +40,12 @@ def run(folder, script, *words, at=0):
     process = start(folder, script, *words, at=at)
     out, error = process.communicate(timeout=200)
     lines = out.splitlines()
-    return process.returncode, [x for x in lines if x[:4] == "loss"], [x for x in lines if x[:3] == "dev"], error
+    return (
+        process.returncode,
+        [x for x in lines if x[:4] == "loss"],
+        [x for x in lines if x[:3] == "dev"],
+        error,
+    )
 
 
 def flip_a_bit(run_folder):
@@ -53,16 +64,22 @@ def test_it_takes_at_most_ten_lines():
 
 
 @pytest.mark.parametrize(
-    "words", [(0,), pytest.param((2,), marks=pytest.mark.long), (2, "own")], ids=lambda words: "-".join(map(str, words))
+    "words",
+    [(0,), pytest.param((2,), marks=pytest.mark.long), (2, "own")],
+    ids=lambda words: "-".join(map(str, words)),
 )
 def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(tmp_path, words):
     status, losses, devs, error = run(tmp_path / "plain", PLAIN, *words)
     assert (status, len(losses), error) == (0, 3 * STEPS, "")
 
-    status, first, _, _ = run(tmp_path / "ours", attached(), *words, at=9)  # in the middle of the second epoch
+    status, first, _, _ = run(
+        tmp_path / "ours", attached(), *words, at=9
+    )  # in the middle of the second epoch
     assert (status, first) == (-signal.SIGKILL, losses[:8])
     assert flip_a_bit(tmp_path / "ours/run") == 8
-    status, second, _, error = run(tmp_path / "ours", attached(), *words, at=7)  # from 6, to 13: in the third epoch
+    status, second, _, error = run(
+        tmp_path / "ours", attached(), *words, at=7
+    )  # from 6, to 13: in the third epoch
     assert (status, second) == (-signal.SIGKILL, losses[6:12]), error
     assert flip_a_bit(tmp_path / "ours/run") == 12
     status, third, rest, error = run(tmp_path / "ours", attached(), *words)
@@ -83,7 +100,8 @@ def test_attached_and_never_killed_is_the_plain_script_to_the_bit(tmp_path):
 
 def test_sigterm_saves_the_step_and_ends(tmp_path):
     slow = attached().replace(
-        "        loss.backward()\n", "        loss.backward()\n        import time; time.sleep(0.3)\n"
+        "        loss.backward()\n",
+        "        loss.backward()\n        import time; time.sleep(0.3)\n",
     )
     process = start(tmp_path, slow, 0)
     assert process.stdout.readline().startswith("loss")
@@ -169,7 +187,9 @@ def test_an_error_saves_nothing_of_the_step_that_broke(tmp_path):
 
 def test_an_error_asks_nothing_of_other_ranks_which_may_be_elsewhere(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("curry_train.runs.background.BackgroundSaver.finish", lambda self: asked.append(self))
+    monkeypatch.setattr(
+        "curry_train.runs.background.BackgroundSaver.finish", lambda self: asked.append(self)
+    )
 
     def breaks():
         with attach(tmp_path, in_background=True) as run:
@@ -192,7 +212,10 @@ def test_starting_anew_where_a_run_is_fails_before_anything_is_deleted(tmp_path)
 
 
 def test_wrong_keys_are_named_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match=r"checkpoint.rolback_every is no key; did you mean checkpoint.rollback_every"):
+    with pytest.raises(
+        ValueError,
+        match=r"checkpoint.rolback_every is no key; did you mean checkpoint.rollback_every",
+    ):
         attach(tmp_path / "run", rolback_every=3)
     assert not (tmp_path / "run").exists()
 
@@ -202,7 +225,9 @@ def test_a_schedule_that_was_forgotten_is_refused(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    with pytest.raises(ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"):
+    with pytest.raises(
+        ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"
+    ):
         saving(model, optimizer, runs=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     saving(model, optimizer, extra={"mine": scheduler}, runs=tmp_path / "run").close()
@@ -216,7 +241,9 @@ def test_a_loss_with_its_graph_is_taken_without_a_warning(tmp_path):
 
 
 def test_workers_that_stay_are_said_not_to_be_exact(tmp_path, caplog):
-    data = torch.utils.data.DataLoader(range(4), num_workers=1, persistent_workers=True, batch_size=2)
+    data = torch.utils.data.DataLoader(
+        range(4), num_workers=1, persistent_workers=True, batch_size=2
+    )
     with attach(tmp_path) as run:
         go(run, data)
     assert "persistent_workers keep their generators" in caplog.text

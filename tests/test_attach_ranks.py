@@ -27,11 +27,21 @@ def start(folder, script, *words, at=(0, 0)):
     (folder / "script.py").write_text(script)
     (folder / "meet").unlink(missing_ok=True)
     paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MEET": (folder / "meet").as_uri()}
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "MEET": (folder / "meet").as_uri(),
+    }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/attached_scripts.py"), str(at[rank]), "script.py", *map(str, words)],
+            [
+                sys.executable,
+                str(ROOT / "tests/attached_scripts.py"),
+                str(at[rank]),
+                "script.py",
+                *map(str, words),
+            ],
             cwd=folder,
             env=environment | {"RANK": str(rank)},
             **pipes,
@@ -52,7 +62,9 @@ def ended(processes, timeout=60):
     found = []
     for each in processes:
         out, error = each.communicate(timeout=timeout)
-        found.append((each.returncode, [line for line in out.splitlines() if line.startswith("loss")], error))
+        found.append(
+            (each.returncode, [line for line in out.splitlines() if line.startswith("loss")], error)
+        )
     return found
 
 
@@ -71,7 +83,9 @@ def plain(tmp_path_factory):
     """The script that knows nothing of saving, with a worker whose noise comes from the rank's generator."""
     folder = tmp_path_factory.mktemp("plain")
     found = ended(start(folder, on_ranks(PLAIN), 1))
-    assert [(status, len(losses)) for status, losses, _ in found] == [(0, EPOCHS * STEPS)] * 2, found
+    assert [(status, len(losses)) for status, losses, _ in found] == [(0, EPOCHS * STEPS)] * 2, (
+        found
+    )
     assert found[0][1] != found[1][1]
     weights = torch.load(folder / "weights-0.pt")
     return [losses for _, losses, _ in found], weights
@@ -81,10 +95,14 @@ def test_two_ranks_killed_damaged_and_resumed_are_the_straight_run_to_the_bit(pl
     losses, weights = plain
     script = on_ranks(attached()).replace("    run.measured(", "    if rank == 0: run.measured(")
     found = ended(start(tmp_path, script, 1, at=(9, 9)))  # in the third epoch
-    assert [(status, first) for status, first, _ in found] == [(-signal.SIGKILL, each[:8]) for each in losses], found
+    assert [(status, first) for status, first, _ in found] == [
+        (-signal.SIGKILL, each[:8]) for each in losses
+    ], found
     assert flip_a_bit(tmp_path / "run", rank=1) == 8
     found = ended(start(tmp_path, script, 1))  # from 6, in the middle of the second
-    assert [(status, rest) for status, rest, _ in found] == [(0, each[6:]) for each in losses], found
+    assert [(status, rest) for status, rest, _ in found] == [(0, each[6:]) for each in losses], (
+        found
+    )
     assert "rollback/step-00000008.dcp" in found[0][2]
     for rank in RANKS:
         ours = torch.load(tmp_path / f"weights-{rank}.pt")
@@ -100,7 +118,8 @@ def test_two_ranks_killed_damaged_and_resumed_are_the_straight_run_to_the_bit(pl
 def test_a_signal_to_one_rank_stops_both_between_the_same_two_steps(tmp_path):
     """Slurm and torchrun send it to all, never at the same moment: it comes within different steps."""
     slow = on_ranks(attached()).replace(
-        "        loss.backward()\n", "        loss.backward()\n        import time; time.sleep(0.3)\n"
+        "        loss.backward()\n",
+        "        loss.backward()\n        import time; time.sleep(0.3)\n",
     )
     processes = start(tmp_path, slow, 0)
     assert processes[1].stdout.readline().startswith("loss")
@@ -121,6 +140,8 @@ def open_below(path):
 
 def test_a_folder_that_can_not_be_is_an_error_on_both_ranks_and_none_waits(tmp_path):
     (tmp_path / "file").touch()
-    first, second = run_on_ranks(f"{__file__}:open_below", path=str(tmp_path / "file/run"), timeout=60)
+    first, second = run_on_ranks(
+        f"{__file__}:open_below", path=str(tmp_path / "file/run"), timeout=60
+    )
     assert first.startswith("NotADirectoryError")
     assert "NotADirectoryError" in second

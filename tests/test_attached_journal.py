@@ -62,12 +62,16 @@ def test_a_killed_and_resumed_run_is_the_straight_one_by_its_journal(tmp_path):
     assert found.losses.parted is None
     assert found.losses.num_common == 12
     assert len(killed.attempts) == 2
-    lines = [json.loads(line) for line in (tmp_path / "killed/journal.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "killed/journal.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if line["kind"] == "resume"] == [6]
     assert [line["step"] for line in lines if line["kind"] == "save"] == [3, 6, 9, 12]
     assert [line["value"] for line in lines if line["kind"] == "eval"] == [0.5]
     rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
-    assert rates == pytest.approx({step: 0.1 * 0.5 ** ((step - 1) // 4) for step in range(1, 13)})  # of the step itself
+    assert rates == pytest.approx(
+        {step: 0.1 * 0.5 ** ((step - 1) // 4) for step in range(1, 13)}
+    )  # of the step itself
     assert lines[-1]["reason"] == "closed"
 
 
@@ -75,7 +79,9 @@ def test_a_schedule_that_begins_anew_is_found_by_it(tmp_path):
     train(tmp_path / "straight")
     killed_at(8, tmp_path / "killed", wrong=True)
     train(tmp_path / "killed", wrong=True)
-    parted = difference(*(read_history(tmp_path / name) for name in ("straight", "killed"))).losses.parted
+    parted = difference(
+        *(read_history(tmp_path / name) for name in ("straight", "killed"))
+    ).losses.parted
     assert parted is not None
     assert parted.step > 6
 
@@ -85,7 +91,12 @@ def test_the_commands_read_it(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         train(f"runs/{name}", steps=4)
-    named = {"show": ["runs/a"], "list": ["runs"], "diff": ["runs/a", "runs/b"], "plot": ["runs/a", "runs/b"]}
+    named = {
+        "show": ["runs/a"],
+        "list": ["runs"],
+        "diff": ["runs/a", "runs/b"],
+        "plot": ["runs/a", "runs/b"],
+    }
     ended = CliRunner().invoke(main, ["runs", *words, *named[words[0]]])
     assert ended.exit_code == 0, ended.output
 
@@ -101,7 +112,12 @@ def test_the_rate_of_a_step_is_right_where_the_schedule_is_stepped_after_an_epoc
                 run.step(loss=model(row).sum())
             scheduler.step()
     lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    assert [line["learning_rate"] for line in lines if line["kind"] == "step"] == [0.1, 0.1, 0.05, 0.05]
+    assert [line["learning_rate"] for line in lines if line["kind"] == "step"] == [
+        0.1,
+        0.1,
+        0.05,
+        0.05,
+    ]
 
 
 def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
@@ -116,7 +132,9 @@ def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
     call = "from curry_train.core.high_water import peak_bytes; import torch; print(peak_bytes(torch.device('cpu')))"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
     held = torch.ones(2**28, dtype=torch.uint8)
-    told = subprocess.run([sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=True
+    )
     assert held.nbytes < peak_bytes(torch.device("cpu"))
     assert 2**20 < int(told.stdout) < peak_bytes(torch.device("cpu"))
 
@@ -125,13 +143,22 @@ def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
     """A path of an object store would become a folder of that name here."""
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is none"):
-        saving(model, torch.optim.SGD(model.parameters(), lr=0.1), runs="memory://bucket/run", journal=True)
+    with pytest.raises(
+        ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is none"
+    ):
+        saving(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            runs="memory://bucket/run",
+            journal=True,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_journal_needs_the_losses(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("call run.step(loss=loss), or leave journal out")):
+    with pytest.raises(
+        ValueError, match=re.escape("call run.step(loss=loss), or leave journal out")
+    ):
         train(tmp_path / "run", losses=False)
 
 
@@ -158,7 +185,9 @@ def test_a_signal_ends_a_loop_in_a_with_statement_as_without_one(tmp_path):
         train_until_a_signal(tmp_path / "run")
     assert ended.value.code == 128 + signal.SIGTERM
     lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["reason"]) for line in lines if line["kind"] == "stop"] == [(1, "SIGTERM")]
+    assert [(line["step"], line["reason"]) for line in lines if line["kind"] == "stop"] == [
+        (1, "SIGTERM")
+    ]
 
 
 def test_what_was_closed_in_a_with_statement_is_closed_once(tmp_path):

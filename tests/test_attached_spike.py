@@ -38,7 +38,16 @@ class Planted:
 
 
 def train(
-    folder, *, spike=BACK, microbatches=1, rollback_every=10, bad=BAD, wrong=50.0, rank=0, journal=True, own=None
+    folder,
+    *,
+    spike=BACK,
+    microbatches=1,
+    rollback_every=10,
+    bad=BAD,
+    wrong=50.0,
+    rank=0,
+    journal=True,
+    own=None,
 ):
     """A loop that is not ours, with dropout, shuffled data and a schedule: its status, or what it ended with."""
     torch.manual_seed(0)
@@ -50,7 +59,9 @@ def train(
     torch.manual_seed(rank)
     inputs = torch.randn(4 * BATCHES, 4)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    source = Planted(DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else (), wrong)
+    source = Planted(
+        DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else (), wrong
+    )
     kept = {"journal": journal, "rollback_every": rollback_every}
     try:
         with saving(model, optimizer, scheduler, runs=folder, spike=spike, **kept) as run:
@@ -65,7 +76,11 @@ def train(
                 scheduler.step()
     except SystemExit as stop:
         return stop.code
-    return run.steps, scheduler.get_last_lr(), {name: held.clone() for name, held in model.state_dict().items()}
+    return (
+        run.steps,
+        scheduler.get_last_lr(),
+        {name: held.clone() for name, held in model.state_dict().items()},
+    )
 
 
 def started_again(folder, **how):
@@ -107,19 +122,36 @@ def test_it_goes_back_and_on_equal_to_the_bit_to_a_run_that_never_saw_the_batche
 def test_the_journal_tells_of_it(tmp_path):
     started_again(tmp_path / "run")
     told = events(tmp_path / "run")
-    assert [event["kind"] for event in told] == ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]
+    assert [event["kind"] for event in told] == [
+        "start",
+        "spike",
+        "rollback",
+        "skip",
+        "stop",
+        "resume",
+        "stop",
+    ]
     spike, rollback, skip = told[1:4]
     assert read_history(f"{tmp_path}/run@1").steps.step[-1] == 93  # the step itself is told before
     assert (spike["step"], spike["first"]) == (93, 91)
-    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (80, 93, "rollback/step-00000080.dcp")
+    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
+        80,
+        93,
+        "rollback/step-00000080.dcp",
+    )
     assert (skip["start"], skip["stop"]) == (88, 95)
     assert [event["reason"] for event in told if event["kind"] == "stop"] == ["spike", "closed"]
 
 
 def test_what_the_shell_shows_says_what_to_do(tmp_path, caplog):
     train(tmp_path / "run")
-    assert re.search(r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text)
-    assert "Back at rollback/step-00000080.dcp: start again to go on without batches 88 to 94 (attempt 1" in caplog.text
+    assert re.search(
+        r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text
+    )
+    assert (
+        "Back at rollback/step-00000080.dcp: start again to go on without batches 88 to 94 (attempt 1"
+        in caplog.text
+    )
 
 
 def test_a_spike_that_comes_again_ends_in_an_error_that_says_where_to_go_on(tmp_path):
@@ -127,7 +159,8 @@ def test_a_spike_that_comes_again_ends_in_an_error_that_says_where_to_go_on(tmp_
     statuses = [train(tmp_path / "run", bad=range(90, 1000)) for _ in range(3)]
     assert statuses == [75, 75, 75]
     with pytest.raises(
-        SpikeNotRecovered, match=re.escape("after 3 rollbacks") + r'.*saving\(\.\.\., resume="before-\d+"\)'
+        SpikeNotRecovered,
+        match=re.escape("after 3 rollbacks") + r'.*saving\(\.\.\., resume="before-\d+"\)',
     ):
         train(tmp_path / "run", bad=range(90, 1000))
 
@@ -158,7 +191,11 @@ def test_a_run_that_was_saved_without_a_watchdog_goes_on_with_one_and_back(tmp_p
 def test_a_state_from_before_there_was_a_watchdog_is_gone_on_from(tmp_path):
     model = nn.Linear(2, 1)
     with saving(model, runs=tmp_path / "run") as run:
-        run.state.parts = {name: part for name, part in run.state.parts.items() if not isinstance(part, SpikeWatchdog)}
+        run.state.parts = {
+            name: part
+            for name, part in run.state.parts.items()
+            if not isinstance(part, SpikeWatchdog)
+        }
         for row in run.batches(torch.ones(3, 2)):
             run.step(loss=model(row).sum())
     with saving(model, runs=tmp_path / "run", spike=BACK) as run:

@@ -60,7 +60,9 @@ def planted(*levers, seconds=(1.0, 1.01, 1.3), rounds=6, **options):
     times = itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
     found = [find_lever(name) for name in levers]
     case = Case(SMALL, batch_size=4)
-    return measure_levers(case, found, rounds=rounds, warmup=0, clock=lambda: next(times), **options)
+    return measure_levers(
+        case, found, rounds=rounds, warmup=0, clock=lambda: next(times), **options
+    )
 
 
 def test_the_table_of_a_planted_clock_fits_80_columns_and_says_what_it_shows():
@@ -80,9 +82,13 @@ def test_the_table_of_a_planted_clock_fits_80_columns_and_says_what_it_shows():
 
 def test_the_table_says_why_utilisation_is_not_known_and_when_rounds_are_too_few():
     shown = table(planted("full", rounds=2))
-    assert "MFU and HFU are not known: no peak of this processor is known" in " ".join(shown.split())
+    assert "MFU and HFU are not known: no peak of this processor is known" in " ".join(
+        shown.split()
+    )
     assert "no intervals: 2 rounds are too few, --steps 6 is the least" in shown
-    assert [line.split()[-2:] for line in shown.splitlines() if line.startswith("full")] == [["-", "-"]]
+    assert [line.split()[-2:] for line in shown.splitlines() if line.startswith("full")] == [
+        ["-", "-"]
+    ]
 
 
 def test_the_table_gives_a_long_name_a_line_of_its_own():
@@ -94,12 +100,19 @@ def test_the_table_gives_a_long_name_a_line_of_its_own():
 def test_figures_of_every_size_keep_to_80_columns():
     found = planted("full", seconds=(0.0123, 0.0144))
     for row in found.rows:
-        row.peak_bytes, row.terms_per_second, row.mfu, row.hfu = 70 * 2**30, 1_234_567.0, 0.0512, 1.0
+        row.peak_bytes, row.terms_per_second, row.mfu, row.hfu = (
+            70 * 2**30,
+            1_234_567.0,
+            0.0512,
+            1.0,
+        )
         row.step = type(row.step)(123.0, 100.0, 1234.0)
     assert max(map(len, table(found).splitlines())) <= 80
 
 
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="no matplotlib"
+)
 
 
 @needs_matplotlib
@@ -121,7 +134,16 @@ def test_a_plot_without_matplotlib_is_told_before_anything_runs(run, monkeypatch
 
 @needs_matplotlib
 def test_the_command_writes_table_picture_and_json(run, tmp_path):
-    levers = ["--lever", "full", "--lever", "timesteps", "--plot", "bench.png", "--json", "bench.json"]
+    levers = [
+        "--lever",
+        "full",
+        "--lever",
+        "timesteps",
+        "--plot",
+        "bench.png",
+        "--json",
+        "bench.json",
+    ]
     ended = run("--model", "mlp", *QUICK, *levers)
     assert ended.exit_code == 0, ended.output
     found = json.loads((tmp_path / "bench.json").read_text())
@@ -149,11 +171,11 @@ def test_two_models_of_the_user_are_compared(run, toys):
 def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
     pytest.importorskip("transformers")
     size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4"
-    source = (
-        f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
-    )
+    source = f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
     (tmp_path / "bench_llama.py").write_text(source)
-    ended = run("--model", "bench_llama:build", "--lever", "full", "--lever", "accumulate=2", *QUICK)
+    ended = run(
+        "--model", "bench_llama:build", "--lever", "full", "--lever", "accumulate=2", *QUICK
+    )
     assert ended.exit_code == 0, ended.output
     assert "tokens/s" in ended.output
     assert "another training" not in ended.output
@@ -168,10 +190,16 @@ def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
         (["--model", "mlp", "--optimizer", "adamx"], "no optimizer is called 'adamx'"),
         (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
         (["--model", "mlp", "--steps", "0"], "0 is not in the range x>=1"),
-        (["--model", "mlp", "--peak", "fast"], "'fast' is no peak: give TFLOP/s, such as 989, or 'measured'"),
+        (
+            ["--model", "mlp", "--peak", "fast"],
+            "'fast' is no peak: give TFLOP/s, such as 989, or 'measured'",
+        ),
         (["--model", "mlp", "--peak", "-3"], "'-3' is no peak"),
         (["--model", "mlp", "--plot", "absent/bench.png"], "create it first"),
-        (["--model", "bench_toys:small", "--against", "bench_toys:other"], "can't take the batch of bench_toys:small"),
+        (
+            ["--model", "bench_toys:small", "--against", "bench_toys:other"],
+            "can't take the batch of bench_toys:small",
+        ),
         ([], "Missing option '--model'"),
     ],
 )
@@ -190,7 +218,10 @@ def test_a_device_that_is_not_there_ends_with_3(run):
 def test_the_command_is_one_of_the_packages():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "template"), "COLUMNS": "80"}
     done = subprocess.run(
-        [sys.executable, "-m", "curry_train", "bench", "--help"], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "curry_train", "bench", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "--lever" in done.stdout

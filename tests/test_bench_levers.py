@@ -38,7 +38,9 @@ def test_levers_do_what_they_are_called():
     assert cast.dtype_of_products == torch.bfloat16
     assert holds_compiled_code(TrainingStep(case, find_lever("compile:eager")).model)
     assert PLAIN.is_plain
-    assert not any(find_lever(name).is_plain for name in ("none", "bf16", "autocast", "accumulate=2"))
+    assert not any(
+        find_lever(name).is_plain for name in ("none", "bf16", "autocast", "accumulate=2")
+    )
 
 
 def test_levers_are_joined_in_order():
@@ -49,7 +51,10 @@ def test_levers_are_joined_in_order():
 
 
 def test_a_plan_from_a_file_is_a_lever(tmp_path):
-    found, path = plan(SMALL, 2**30, device="cpu", without=["sac"], chunked_loss=False), tmp_path / "plan.json"
+    found, path = (
+        plan(SMALL, 2**30, device="cpu", without=["sac"], chunked_loss=False),
+        tmp_path / "plan.json",
+    )
     path.write_text(json.dumps(found.to_json()))
     changed = [name for name, option in found.options.items() if option.kind != "none"]
     assert TrainingStep(Case(SMALL), find_lever(f"plan={path}")).changed == changed
@@ -83,7 +88,11 @@ def test_what_is_typed_wrong_is_told(text, said):
 @pytest.mark.parametrize(
     ("case", "lever", "said"),
     [
-        (Case(mlp(), batch_size=2), "accumulate=4", "can't be cut into 4 microbatches: --batch-size 4 or more"),
+        (
+            Case(mlp(), batch_size=2),
+            "accumulate=4",
+            "can't be cut into 4 microbatches: --batch-size 4 or more",
+        ),
         (Case(mlp(), dtype=torch.bfloat16), "bf16", "in torch.bfloat16 already"),
         (Case(mlp(), dtype=torch.bfloat16), "autocast", "has nothing to do"),
         (Case(mlp()), "bf16+autocast", "has nothing to do"),
@@ -100,7 +109,11 @@ def test_a_project_without_a_technique_is_told_which_one_brings_the_lever(monkey
         return None if name.endswith((".sac", ".chunked_loss", ".saved_plan")) else object()
 
     monkeypatch.setattr(module.importlib.util, "find_spec", find_spec)
-    for lever, technique in (("sac:save_matmuls", "sac"), ("chunked_loss", "memory-plan"), ("plan=x", "memory-plan")):
+    for lever, technique in (
+        ("sac:save_matmuls", "sac"),
+        ("chunked_loss", "memory-plan"),
+        ("plan=x", "memory-plan"),
+    ):
         with pytest.raises(ValueError, match=f"scaffold.py add {technique}"):
             find_lever(lever)
     assert {"sac:POLICY", "chunked_loss", "plan=FILE"}.isdisjoint(list_levers())

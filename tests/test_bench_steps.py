@@ -32,7 +32,9 @@ ROWS = Workload(
 
 
 def figures(case, *levers, **options):
-    return measure_levers(case, [find_lever(name) for name in levers], **({"rounds": 1, "warmup": 0} | options))
+    return measure_levers(
+        case, [find_lever(name) for name in levers], **({"rounds": 1, "warmup": 0} | options)
+    )
 
 
 def changed(name, change):
@@ -97,7 +99,9 @@ def test_steps_share_weights_and_moments_and_leave_them():
         other()
         plain()
     assert all(map(torch.equal, before, plain.model.parameters()))
-    half = TrainingStep(Case(SMALL), find_lever("bf16"), like=plain)  # of another type: nothing to share
+    half = TrainingStep(
+        Case(SMALL), find_lever("bf16"), like=plain
+    )  # of another type: nothing to share
     assert not half.optimizer.state
 
 
@@ -108,7 +112,9 @@ def test_the_unit_is_what_the_batch_tells():
 
 
 def test_compiled_code_is_measured_without_a_dispatch_mode():
-    plain, compiled, cut = figures(Case(ROWS, batch_size=8), "compile:eager", "compile:eager+accumulate=2").rows
+    plain, compiled, cut = figures(
+        Case(ROWS, batch_size=8), "compile:eager", "compile:eager+accumulate=2"
+    ).rows
     assert (plain.outcome, compiled.outcome, cut.outcome) == (MEASURED,) * 3
     assert compiled.executed_flops == plain.executed_flops
     assert compiled.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.2)
@@ -156,10 +162,15 @@ def test_a_rate_that_is_not_known_says_why(card, monkeypatch):
 
 
 def test_a_rate_that_is_given_or_measured_is_taken(monkeypatch):
-    assert peak_rate.peak_rate(CPU, torch.float32, given=5e12) == peak_rate.PeakRate(5e12, "as given")
+    assert peak_rate.peak_rate(CPU, torch.float32, given=5e12) == peak_rate.PeakRate(
+        5e12, "as given"
+    )
     monkeypatch.setattr(peak_rate, "profile_of", lambda device: PROFILES["cpu"])
     found = peak_rate.peak_rate(CPU, torch.float32, given="measured")
-    assert (found.flops_per_second, found.source) == (165e9, "large products in float32, measured here")
+    assert (found.flops_per_second, found.source) == (
+        165e9,
+        "large products in float32, measured here",
+    )
     assert peak_rate.peak_rate(CPU, torch.float64, given="measured").flops_per_second is None
     for wrong in (0.0, -1.0, "fast"):
         with pytest.raises(ValueError, match="the peak"):
@@ -256,7 +267,9 @@ def test_a_plain_step_that_does_not_work_is_an_error(change, said, monkeypatch):
 
 
 def test_a_lever_that_leaves_something_out_is_told_by_its_loss():
-    rows = measure_levers(Case(SMALL), [changed("fast", skip_a_block), find_lever("full")], rounds=1, warmup=0).rows
+    rows = measure_levers(
+        Case(SMALL), [changed("fast", skip_a_block), find_lever("full")], rounds=1, warmup=0
+    ).rows
     assert "another training" in rows[1].notes[0]
     assert rows[1].notes[0].startswith(f"loss {rows[1].loss:.5g}, plain {rows[0].loss:.5g}")
     assert rows[2].notes == []
@@ -285,7 +298,9 @@ def test_another_model_takes_the_same_batch_and_is_held_against_the_first():
     assert other.num_terms == plain.num_terms
     assert other.model_flops == other.executed_flops > plain.model_flops
     assert other.notes == []  # another model has another loss
-    with pytest.raises(WorkloadError, match=r"mlp can't take the batch of transformer, on which both are compared"):
+    with pytest.raises(
+        WorkloadError, match=r"mlp can't take the batch of transformer, on which both are compared"
+    ):
         measure_levers(Case(SMALL), against=[mlp()], rounds=1, warmup=0)
 
 

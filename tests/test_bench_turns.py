@@ -59,7 +59,9 @@ def test_every_way_stands_at_every_place_and_follows_every_other_one_equally_oft
     assert len(pairs) == num_ways * (num_ways - 1)
     assert set(pairs.values()) <= {2}
     for row, back in zip(rounds[::2], rounds[1::2], strict=True):
-        assert back == row[::-1]  # a machine that slows down evenly slows all of them equally over two rounds
+        assert (
+            back == row[::-1]
+        )  # a machine that slows down evenly slows all of them equally over two rounds
 
 
 def test_only_the_step_is_timed_and_warm_up_is_left_out():
@@ -85,7 +87,10 @@ def test_a_device_that_works_on_is_waited_for_and_what_was_queued_before_is_not_
         queue.clear()
 
     ways = [lambda: queue.append(1.0), lambda: queue.append(2.0)]
-    assert time_in_turns(ways, rounds=2, warmup=0, clock=clock, wait=wait) == [[1.0, 1.0], [2.0, 2.0]]
+    assert time_in_turns(ways, rounds=2, warmup=0, clock=clock, wait=wait) == [
+        [1.0, 1.0],
+        [2.0, 2.0],
+    ]
     unwaited = time_in_turns(ways, rounds=2, warmup=0, clock=clock)
     assert unwaited == [[0.0, 0.0], [0.0, 0.0]]  # what a benchmark without waiting says
 
@@ -115,7 +120,13 @@ def test_drift_that_doubles_every_step_leaves_the_ratio_alone():
 @pytest.mark.parametrize(
     ("rounds", "rank", "coverage"),
     # Of the binomial distribution with one half: the ranks that tables of the sign test give.
-    [(6, 0, 0.96875), (8, 0, 0.9921875), (9, 1, 0.9609375), (12, 2, 0.96142578125), (20, 5, 0.9586105346679688)],
+    [
+        (6, 0, 0.96875),
+        (8, 0, 0.9921875),
+        (9, 1, 0.9609375),
+        (12, 2, 0.96142578125),
+        (20, 5, 0.9586105346679688),
+    ],
 )
 def test_the_interval_is_that_of_the_sign_test(rounds, rank, coverage):
     found = paired_ratio([float(number) for number in range(1, rounds + 1)], [1.0] * rounds)
@@ -129,7 +140,8 @@ def test_five_rounds_are_too_few_for_an_interval():
 
 
 @pytest.mark.parametrize(
-    ("bounds", "verdict"), [((1.01, 1.2), SLOWER), ((0.8, 0.99), FASTER), ((0.99, 1.01), NO_DIFFERENCE)]
+    ("bounds", "verdict"),
+    [((1.01, 1.2), SLOWER), ((0.8, 0.99), FASTER), ((0.99, 1.01), NO_DIFFERENCE)],
 )
 def test_a_difference_is_seen_where_the_interval_leaves_one_out(bounds, verdict):
     assert Ratio(1.0, *bounds, 0.95).verdict == verdict
@@ -139,7 +151,9 @@ def test_a_difference_is_seen_where_the_interval_leaves_one_out(bounds, verdict)
 def test_the_interval_holds_the_true_ratio_in_95_of_100_runs_whatever_the_noise(true_ratio):
     draw, held = random.Random(0), 0
     for _ in range(1000):
-        plain, ours = ([draw.lognormvariate(0, 0.2) * drift for drift in range(1, 21)] for _ in range(2))
+        plain, ours = (
+            [draw.lognormvariate(0, 0.2) * drift for drift in range(1, 21)] for _ in range(2)
+        )
         stalled = [seconds * (8 if draw.random() < 0.1 else 1) for seconds in ours]
         both = [seconds * (8 if draw.random() < 0.1 else 1) for seconds in plain]
         found = paired_ratio([true_ratio * seconds for seconds in stalled], both)
@@ -180,7 +194,9 @@ def watched(*readings, device=CPU):
 
 
 def test_a_machine_says_how_many_cores_others_took():
-    machine = watched(Reading(0.0, 100.0, 10.0), Reading(10.0, 119.0, 19.0))  # 1.9 cores in use, 0.9 of them ours
+    machine = watched(
+        Reading(0.0, 100.0, 10.0), Reading(10.0, 119.0, 19.0)
+    )  # 1.9 cores in use, 0.9 of them ours
     assert machine.others == pytest.approx(1.0)
     assert "other processes took 1.0 of 2 cores" in machine.remarks()[0]
 
@@ -199,7 +215,9 @@ def test_a_machine_that_has_cores_left_says_nothing(end):
 
 
 def test_a_machine_whose_gpu_slows_down_says_so():
-    machine = watched(Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1410), device=torch.device("cuda"))
+    machine = watched(
+        Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1410), device=torch.device("cuda")
+    )
     assert machine.remarks()[0].startswith("the GPU's clock fell from 1980 to 1410 MHz")
     assert watched(Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1965)).remarks() == []
 
@@ -234,7 +252,9 @@ def test_a_machine_whose_gpu_does_not_tell_its_clock_says_nothing_of_it(monkeypa
     def refuse(device):
         raise Refused
 
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=Refused, __spec__=object()))
+    monkeypatch.setitem(
+        sys.modules, "pynvml", SimpleNamespace(NVMLError=Refused, __spec__=object())
+    )
     monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
     with Machine(torch.device("cuda")) as machine:
         pass

@@ -28,7 +28,9 @@ def test_an_accumulated_step_trains_once_and_tells_terms_and_time():
     found = run_accumulated_step(model, optimizer, data, square_sum, count=len)
     assert (found.num_microbatches, found.result.num_terms, len(steps)) == (6, 12, 1)
     assert found.terms_per_second == 12 / found.seconds > 0
-    first = run_accumulated_step(model, optimizer, data, square_sum, accumulation=GradientAccumulation(steps=2))
+    first = run_accumulated_step(
+        model, optimizer, data, square_sum, accumulation=GradientAccumulation(steps=2)
+    )
     assert first.num_microbatches == 2
 
 

@@ -12,7 +12,9 @@ from curry_train.core.blocks import NoBlocks, find_blocks, match_names
 from curry_train.core.load import load_workload
 from curry_train.primitives.recompute import recompute_blocks
 
-LLAMA = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+LLAMA = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+)
 GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
 
 
@@ -43,7 +45,10 @@ def test_blocks_of_built_in_workloads(name, blocks):
 
 def test_blocks_of_hugging_face_models():
     torch.manual_seed(0)
-    llama, gpt2 = LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=0)), GPT2LMHeadModel(GPT2Config(**GPT2))
+    llama, gpt2 = (
+        LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=0)),
+        GPT2LMHeadModel(GPT2Config(**GPT2)),
+    )
     assert list(find_blocks(llama)) == ["model.layers.0", "model.layers.1", "model.layers.2"]
     assert list(find_blocks(gpt2)) == ["transformer.h.0", "transformer.h.1"]
 
@@ -54,7 +59,9 @@ def test_blocks_in_blocks_are_the_outer_ones():
 
 
 def test_stages_of_different_depth_are_taken_apart():
-    stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual(), Residual(), Residual()))
+    stages = nn.Sequential(
+        nn.Sequential(Residual(), Residual()), nn.Sequential(Residual(), Residual(), Residual())
+    )
     assert list(find_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1", "1.2"]
 
 
@@ -80,7 +87,10 @@ def test_what_stands_once_is_no_block():
     ids=["leaf", "one block", "no parameters"],
 )
 def test_a_model_that_repeats_nothing_says_what_to_name(model):
-    with pytest.raises(ValueError, match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks"):
+    with pytest.raises(
+        ValueError,
+        match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks",
+    ):
         find_blocks(model)
 
 
@@ -95,10 +105,15 @@ def test_lone_layers_are_no_blocks_and_the_reason_is_said():
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     with pytest.raises(
-        NoBlocks, match=r"Module repeats lone layers \(Linear; layers.0 to layers.2\): .* nothing to gain"
+        NoBlocks,
+        match=r"Module repeats lone layers \(Linear; layers.0 to layers.2\): .* nothing to gain",
     ):
         find_blocks(model)
-    assert list(find_blocks(model, "layers.*")) == ["layers.0", "layers.1", "layers.2"]  # named, they are taken
+    assert list(find_blocks(model, "layers.*")) == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]  # named, they are taken
     model.blocks = nn.ModuleList([Residual(), Residual()])
     assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
 
@@ -106,9 +121,14 @@ def test_lone_layers_are_no_blocks_and_the_reason_is_said():
 def test_a_pattern_takes_what_it_names_and_the_outermost_of_it():
     module = load_workload("transformer").build()
     assert list(find_blocks(module, "layers.[12]")) == ["layers.1", "layers.2"]
-    assert list(find_blocks(module, "layers.*.feed_forward")) == [f"layers.{i}.feed_forward" for i in range(4)]
+    assert list(find_blocks(module, "layers.*.feed_forward")) == [
+        f"layers.{i}.feed_forward" for i in range(4)
+    ]
     assert list(find_blocks(module, "layers.0*")) == ["layers.0"]
-    assert list(find_blocks(module, ["layers.3", "layers.0.attention"])) == ["layers.0.attention", "layers.3"]
+    assert list(find_blocks(module, ["layers.3", "layers.0.attention"])) == [
+        "layers.0.attention",
+        "layers.3",
+    ]
 
 
 def test_blocks_10_and_1_are_not_one_inside_the_other():
@@ -119,7 +139,9 @@ def test_blocks_10_and_1_are_not_one_inside_the_other():
 
 def test_a_pattern_that_takes_nothing_is_an_error_that_lists_what_there_is():
     module = load_workload("snn").build()
-    with pytest.raises(ValueError, match=r"the pattern 'blocks\.\*' matches no module; there are layers, layers\.0"):
+    with pytest.raises(
+        ValueError, match=r"the pattern 'blocks\.\*' matches no module; there are layers, layers\.0"
+    ):
         find_blocks(module, "blocks.*")
     with pytest.raises(ValueError, match="'nothing' matches no module"):
         find_blocks(module, ["layers.*", "nothing"])
@@ -128,7 +150,9 @@ def test_a_pattern_that_takes_nothing_is_an_error_that_lists_what_there_is():
 def test_match_names_shortens_a_long_list_and_names_the_option():
     names = [f"layer_{index}" for index in range(20)]
     assert match_names(names, "layer_1?", option="--blocks") == names[10:]
-    with pytest.raises(ValueError, match=r"--blocks 'x' matches no module; there are layer_0, .*layer_7, \.\.\.$"):
+    with pytest.raises(
+        ValueError, match=r"--blocks 'x' matches no module; there are layer_0, .*layer_7, \.\.\.$"
+    ):
         match_names(names, "x", option="--blocks")
 
 

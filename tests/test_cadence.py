@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curry_train.runs.cadence import FIRST, MARGIN, CadenceFromOverhead, due, steps_between, young_daly
+from curry_train.runs.cadence import (
+    FIRST,
+    MARGIN,
+    CadenceFromOverhead,
+    due,
+    steps_between,
+    young_daly,
+)
 from curry_train.runs.disk_speed import FIXED_SECONDS, NAME, expected_seconds
 from curry_train.runs.files import LocalFiles
 from curry_train.runs.policy_config import PolicyConfig
@@ -16,7 +23,14 @@ from curry_train.runs.policy_config import PolicyConfig
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [(0, ()), (1, ()), (100, ("rollback",)), (999, ()), (1000, ("rollback", "recovery")), (1100, ("rollback",))],
+    [
+        (0, ()),
+        (1, ()),
+        (100, ("rollback",)),
+        (999, ()),
+        (1000, ("rollback", "recovery")),
+        (1100, ("rollback",)),
+    ],
 )
 def test_kinds_are_due_at_multiples(step, expected):
     assert due(step, PolicyConfig()) == expected
@@ -33,7 +47,9 @@ def test_what_is_null_is_never_due_and_auto_is_asked():
 
 def test_young_daly_against_figures_worked_by_hand():
     # d = 60 s, M = 86,400 s: sqrt(2 d M) = 3219.94; d / 2M = 3.4722e-4, its root 0.0186339, a third of it 0.0062113
-    assert young_daly(60, 86_400) == pytest.approx(3219.94 * (1 + 0.0062113 + 0.0000386) - 60, abs=0.1)
+    assert young_daly(60, 86_400) == pytest.approx(
+        3219.94 * (1 + 0.0062113 + 0.0000386) - 60, abs=0.1
+    )
     assert young_daly(300, 100) == 100  # a save longer than twice the time between failures
 
 
@@ -92,7 +108,9 @@ def highest(saves):
     failures=st.none() | st.floats(10, 1e6),
     seed=st.integers(0, 9),
 )
-def test_the_bound_holds_at_every_moment_from_the_first_save_on(step, save, overhead, spread, failures, seed):
+def test_the_bound_holds_at_every_moment_from_the_first_save_on(
+    step, save, overhead, spread, failures, seed
+):
     """With steps of any length, and saves that take at most what is expected of them."""
     cadence = CadenceFromOverhead(overhead, mean_time_between_failures=failures, expected=save)
     saves, saving, stepping = [], 0.0, 0.0
@@ -107,14 +125,23 @@ def test_the_bound_holds_at_every_moment_from_the_first_save_on(step, save, over
             saves.append(number)
             assert saving <= overhead * stepping * (1 + 1e-9)
     of_one_step = overhead * step * (1 + spread)
-    if failures is None and of_one_step < save:  # and not rarer than that: one more save would have broken it
+    if (
+        failures is None and of_one_step < save
+    ):  # and not rarer than that: one more save would have broken it
         assert saving + MARGIN * save + of_one_step > overhead * stepping * (1 - 1e-9)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.001, 100), min_size=1, max_size=12), st.floats(0.01, 1))
-def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bound(costs, overhead):
-    cadence, saving, stepping, longest = CadenceFromOverhead(overhead, expected=costs[0]), 0.0, 0.0, costs[0]
+def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bound(
+    costs, overhead
+):
+    cadence, saving, stepping, longest = (
+        CadenceFromOverhead(overhead, expected=costs[0]),
+        0.0,
+        0.0,
+        costs[0],
+    )
     for cost in costs:
         while cadence.steps_to_next():
             cadence.stepped(10.0)
@@ -122,16 +149,33 @@ def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bo
         saving += cost
         assert saving <= overhead * stepping * (1 + 1e-9) + max(0.0, cost - MARGIN * longest) + 1e-9
         cadence.waited(cost, save=True)
-        longest = max(longest, cost)  # 12 are more than count, so an older one is allowed to be forgotten
+        longest = max(
+            longest, cost
+        )  # 12 are more than count, so an older one is allowed to be forgotten
         if cost < longest and len(costs) > 8:
             break
 
 
 def test_a_short_run_is_within_the_bound_as_well():
     """45 s of steps of 0.2 s earn 1.575 s, which is a save of 0.75 s with another one to spare, or none of 0.8 s."""
-    one = run(CadenceFromOverhead(0.035, expected=0.75), 225, step_seconds=0.2, save_seconds=0.75, spread=0)
+    one = run(
+        CadenceFromOverhead(0.035, expected=0.75),
+        225,
+        step_seconds=0.2,
+        save_seconds=0.75,
+        spread=0,
+    )
     assert [step for step, _, _ in one] == [215]  # 215 * 0.2 * 0.035 = 1.505
-    assert run(CadenceFromOverhead(0.035, expected=0.8), 225, step_seconds=0.2, save_seconds=0.8, spread=0) == []
+    assert (
+        run(
+            CadenceFromOverhead(0.035, expected=0.8),
+            225,
+            step_seconds=0.2,
+            save_seconds=0.8,
+            spread=0,
+        )
+        == []
+    )
 
 
 def test_the_bound_is_used_and_saves_that_vary_do_not_break_it():
@@ -148,7 +192,13 @@ def test_where_nothing_is_expected_the_first_save_measures_and_is_paid_for():
 
 def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
     """The copy is waited for in the optimizer's step, after the save was begun: left out, each is taken for cheap."""
-    cadence, saves, saving, stepping, late = CadenceFromOverhead(0.035, expected=0.3), 0, 0.0, 0.0, 0.0
+    cadence, saves, saving, stepping, late = (
+        CadenceFromOverhead(0.035, expected=0.3),
+        0,
+        0.0,
+        0.0,
+        0.0,
+    )
     for _ in range(3000):
         cadence.waited_later(late)
         saving, late = saving + late, 0.0
@@ -162,7 +212,13 @@ def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
 
 
 def test_other_saves_count_against_the_bound():
-    saves = run(CadenceFromOverhead(0.035, expected=1.4), 5000, step_seconds=0.2, save_seconds=1.4, recovery_every=500)
+    saves = run(
+        CadenceFromOverhead(0.035, expected=1.4),
+        5000,
+        step_seconds=0.2,
+        save_seconds=1.4,
+        recovery_every=500,
+    )
     assert set(range(500, 5001, 500)) <= {step for step, _, _ in saves}
     assert saves[-1][1] / saves[-1][2] < 0.037
 

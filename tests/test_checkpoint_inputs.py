@@ -63,7 +63,9 @@ CHANGES = {
 def mask_of(given):
     while not isinstance(given, torch.Tensor):
         given = (
-            given.mask if hasattr(given, "mask") else next(iter(given.values() if isinstance(given, dict) else given))
+            given.mask
+            if hasattr(given, "mask")
+            else next(iter(given.values() if isinstance(given, dict) else given))
         )
     return given
 
@@ -113,9 +115,13 @@ def mask():
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("named", [True, False], ids=["by keyword", "by position"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_tensor_that_is_written_over_between_forward_and_backward_is_refused(model, mask, change, named, container):
+def test_a_tensor_that_is_written_over_between_forward_and_backward_is_refused(
+    model, mask, change, named, container
+):
     plain = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
-    overwritten = gradients(copy.deepcopy(model), mask.clone(), container, named=named, overwritten=True)
+    overwritten = gradients(
+        copy.deepcopy(model), mask.clone(), container, named=named, overwritten=True
+    )
     assert all(map(torch.equal, plain, overwritten))  # the plain model does not mind
     change(model)
     found = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
@@ -126,7 +132,9 @@ def test_a_tensor_that_is_written_over_between_forward_and_backward_is_refused(m
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
-    "form", [lambda x: x, list, lambda x: [{"x": step} for step in x]], ids=["tensor", "list", "dicts"]
+    "form",
+    [lambda x: x, list, lambda x: [{"x": step} for step in x]],
+    ids=["tensor", "list", "dicts"],
 )
 def test_inputs_of_timesteps_that_are_written_over_are_refused(form, levels):
     linear, x = nn.Linear(4, 4), torch.ones(12, 3, 4)
@@ -175,7 +183,9 @@ class Collecting(nn.Module):
 def test_the_block_gets_the_containers_themselves_and_the_second_run_new_ones_with_what_they_held():
     seen, settings = [], {"scale": 2.0}
     Recompute(Collecting())(torch.ones(4, 16), seen=seen, settings=settings).sum().backward()
-    assert len(seen) == 1  # torch's own checkpoint appends again in backward, and finds no scale there
+    assert (
+        len(seen) == 1
+    )  # torch's own checkpoint appends again in backward, and finds no scale there
     assert settings == {}
 
 
@@ -235,9 +245,13 @@ def test_nothing_more_is_held_than_by_position(model, container):
 
     mask = torch.ones(4, 16)
     by_position, by_keyword = held(mask, named=False), held(mask, named=True)
-    plain = measure_memory(model, torch.ones(4, 16), lambda m, x: m(x, mask * 1, named=True).square().sum())
+    plain = measure_memory(
+        model, torch.ones(4, 16), lambda m, x: m(x, mask * 1, named=True).square().sum()
+    )
     assert by_keyword == by_position
-    assert by_keyword.held_bytes == plain.held_bytes - 3 * 4 * 16 * 4 + 4 * 16 * 4  # tanh and sum less, the mask more
+    assert (
+        by_keyword.held_bytes == plain.held_bytes - 3 * 4 * 16 * 4 + 4 * 16 * 4
+    )  # tanh and sum less, the mask more
 
 
 def torch_recomputes(model):
@@ -252,5 +266,7 @@ def test_a_call_costs_about_the_python_calls_of_torch(named):
 
     case = Case(Workload("chain", Chain, lambda size: torch.randn(size, 16), loss))
     changes = (lambda model: None, torch_recomputes, recompute_blocks)
-    bare, theirs, ours = (python_calls(case, lambda model, case, change=change: change(model)) for change in changes)
+    bare, theirs, ours = (
+        python_calls(case, lambda model, case, change=change: change(model)) for change in changes
+    )
     assert ours - bare < 1.5 * (theirs - bare)

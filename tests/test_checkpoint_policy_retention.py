@@ -29,7 +29,9 @@ CASE = Case(transformer(dropout=0.1, depth=1))
 def by_text(every, config, *, step, damaged=(), protected=()):
     held = sorted(newest_first(every), key=lambda one: str(one.step), reverse=True)
     kept = {one.folder for one in held[: config.retention.rollback_keep]}
-    gone = to_delete([one for one in every if one.kind == "best-k"], config, step=step, protected=protected)
+    gone = to_delete(
+        [one for one in every if one.kind == "best-k"], config, step=step, protected=protected
+    )
     return gone + [one for one in held if one.folder not in kept and one.folder not in protected]
 
 
@@ -40,7 +42,9 @@ def stale_counts(every, config, *, step, damaged=(), protected=()):
 def nan_is_best(value, step, every, config):
     """As where `value >= worst` is False for NaN, so NaN goes in, and stays."""
     ranked = best_first(every, config)
-    return config.best_k > 0 and (len(ranked) < config.best_k or not value >= ranked[-1].metric.value)
+    return config.best_k > 0 and (
+        len(ranked) < config.best_k or not value >= ranked[-1].metric.value
+    )
 
 
 def nothing(every, config, **_):
@@ -70,7 +74,9 @@ def first_or_none(run, state, what):
 
 
 def from_nothing(run, state, what):
-    return Resumed(run.latest(), LoadReport(), {run.latest().folder: "damaged, so training begins anew"})
+    return Resumed(
+        run.latest(), LoadReport(), {run.latest().folder: "damaged, so training begins anew"}
+    )
 
 
 # Of coinciding cadences: each for itself, the shorter alone, nothing, no best.

@@ -30,15 +30,24 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, to
 
 def inputs(dtype=torch.float64, *, rows=(3, 37), ignored=30):
     make = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*s, WIDTH, generator=make).to(dtype) for s in (rows, (CLASSES,), (CLASSES,)))
+    hidden, weight, bias = (
+        torch.randn(*s, WIDTH, generator=make).to(dtype) for s in (rows, (CLASSES,), (CLASSES,))
+    )
     targets = torch.randint(CLASSES, rows, generator=make)
     targets[0, :ignored] = -100  # the first chunks hold few or none that count
-    return hidden.requires_grad_(), weight.requires_grad_(), bias[:, 0].detach().requires_grad_(), targets
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias[:, 0].detach().requires_grad_(),
+        targets,
+    )
 
 
 def plain(hidden, weight, targets, *, bias=None, chunk_tokens=None, **options):
     logits = F.linear(hidden, weight, bias).flatten(0, -2)
-    return F.cross_entropy(logits if logits.dtype is torch.float64 else logits.float(), targets.flatten(), **options)
+    return F.cross_entropy(
+        logits if logits.dtype is torch.float64 else logits.float(), targets.flatten(), **options
+    )
 
 
 def outcome(loss, given, *, scale=3.0, **options):
@@ -53,8 +62,12 @@ def outcome(loss, given, *, scale=3.0, **options):
 
 def errors(found, expected):
     assert [t is None for t in found] == [t is None for t in expected]
-    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True) if a is not None]
-    return [((a - b).norm() / b.norm()).item() if b.norm() else (a - b).norm().item() for a, b in pairs]
+    pairs = [
+        (a.double(), b.double()) for a, b in zip(found, expected, strict=True) if a is not None
+    ]
+    return [
+        ((a - b).norm() / b.norm()).item() if b.norm() else (a - b).norm().item() for a, b in pairs
+    ]
 
 
 # The function, against torch's.
@@ -62,7 +75,9 @@ def errors(found, expected):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("chunk_tokens", [1, 10, 111, 1000, None])
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 7}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 7}]
+)
 def test_loss_and_gradients_are_torchs(dtype, chunk_tokens, options):
     given = inputs(dtype, ignored=0 if "ignore_index" in options else 30)
     found = outcome(chunked_cross_entropy, given, chunk_tokens=chunk_tokens, **options)
@@ -74,7 +89,9 @@ def test_loss_and_gradients_are_torchs(dtype, chunk_tokens, options):
 def test_half_precision_is_no_farther_from_float64_than_torchs():
     given = inputs(torch.bfloat16)
     exact = outcome(plain, [t.detach().double().requires_grad_() for t in given[:3]] + [given[3]])
-    ours, theirs = (errors(outcome(f, given), exact) for f in (lambda *a, **k: chunked(a, k), plain))
+    ours, theirs = (
+        errors(outcome(f, given), exact) for f in (lambda *a, **k: chunked(a, k), plain)
+    )
     assert all(a <= 1.2 * b + 1e-6 for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
 
 
@@ -86,7 +103,9 @@ def chunked(args, options):
 def test_float16_loss_scaling_neither_overflows_nor_vanishes(scale):
     given = inputs(torch.float16)
     found = outcome(chunked_cross_entropy, given, scale=65536.0, chunk_tokens=10)
-    exact = outcome(plain, [t.detach().double().requires_grad_() for t in given[:3]] + [given[3]], scale=65536.0)
+    exact = outcome(
+        plain, [t.detach().double().requires_grad_() for t in given[:3]] + [given[3]], scale=65536.0
+    )
     assert max(errors(found, exact)) < 2e-3
 
 
@@ -100,7 +119,11 @@ def test_frozen_parts_get_no_gradient_and_cost_no_product(frozen):
     with FlopCount() as expected:
         reference = outcome(plain, given)
     assert max(errors(found, reference)) < 1e-14
-    assert counted.flops == expected.flops == 2 * 111 * WIDTH * CLASSES * (3 - len(set(frozen) & {0, 1}))
+    assert (
+        counted.flops
+        == expected.flops
+        == 2 * 111 * WIDTH * CLASSES * (3 - len(set(frozen) & {0, 1}))
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
@@ -116,7 +139,9 @@ def test_no_grad_computes_the_loss_alone():
     hidden, weight, bias, targets = inputs()
     with torch.no_grad(), FlopCount() as counted:
         loss = chunked_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=10)
-    torch.testing.assert_close(loss, plain(hidden, weight, targets, bias=bias).detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        loss, plain(hidden, weight, targets, bias=bias).detach(), rtol=1e-14, atol=0
+    )
     assert counted.flops == 2 * 111 * WIDTH * CLASSES
 
 
@@ -171,12 +196,21 @@ def test_peak_is_one_chunk_and_the_gradients(dtype, pretend):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda h, w, t: chunked_cross_entropy(h[..., :5], w, t), r"hidden must be \(\.\.\., width\)"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h[..., :5], w, t),
+            r"hidden must be \(\.\.\., width\)",
+        ),
         (lambda h, w, t: chunked_cross_entropy(h, w, t[:, :5]), r"targets of \(3, 37\)"),
         (lambda h, w, t: chunked_cross_entropy(h, w, t.double()), "convert with .long"),
-        (lambda h, w, t: chunked_cross_entropy(h, w.float(), t), "cast one of them, or use autocast"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w.float(), t),
+            "cast one of them, or use autocast",
+        ),
         (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0]), r"bias must be \(301,\)"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, reduction="none"), "reduction must be one of"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w, t, reduction="none"),
+            "reduction must be one of",
+        ),
         (lambda h, w, t: chunked_cross_entropy(h, w, t, label_smoothing=2), "from 0 to 1"),
         (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=0), "at least 1"),
         (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=True), "at least 1"),
@@ -198,7 +232,11 @@ class Model(nn.Module):
     def __init__(self, tied=False):
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.body, self.head = nn.Embedding(CLASSES, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+        self.table, self.body, self.head = (
+            nn.Embedding(CLASSES, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, CLASSES),
+        )
         if tied:
             self.head.weight = self.table.weight
 
@@ -212,7 +250,10 @@ TOKENS = torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed
 def both(loss, *, dtype=torch.float64, tied=False, chunk_tokens=20):
     """The record of a plain step and of a changed one, and what became of the logits."""
     records = []
-    for apply in (lambda model: None, lambda model: apply_chunked_loss(model, chunk_tokens=chunk_tokens)):
+    for apply in (
+        lambda model: None,
+        lambda model: apply_chunked_loss(model, chunk_tokens=chunk_tokens),
+    ):
         model = Model(tied).to(dtype).train()
         apply(model)
         records.append(record_step(model, TOKENS, loss))
@@ -239,19 +280,27 @@ class Custom(torch.autograd.Function):
 
 STAYS = {
     "view": lambda m, t: F.cross_entropy(m(t).view(-1, CLASSES), t.view(-1)),
-    "reshape": lambda m, t: F.cross_entropy(m(t)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)),
+    "reshape": lambda m, t: F.cross_entropy(
+        m(t)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)
+    ),
     "flatten": lambda m, t: F.cross_entropy(m(t).flatten(0, 1), t.flatten(), reduction="sum"),
     "flatten of torch": lambda m, t: F.cross_entropy(torch.flatten(m(t), end_dim=-2), t.flatten()),
-    "slice": lambda m, t: F.cross_entropy(m(t)[..., :-1, :].contiguous().view(-1, CLASSES), t[:, 1:].flatten()),
+    "slice": lambda m, t: F.cross_entropy(
+        m(t)[..., :-1, :].contiguous().view(-1, CLASSES), t[:, 1:].flatten()
+    ),
     "number": lambda m, t: F.cross_entropy(m(t)[:, -1], t[:, -1]),
     "mask": lambda m, t: F.cross_entropy(m(t)[t > 9], t[t > 9]),
     "to": lambda m, t: F.cross_entropy(m(t).to(t.device).flatten(0, 1), t.flatten()),
     "transpose": lambda m, t: F.cross_entropy(m(t).transpose(1, 2), t, label_smoothing=0.1),
     "permute": lambda m, t: F.cross_entropy(m(t).permute(0, 2, 1).contiguous(), t, ignore_index=5),
     "module": lambda m, t: nn.CrossEntropyLoss()(m(t).flatten(0, 1), t.flatten()),
-    "sizes": lambda m, t: (lambda y: F.cross_entropy(y.view(y.size(0) * y.shape[1], y.shape[-1]), t.flatten()))(m(t)),
+    "sizes": lambda m, t: (
+        lambda y: F.cross_entropy(y.view(y.size(0) * y.shape[1], y.shape[-1]), t.flatten())
+    )(m(t)),
     "two losses": lambda m, t: (
-        lambda y: sum(F.cross_entropy(y[:, i::2].flatten(0, 1), t[:, i::2].flatten()) for i in (0, 1))
+        lambda y: sum(
+            F.cross_entropy(y[:, i::2].flatten(0, 1), t[:, i::2].flatten()) for i in (0, 1)
+        )
     )(m(t)),
 }
 MADE = {
@@ -266,12 +315,18 @@ MADE = {
         m(t).flatten(0, 1), F.one_hot(t.flatten(), CLASSES).double()
     ),
     "div": lambda m, t: F.cross_entropy(m(t).flatten(0, 1) / 2, t.flatten()),
-    "mul_": lambda m, t: (lambda y: (y.mul_(2), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1])(m(t)),
+    "mul_": lambda m, t: (lambda y: (y.mul_(2), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1])(
+        m(t)
+    ),
     "__setitem__": lambda m, t: (
         lambda y: (y.__setitem__((..., 0), -9.0), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
     )(m(t)),
-    "__getitem__": lambda m, t: F.cross_entropy(m(t)[..., 1:].flatten(0, 1), t.flatten().clamp(max=9)),
-    "square": lambda m, t: (lambda y: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean())(m(t)),
+    "__getitem__": lambda m, t: F.cross_entropy(
+        m(t)[..., 1:].flatten(0, 1), t.flatten().clamp(max=9)
+    ),
+    "square": lambda m, t: (
+        lambda y: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean()
+    )(m(t)),
     "cat": lambda m, t: torch.cat([m(t), torch.ones(4, 1, CLASSES)], dim=1).square().mean(),
     "float": lambda m, t: F.cross_entropy(m(t).float().flatten(0, 1), t.flatten()),
     "view": lambda m, t: m(t).view(-1).square().mean(),
@@ -304,14 +359,21 @@ def test_logits_are_made_for(way):
 
 
 def test_upcast_of_half_precision_stays_in_chunks():
-    found, use = both(lambda m, t: F.cross_entropy(m(t).float().view(-1, CLASSES), t.view(-1)), dtype=torch.bfloat16)
+    found, use = both(
+        lambda m, t: F.cross_entropy(m(t).float().view(-1, CLASSES), t.view(-1)),
+        dtype=torch.bfloat16,
+    )
     assert found.holds, found.describe()
     assert str(use) == "1 loss in chunks"
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_has_the_dtype_of_torchs(tied):
-    found, use = both(lambda m, t: F.cross_entropy(m(t).view(-1, CLASSES), t.view(-1)), dtype=torch.bfloat16, tied=tied)
+    found, use = both(
+        lambda m, t: F.cross_entropy(m(t).view(-1, CLASSES), t.view(-1)),
+        dtype=torch.bfloat16,
+        tied=tied,
+    )
     assert found.holds, found.describe()  # which holds dtypes against each other as well
     assert use.num_chunked == 1
 
@@ -321,7 +383,9 @@ def test_written_logits_and_their_views_stay_in_step():
         logits = model(tokens)
         flat, wide = logits.view(-1, CLASSES), logits.float()
         logits.mul_(2)
-        return F.cross_entropy(flat.float(), tokens.flatten()) + F.cross_entropy(wide.flatten(0, 1), tokens.flatten())
+        return F.cross_entropy(flat.float(), tokens.flatten()) + F.cross_entropy(
+            wide.flatten(0, 1), tokens.flatten()
+        )
 
     found, _ = both(loss, dtype=torch.bfloat16)
     assert found.holds, found.describe()
@@ -342,7 +406,9 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     bare, model = Model(), Model()
     assert apply_chunked_loss(model, head="he*", chunk_tokens=5) == ["head"]
     assert list(model.state_dict()) == list(bare.state_dict())
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in bare.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in bare.named_parameters()
+    ]
     assert isinstance(model.head, nn.Linear)
     expected = bare(TOKENS)
     assert type(model.train()(TOKENS)) is LazyLogits
@@ -372,9 +438,17 @@ class Doubled(nn.Linear):
     ("build", "options", "said"),
     [
         (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), {}, "has no output layer"),
-        (lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)), {}, "name it with head="),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)),
+            {},
+            "name it with head=",
+        ),
         (Model, {"head": "nothing"}, "matches no module"),
-        (lambda: nn.Sequential(nn.Linear(8, 8), Doubled(8, 32)), {}, "is a Doubled and no plain nn.Linear"),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 8), Doubled(8, 32)),
+            {},
+            "is a Doubled and no plain nn.Linear",
+        ),
         (Model, {"chunk_tokens": 0}, "at least 1"),
     ],
 )

@@ -19,12 +19,16 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 def llama():
     size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size)
+    )
 
 
 def gpt2():
     size = {"vocab_size": 640, "n_embd": 64, "n_layer": 3, "n_head": 4, "loss_type": "ForCausalLM"}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=1, eos_token_id=1, **size))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(bos_token_id=1, eos_token_id=1, **size)
+    )
 
 
 def labels(model, tokens):
@@ -63,7 +67,9 @@ def test_hugging_face_models_train_the_same_in_less_memory(build, loss, recomput
     assert found.holds, found.describe()
     assert flops[1] == flops[0]
     assert peaks[1] <= peaks[0]
-    if loss is not accumulated and not recompute:  # else the blocks, or the gradients, own the peak of models so small
+    if (
+        loss is not accumulated and not recompute
+    ):  # else the blocks, or the gradients, own the peak of models so small
         assert peaks[1] < 0.9 * peaks[0]
 
 
@@ -74,7 +80,9 @@ def test_bytes_without_values_are_those_with():
         with context():
             model, batch = case.build(), case.batch()
             apply_chunked_loss(model, chunk_tokens=32)
-            peaks.append(measure_memory(model, batch, lambda m, b: case.workload.loss(m, b) / 512).peak_bytes)
+            peaks.append(
+                measure_memory(model, batch, lambda m, b: case.workload.loss(m, b) / 512).peak_bytes
+            )
     model = case.build()
     assert peaks[0] == peaks[1] == peaks[2]
     assert peaks[0] < 0.5 * measure_memory(model, case.batch(), case.workload.mean_loss).peak_bytes

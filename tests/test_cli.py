@@ -35,11 +35,20 @@ def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
 
 
 def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
-    broken = Gate("grad-accum/equal", lambda case: Verdict("grad-accum/equal", False, "3 of 5", "5 of 5", "mend it"))
+    broken = Gate(
+        "grad-accum/equal",
+        lambda case: Verdict("grad-accum/equal", False, "3 of 5", "5 of 5", "mend it"),
+    )
     monkeypatch.setattr("curry_train.__main__.discover", lambda: (broken,))
     ended = run(*QUICK[:4])
     assert ended.exit_code == 1
-    for said in ("FAILED", "measured: 3 of 5", "required: 5 of 5", "what to do: mend it", "0 held, 1 failed"):
+    for said in (
+        "FAILED",
+        "measured: 3 of 5",
+        "required: 5 of 5",
+        "what to do: mend it",
+        "0 held, 1 failed",
+    ):
         assert said in ended.output
 
 
@@ -48,7 +57,11 @@ def applies_to(*workloads, name="some/gate", hint="no such layer"):
 
     def check(case):
         holds = case.workload.name in workloads
-        return Verdict(name, True, "1", "1") if holds else Verdict(name, None, "not applicable", "", hint)
+        return (
+            Verdict(name, True, "1", "1")
+            if holds
+            else Verdict(name, None, "not applicable", "", hint)
+        )
 
     return Gate(name, check)
 
@@ -67,18 +80,30 @@ def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch)
     assert "n/a   no such layer" in run("--model", "mlp", "--figures").output
 
 
-def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(run, tmp_path, monkeypatch):
-    gates = (applies_to(), applies_to(name="some/other"), applies_to(name="b/gate", hint="no\nloop"))
+def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(
+    run, tmp_path, monkeypatch
+):
+    gates = (
+        applies_to(),
+        applies_to(name="some/other"),
+        applies_to(name="b/gate", hint="no\nloop"),
+    )
     monkeypatch.setattr("curry_train.__main__.discover", lambda: gates)
     path = tmp_path / "gates.json"
     ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
     assert ended.exit_code == 2
-    assert ended.stderr == "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer; no loop)\n"
+    assert (
+        ended.stderr
+        == "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer; no loop)\n"
+    )
     assert "0 held, 0 failed, 3 not applicable" in ended.stdout
     assert len(json.loads(path.read_text())["results"]) == 3
     ended = run("--model", "mlp")
     assert ended.exit_code == 2
-    assert ended.stderr == "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)\n"
+    assert (
+        ended.stderr
+        == "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)\n"
+    )
 
 
 @pytest.mark.parametrize(("workloads", "status"), [((), 2), (("snn",), 0)])
@@ -97,7 +122,12 @@ def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, mo
     def gate(name, passed, hint=""):
         return Gate(name, lambda case: Verdict(name, passed, "3 of 4", "4 of 4", hint))
 
-    gates = (gate("a/one", True), gate("a/two", True), gate("b/one", False, "do this"), gate("b/two", None, "no layer"))
+    gates = (
+        gate("a/one", True),
+        gate("a/two", True),
+        gate("b/one", False, "do this"),
+        gate("b/two", None, "no layer"),
+    )
     more = (gate("c/one", None, "no layer"), gate("c/two", None, "no block"))
     monkeypatch.setattr("curry_train.__main__.discover", lambda: (*gates, *more))
     lines = run("--model", "mlp").output.splitlines()
@@ -115,9 +145,13 @@ def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, mo
 
 
 def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, monkeypatch):
-    (tmp_path / "flat_model.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 8)\n")
+    (tmp_path / "flat_model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(8, 8)\n"
+    )
     monkeypatch.chdir(tmp_path)
-    ended = run("--model", "flat_model:build", "--gate", "recompute/memory", "--gate", "grad-accum/equal")
+    ended = run(
+        "--model", "flat_model:build", "--gate", "recompute/memory", "--gate", "grad-accum/equal"
+    )
     assert ended.exit_code == 0, ended.output
     assert "the model repeats no block: name some" in ended.output
     assert "1 held, 0 failed, 1 not applicable" in ended.output
@@ -125,12 +159,12 @@ def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, m
 
 def test_gates_hold_on_a_hugging_face_model(run, tmp_path, monkeypatch):
     size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4"
-    source = (
-        f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
-    )
+    source = f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
     (tmp_path / "llama_model.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    ended = run("--model", "llama_model:build", "--gate", "recompute", "--gate", "grad-accum/two-ranks")
+    ended = run(
+        "--model", "llama_model:build", "--gate", "recompute", "--gate", "grad-accum/two-ranks"
+    )
     assert ended.exit_code == 0, ended.output
     assert "3 blocks, model.layers.0 to" in ended.output
 
@@ -139,7 +173,10 @@ def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch
     def broken(case):
         raise KeyError("no layer 'blocks'")
 
-    gates = (Gate("a/broken", broken), Gate("b/fine", lambda case: Verdict("b/fine", True, "1", "1")))
+    gates = (
+        Gate("a/broken", broken),
+        Gate("b/fine", lambda case: Verdict("b/fine", True, "1", "1")),
+    )
     monkeypatch.setattr("curry_train.__main__.discover", lambda: gates)
     ended = run("--model", "mlp")
     assert ended.exit_code == 1
@@ -158,8 +195,16 @@ def test_a_verdict_that_does_not_hold_must_say_what_to_do():
     [
         (["--model", "bert"], 2, "no workload is called 'bert'"),
         (["--model", "absent.module:build"], 2, "can't import absent"),
-        (["--gate", "recompute/everything"], 2, "no gate matches 'recompute/everything'; there are bench/twice"),
-        (["--model", "mlp", "--blocks", "layers.*"], 2, "the pattern 'layers.*' matches no module; there are 0, 0.0"),
+        (
+            ["--gate", "recompute/everything"],
+            2,
+            "no gate matches 'recompute/everything'; there are bench/twice",
+        ),
+        (
+            ["--model", "mlp", "--blocks", "layers.*"],
+            2,
+            "the pattern 'layers.*' matches no module; there are 0, 0.0",
+        ),
         (["--batch-size", "0"], 2, "0 is not in the range x>=1"),
         (["--dtype", "int8"], 2, "'int8' is not one of"),
         (["--no-such-option"], 2, "No such option"),
@@ -185,7 +230,10 @@ def test_json_holds_the_verdicts_and_where_they_come_from(run, tmp_path):
     run(*QUICK, "--json", str(path))
     data = json.loads(path.read_text())
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
-    assert [result["gate"] for result in data["results"]] == ["grad-accum/equal", "grad-accum/uneven"]
+    assert [result["gate"] for result in data["results"]] == [
+        "grad-accum/equal",
+        "grad-accum/uneven",
+    ]
     assert all(result["passed"] and result["workload"] == "mlp" for result in data["results"])
     on_screen = run(*QUICK, "--json", "-")
     assert json.loads(on_screen.stdout)["results"] == data["results"]
@@ -249,13 +297,19 @@ def two_stacks():
 def test_no_gate_fails_on_a_sound_model(run, tmp_path, monkeypatch, factory):
     (tmp_path / "sound_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
-    quick = [part for name in ("equal", "uneven", "short-window", "once") for part in ("--gate", f"grad-accum/{name}")]
+    quick = [
+        part
+        for name in ("equal", "uneven", "short-window", "once")
+        for part in ("--gate", f"grad-accum/{name}")
+    ]
     ended = run("--model", f"sound_models:{factory}", "--gate", "recompute", *quick)
     assert ended.exit_code == 0, ended.output
 
 
 def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_order():
-    gates = [gate for gate in discover() if gate.name in ("recompute/flops", "recompute/parity-full")]
+    gates = [
+        gate for gate in discover() if gate.name in ("recompute/flops", "recompute/parity-full")
+    ]
     cases = [Case(load_workload(name), batch_size=2) for name in ("snn", "mlp")]
     alone, together = (list(measure_rows(cases, gates, num_processes=number)) for number in (1, 2))
     assert [(row.workload, row.verdict.gate) for row in alone] == [
@@ -270,7 +324,16 @@ def test_two_factories_of_one_name_are_told_apart(run, tmp_path, monkeypatch):
         source = f"from torch import nn\ndef build(): return nn.Sequential(*[{layer} for _ in range({blocks})])\n"
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    ended = run("--model", "first.py:build", "--model", "second.py:build", "--gate", "recompute/flops", "--json", "out")
+    ended = run(
+        "--model",
+        "first.py:build",
+        "--model",
+        "second.py:build",
+        "--gate",
+        "recompute/flops",
+        "--json",
+        "out",
+    )
     assert ended.exit_code == 0, ended.output
     words = " ".join(ended.output.split())
     assert "first.py:build 2 blocks" in words
@@ -285,7 +348,9 @@ def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
         list(measure_rows([Case(load_workload("mlp"))] * 2, gates, num_processes=2))
 
 
-def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(tmp_path, monkeypatch):
+def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(
+    tmp_path, monkeypatch
+):
     (tmp_path / "sized_model.py").write_text(
         "import torch\n"
         "def pair():\n    return torch.nn.Linear(2, 2), torch.ones(7, 2)\n"
@@ -299,7 +364,9 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     assert "batch size 7," in said("memory", "--model", "sized_model.py:pair")
     assert "batch size 4," in said("memory", "--model", "sized_model.py:alone")
     assert "batch size 3," in said("memory", "--model", "sized_model.py:pair", "--batch-size", "3")
-    assert "batch size 4," in said("gates", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal")
+    assert "batch size 4," in said(
+        "gates", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal"
+    )
 
 
 def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
@@ -312,7 +379,11 @@ def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
         "memory-plan/fits",
     )
     ended = run(
-        "--model", "transformer", "--blocks", "layers.[01]", *[part for gate in gates for part in ("--gate", gate)]
+        "--model",
+        "transformer",
+        "--blocks",
+        "layers.[01]",
+        *[part for gate in gates for part in ("--gate", gate)],
     )
     assert ended.exit_code == 0, ended.output
     assert "layers.0 to layers.1" in ended.output
@@ -334,9 +405,13 @@ def build():
 """
 
 
-def test_gates_of_operations_do_not_apply_where_keeping_one_would_be_wrong(run, tmp_path, monkeypatch):
+def test_gates_of_operations_do_not_apply_where_keeping_one_would_be_wrong(
+    run, tmp_path, monkeypatch
+):
     (tmp_path / "recurrent_model.py").write_text(RECURRENT)
     monkeypatch.chdir(tmp_path)
-    ended = run("--model", "recurrent_model.py:build", "--gate", "sac", "--gate", "recompute/parity-full")
+    ended = run(
+        "--model", "recurrent_model.py:build", "--gate", "sac", "--gate", "recompute/parity-full"
+    )
     assert ended.exit_code == 0, ended.output
     assert "as nn.GRU does on a CPU" in " ".join(ended.output.replace("\n", " ").split())

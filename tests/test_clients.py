@@ -18,7 +18,9 @@ from house import ROOT
 
 NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECONDS = float(os.environ["CURRY_CLIENTS_INSTALL"]) if os.environ.get("CURRY_CLIENTS_INSTALL") else None
+SECONDS = (
+    float(os.environ["CURRY_CLIENTS_INSTALL"]) if os.environ.get("CURRY_CLIENTS_INSTALL") else None
+)
 # A fault in each of six skills: what is replaced in its SKILL.md.
 FAULTS = {
     "bench": ("\nname: bench\n", "\nname: other\n"),
@@ -97,7 +99,9 @@ def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):
         ("exec sleep 20", "npm did not bring skills@1 within 1 s"),
     ],
 )
-def test_a_package_that_does_not_come_is_named_and_nothing_is_left(tmp_path, monkeypatch, program, told):
+def test_a_package_that_does_not_come_is_named_and_nothing_is_left(
+    tmp_path, monkeypatch, program, told
+):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/npm").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "bin/npm").chmod(0o755)
@@ -120,7 +124,9 @@ class Typed(list):
 def test_the_readme_installs_as_it_was_tried(name):
     typed, source = Typed(), re.compile(r"(?:https://github\.com/)?curry-train/curry-train")
     CLIENTS[name].install(typed, "SOURCE")
-    row = re.search(rf"^\| {'others' if name == 'npx skills' else name} \|(.*)\|$", README, re.MULTILINE)[1]
+    row = re.search(
+        rf"^\| {'others' if name == 'npx skills' else name} \|(.*)\|$", README, re.MULTILINE
+    )[1]
     prefix = "npx skills " if name == "npx skills" else f"{CLIENTS[name].executable} "
     shown = [source.sub("SOURCE", line) for line in re.findall(r"`([^`]+ [^`]+)`", row)]
     tried = [" ".join(words) for words in typed]
@@ -130,7 +136,10 @@ def test_the_readme_installs_as_it_was_tried(name):
 
 
 def test_versions_are_pinned():
-    assert all(re.fullmatch(r"(@[\w-]+/)?[\w-]+@\d+\.\d+\.\d+", client.package) for client in CLIENTS.values())
+    assert all(
+        re.fullmatch(r"(@[\w-]+/)?[\w-]+@\d+\.\d+\.\d+", client.package)
+        for client in CLIENTS.values()
+    )
 
 
 def test_the_record_is_of_these_clients_and_these_skills():

@@ -16,7 +16,9 @@ def write(path, text):
 
 def test_words_go_over_the_file_and_the_file_over_what_is_default(tmp_path):
     path = write(tmp_path / "c.yaml", "steps: 50\noptimizer: {learning_rate: 1e-4, beta2: 0.99}\n")
-    config = load_config(path, ["optimizer.learning_rate=3e-4", "recompute.strategy=sac", "clip_norm=null"])
+    config = load_config(
+        path, ["optimizer.learning_rate=3e-4", "recompute.strategy=sac", "clip_norm=null"]
+    )
     assert (config.steps, config.optimizer.beta2, config.clip_norm) == (50, 0.99, None)
     assert config.optimizer.learning_rate == 3e-4  # YAML itself takes 3e-4 for text
     assert config.recomputation().enabled
@@ -25,7 +27,9 @@ def test_words_go_over_the_file_and_the_file_over_what_is_default(tmp_path):
 
 
 def test_what_is_saved_reads_back_as_the_same(tmp_path):
-    config = load_config(None, ["recompute.strategy=full", "recompute.exclude_patterns=[head]", "data.length=32"])
+    config = load_config(
+        None, ["recompute.strategy=full", "recompute.exclude_patterns=[head]", "data.length=32"]
+    )
     assert load_config(write(tmp_path / "saved.yaml", config.to_yaml())) == config
 
 
@@ -37,7 +41,10 @@ def test_every_key_can_be_set_by_a_word():
         for part in key.split("."):
             value = getattr(value, part)
         assert (
-            load_config(None, [f"{key}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}"]) == config
+            load_config(
+                None, [f"{key}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}"]
+            )
+            == config
         )
 
 
@@ -48,8 +55,14 @@ def test_configuration_can_not_be_changed():
 
 def test_recompute_that_is_named_is_on_and_one_that_is_switched_off_is_off():
     assert not Config().recomputation().enabled
-    assert load_config(None, ["recompute={strategy: plan, plan: plan.json}"]).recomputation().enabled
-    assert not load_config(None, ["recompute={strategy: full, enabled: false}"]).recomputation().enabled
+    assert (
+        load_config(None, ["recompute={strategy: plan, plan: plan.json}"]).recomputation().enabled
+    )
+    assert (
+        not load_config(None, ["recompute={strategy: full, enabled: false}"])
+        .recomputation()
+        .enabled
+    )
 
 
 def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
@@ -83,10 +96,16 @@ def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
         ("schedule.warmup_steps=400", r"schedule\.warmup_steps must be from 0 to the 300 steps"),
         ("recompute.strategy=sacc", r"recompute: strategy must be one of .* did you mean 'sac'\?"),
         ("recompute.stratgy=sac", r"recompute: unknown key 'stratgy'; did you mean 'strategy'\?"),
-        ("data.source=toks", r"data\.source must be text, tokens, workload or pkg\.module:factory; got 'toks'"),
+        (
+            "data.source=toks",
+            r"data\.source must be text, tokens, workload or pkg\.module:factory; got 'toks'",
+        ),
         ("data.source=tokens", r"data\.path must be a glob where source is tokens; got None"),
         ("data.mask=true", r"data\.mask must be false unless source is tokens"),
-        ("checkpoint.retention.recovery_keep=0", r"checkpoint\.retention\.recovery_keep must be a whole number from 1"),
+        (
+            "checkpoint.retention.recovery_keep=0",
+            r"checkpoint\.retention\.recovery_keep must be a whole number from 1",
+        ),
         ("evaluate.every=0", r"evaluate\.every must be 1 or more, or null for never; got 0"),
     ],
 )
@@ -98,11 +117,26 @@ def test_a_wrong_word_is_named_with_the_right_one(word, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["checkpoint.best_k_metric=accuracy"], "checkpoint.best_k_metric must be dev_loss or loss, .* got 'accuracy'"),
-        (["dtype=bfloat16", "precision=float16"], "precision must be bfloat16 or float32 for bfloat16 weights"),
-        (["ranks=2"], "ranks must be more than one rank only with parallel=ddp or parallel=fsdp2; got 2"),
-        (["ranks=4", "parallel=ddp"], "batch_size must be a multiple of microbatch x ranks, 64; got 32"),
-        (["recompute={strategy: sequential, use_reentrant: true}"], "recompute: use_reentrant must be False"),
+        (
+            ["checkpoint.best_k_metric=accuracy"],
+            "checkpoint.best_k_metric must be dev_loss or loss, .* got 'accuracy'",
+        ),
+        (
+            ["dtype=bfloat16", "precision=float16"],
+            "precision must be bfloat16 or float32 for bfloat16 weights",
+        ),
+        (
+            ["ranks=2"],
+            "ranks must be more than one rank only with parallel=ddp or parallel=fsdp2; got 2",
+        ),
+        (
+            ["ranks=4", "parallel=ddp"],
+            "batch_size must be a multiple of microbatch x ranks, 64; got 32",
+        ),
+        (
+            ["recompute={strategy: sequential, use_reentrant: true}"],
+            "recompute: use_reentrant must be False",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, message):
@@ -125,7 +159,9 @@ def test_a_wrong_file_is_told(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):
-    with pytest.raises(ValueError, match=r"can't read the configuration .*none\.yaml: No such file"):
+    with pytest.raises(
+        ValueError, match=r"can't read the configuration .*none\.yaml: No such file"
+    ):
         load_config(tmp_path / "none.yaml")
 
 

@@ -52,22 +52,34 @@ def problems_of_a_copy(folder: Path) -> list[str]:
     """What in a skill's folder needs something outside of it, other than through the words of TOLD."""
     page = (folder / "SKILL.md").read_text(encoding="utf-8")
     _, _, steps = page.partition("\n## Steps\n")
-    found = [] if steps.startswith(TOLD) else ["SKILL.md: open its steps with the words of TOLD in this test"]
+    found = (
+        []
+        if steps.startswith(TOLD)
+        else ["SKILL.md: open its steps with the words of TOLD in this test"]
+    )
     for path in sorted(folder.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         for up in re.findall(r"(?:\.\./)+\w[\w./-]*", text.replace(TOLD, "")):
             if not (path.parent / up).resolve().is_relative_to(folder):
-                found.append(f"{path.name} names {up}, which is outside of a copy: write the path from the root")
+                found.append(
+                    f"{path.name} names {up}, which is outside of a copy: write the path from the root"
+                )
         for target in (first or second for first, second in LINK.findall(text)):
             inside = (path.parent / target.partition("#")[0]).resolve()
-            if not re.match(r"https?://|#", target) and not (inside.is_relative_to(folder) and inside.exists()):
-                found.append(f"{path.name} links to {target}, which is not in a copy of the skill's folder")
+            if not re.match(r"https?://|#", target) and not (
+                inside.is_relative_to(folder) and inside.exists()
+            ):
+                found.append(
+                    f"{path.name} links to {target}, which is not in a copy of the skill's folder"
+                )
     return found
 
 
 def commands(name: str) -> list[str]:
     page = (ROOT / "skills" / name / "SKILL.md").read_text(encoding="utf-8")
-    return [line for block in fenced_blocks(page, language="bash") for line in block.text.splitlines()]
+    return [
+        line for block in fenced_blocks(page, language="bash") for line in block.text.splitlines()
+    ]
 
 
 def chosen(name: str, pattern: str) -> str:
@@ -77,7 +89,9 @@ def chosen(name: str, pattern: str) -> str:
 def as_told(command: str, root: Path) -> str:
     """The command as an agent types it that follows TOLD, for the user's own model."""
     assert command.startswith(("python scripts/", "PYTHONPATH=template python ")), command
-    command = re.sub(r"^python (scripts/\w+\.py)", lambda found: f'python "{root}/{found[1]}"', command)
+    command = re.sub(
+        r"^python (scripts/\w+\.py)", lambda found: f'python "{root}/{found[1]}"', command
+    )
     command = command.replace("PYTHONPATH=template ", f'PYTHONPATH="{root}/template" ', 1)
     return re.sub(r"--(model|against) \w+", r"--\1 mymodel:build", command)
 
@@ -90,8 +104,15 @@ def elsewhere(tmp_path_factory):
     (folder / "bin/python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (folder / "bin/python").chmod(0o755)
     (folder / "home").mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "GIT_", "CURRY_"))}
-    kept |= {"HOME": str(folder / "home"), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHONPATH", "GIT_", "CURRY_"))
+    }
+    kept |= {
+        "HOME": str(folder / "home"),
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }
     return folder, kept | {"OMP_NUM_THREADS": "1"}
 
 
@@ -117,7 +138,9 @@ def copy_bundle(root: Path) -> Path:
 def read_only(elsewhere):
     """The bundle as a client installs it, where nobody may write."""
     root = copy_bundle(elsewhere[0] / "plug ins/curry-train")
-    subprocess.run([sys.executable, "-m", "compileall", "-q", root / "template", root / "scripts"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", root / "template", root / "scripts"], check=True
+    )
     paths = [root, *root.rglob("*")]  # with what Python would write there by itself
     before = {path: path.stat().st_mtime_ns for path in paths}
     for path in paths:
@@ -125,7 +148,9 @@ def read_only(elsewhere):
     yield root
     for path in paths:
         path.chmod(path.stat().st_mode | 0o200)
-    assert {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]} == before, "a command wrote into it"
+    assert {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]} == before, (
+        "a command wrote into it"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -137,15 +162,23 @@ def cloned(elsewhere):
     origin = copy_bundle(folder / "origin")
     clone, address = re.search(r"`(git clone (\S+) ~/curry-train)`", TOLD).groups()
     git = ["git", "-C", str(origin), "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "the bundle"]):
+    for words in (
+        ["init", "--quiet"],
+        ["add", "--all"],
+        ["commit", "--quiet", "--message", "the bundle"],
+    ):
         subprocess.run([*git, *words], env=environment, check=True)
     (folder / "home/.gitconfig").write_text(f'[url "file://{origin}"]\n\tinsteadOf = {address}\n')
     subprocess.run(clone, shell=True, cwd=folder, env=environment, check=True, capture_output=True)
     return folder / "home/curry-train"
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+def run(
+    command: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
+    )
 
 
 def test_all_skills_are_tried():
@@ -163,7 +196,9 @@ def test_a_command_of_the_skill_runs_from_the_users_folder(name, read_only, else
 
 
 def test_python_blocks_run_from_the_users_folder(read_only, elsewhere, user):
-    block = fenced_blocks((read_only / "skills/grad-accum/SKILL.md").read_text(), language="python")[0]
+    block = fenced_blocks(
+        (read_only / "skills/grad-accum/SKILL.md").read_text(), language="python"
+    )[0]
     (user / "block.py").write_text(block.text)
     ended = run(f'PYTHONPATH="{read_only}/template" python block.py', user, elsewhere[1])
     assert ended.returncode == 0, ended.stderr
@@ -178,11 +213,15 @@ def test_a_command_without_the_root_is_not_found(name, elsewhere, user):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_skill_copied_alone_says_how_to_get_the_rest_and_that_suffices(name, cloned, elsewhere, user):
+def test_a_skill_copied_alone_says_how_to_get_the_rest_and_that_suffices(
+    name, cloned, elsewhere, user
+):
     alone = user / ".agents/skills" / name
     shutil.copytree(ROOT / "skills" / name, alone)
     assert problems_of_a_copy(alone) == []
-    assert not any((alone / "../.." / folder).exists() for folder in ("scripts", "template"))  # so TOLD's `if` applies
+    assert not any(
+        (alone / "../.." / folder).exists() for folder in ("scripts", "template")
+    )  # so TOLD's `if` applies
     command = as_told(chosen(name, "scripts/scaffold.py add"), cloned).replace(" --dry-run", "")
     ended = run(command, user, elsewhere[1])
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
@@ -206,8 +245,16 @@ def test_a_gate_runs_on_the_users_model_from_what_a_copied_skill_gets(cloned, el
             "# [Another](../sac/SKILL.md)",
             "links to ../sac/SKILL.md, which is not in a copy",
         ),
-        ("# Recompute", "# Recompute: see `../sac/SKILL.md`", "names ../sac/SKILL.md, which is outside of a copy"),
-        ("(references/theory.md)", "(references/gone.md)", "links to references/gone.md, which is not in a copy"),
+        (
+            "# Recompute",
+            "# Recompute: see `../sac/SKILL.md`",
+            "names ../sac/SKILL.md, which is outside of a copy",
+        ),
+        (
+            "(references/theory.md)",
+            "(references/gone.md)",
+            "links to references/gone.md, which is not in a copy",
+        ),
     ],
 )
 def test_a_planted_fault_in_a_copy_is_caught(tmp_path, old, new, problem):

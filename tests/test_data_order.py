@@ -27,12 +27,18 @@ def test_order_of_a_seed_never_changes():
     """A run that is resumed with a later version goes on with the same samples."""
     assert Order(100, seed=0)(range(10)).tolist() == [17, 69, 51, 12, 86, 31, 40, 19, 74, 58]
     assert Order(100, seed=0)(range(100, 110)).tolist() == [70, 69, 82, 30, 89, 39, 96, 95, 27, 58]
-    assert Order(10**9, seed=7)([0, 123_456_789, 10**12]).tolist() == [412257092, 242325257, 426953696]
+    assert Order(10**9, seed=7)([0, 123_456_789, 10**12]).tolist() == [
+        412257092,
+        242325257,
+        426953696,
+    ]
 
 
 def test_epochs_and_seeds_differ():
     orders = {
-        tuple(Order(50, seed=seed)(range(epoch * 50, epoch * 50 + 50))) for seed in range(5) for epoch in range(5)
+        tuple(Order(50, seed=seed)(range(epoch * 50, epoch * 50 + 50)))
+        for seed in range(5)
+        for epoch in range(5)
     }
     assert len(orders) == 25
 

@@ -35,7 +35,9 @@ def windows(source, count):
     """The samples of each window, in the order that this rank sees them."""
     per_window = source.microbatches_per_window
     parts = list(itertools.islice(source, count * per_window))
-    return [chained(parts[start : start + per_window]) for start in range(0, len(parts), per_window)]
+    return [
+        chained(parts[start : start + per_window]) for start in range(0, len(parts), per_window)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -59,7 +61,9 @@ def test_a_stream_goes_on_from_a_position_with_another_number_of_ranks():
     windows(begun, 5)
     assert begun.position == 40
     rest = [windows(stream(ranks=2, rank=rank, position=begun.position), 7) for rank in range(2)]
-    assert [sorted(window) for window in whole[5:]] == [sorted(a + b) for a, b in zip(*rest, strict=True)]
+    assert [sorted(window) for window in whole[5:]] == [
+        sorted(a + b) for a, b in zip(*rest, strict=True)
+    ]
 
 
 def test_position_moves_with_the_last_microbatch_of_a_window():
@@ -93,7 +97,10 @@ def test_samples_names_what_a_window_trains_on():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 9}, r"a window of 9 samples can't be cut into microbatches of 2 on 1 ranks: .* of 2 x 1 = 2"),
+        (
+            {"batch_size": 9},
+            r"a window of 9 samples can't be cut into microbatches of 2 on 1 ranks: .* of 2 x 1 = 2",
+        ),
         ({"ranks": 3}, r"multiple of 2 x 3 = 6"),
         ({"rank": 1}, "rank 1 is not one of 1 ranks"),
         ({"position": -1}, "position must be at least 0"),

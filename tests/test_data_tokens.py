@@ -8,12 +8,17 @@ from torch.utils.data import TensorDataset
 from curry_train.core import load_workload
 from curry_train.data import Part, Samples, Tokens, layout_of, open_tokens, read_library_text
 
-EXAMPLE = {"tokens": torch.zeros(1, 4, dtype=torch.int64), "targets": torch.zeros(1, 4, dtype=torch.int64)}
+EXAMPLE = {
+    "tokens": torch.zeros(1, 4, dtype=torch.int64),
+    "targets": torch.zeros(1, 4, dtype=torch.int64),
+}
 LAYOUT, LENGTH = layout_of(EXAMPLE)
 
 
 def tokens(*arrays, **options):
-    return Tokens([numpy.asarray(array) for array in arrays], length=LENGTH, layout=LAYOUT, **options)
+    return Tokens(
+        [numpy.asarray(array) for array in arrays], length=LENGTH, layout=LAYOUT, **options
+    )
 
 
 def test_targets_are_the_tokens_that_follow_and_samples_do_not_overlap():
@@ -27,13 +32,19 @@ def test_targets_are_the_tokens_that_follow_and_samples_do_not_overlap():
 def test_samples_do_not_cross_from_one_array_to_the_next():
     data = tokens(range(5), range(100, 109))
     assert len(data) == 1 + 2
-    assert data.batch([0, 1, 2])["targets"].tolist() == [[1, 2, 3, 4], [101, 102, 103, 104], [105, 106, 107, 108]]
+    assert data.batch([0, 1, 2])["targets"].tolist() == [
+        [1, 2, 3, 4],
+        [101, 102, 103, 104],
+        [105, 106, 107, 108],
+    ]
 
 
 def test_documents_are_padded_and_nothing_of_the_next_one_is_learned():
     data = tokens(range(12), documents=[[0, 3, 4]])
     batch = data.batch([0, 1, 2])
-    assert len(data) == 3  # of 3 tokens, none of the one that has a single token, of 8 tokens in two samples
+    assert (
+        len(data) == 3
+    )  # of 3 tokens, none of the one that has a single token, of 8 tokens in two samples
     assert batch["tokens"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7], [8, 9, 10, 0]]
     assert batch["targets"].tolist() == [[1, 2, -100, -100], [5, 6, 7, 8], [9, 10, 11, -100]]
 
@@ -51,7 +62,9 @@ def test_targets_outside_of_the_mask_are_not_learned():
 def test_hugging_face_gets_labels_that_it_shifts_itself():
     example = {"input_ids": EXAMPLE["tokens"], "labels": EXAMPLE["tokens"], "use_cache": False}
     layout, length = layout_of(example | {"attention_mask": EXAMPLE["tokens"]})
-    batch = Tokens([numpy.arange(12)], length=length, layout=layout, documents=[[0, 3, 4]]).batch([0, 1])
+    batch = Tokens([numpy.arange(12)], length=length, layout=layout, documents=[[0, 3, 4]]).batch(
+        [0, 1]
+    )
     assert batch["use_cache"] is False
     assert batch["input_ids"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7]]
     assert batch["labels"].tolist() == [[-100, 1, 2, -100], [-100, 5, 6, 7]]
@@ -100,7 +113,11 @@ def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
     [
         (None, {}, r"no token file matches .*numpy\.save"),
         (numpy.arange(4), {}, r"no sample of 4 tokens and a target: .*0\.npy 4"),
-        (numpy.ones(9), {}, r"0\.npy holds float64 of shape \(9,\): tokens are one row of whole numbers"),
+        (
+            numpy.ones(9),
+            {},
+            r"0\.npy holds float64 of shape \(9,\): tokens are one row of whole numbers",
+        ),
         (numpy.ones((3, 3), dtype=int), {}, r"shape \(3, 3\)"),
         (numpy.arange(9), {"mask": True}, r"0\.mask\.npy is not there"),
         (numpy.array([{}]), {}, "holds no array that can be mapped"),
@@ -130,7 +147,9 @@ def test_library_text_is_that_of_this_python():
 
 
 def test_library_without_sources_says_what_to_do(tmp_path):
-    with pytest.raises(RuntimeError, match=r"holds no Python sources to train on .* data\.source=tokens"):
+    with pytest.raises(
+        RuntimeError, match=r"holds no Python sources to train on .* data\.source=tokens"
+    ):
         read_library_text(tmp_path)
 
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from curry_train.plan import device_profile as module
-from curry_train.plan.device_profile import PROFILES, DeviceProfile, find_profile, measure_profile, profile_of
+from curry_train.plan.device_profile import (
+    PROFILES,
+    DeviceProfile,
+    find_profile,
+    measure_profile,
+    profile_of,
+)
 
 NO_GPU = "needs a CUDA device, and torch sees none"
 GIB = 2**30
@@ -58,13 +64,18 @@ def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
     """A formula that adds them to the maximum says 10.25 for the first."""
     profile = plain_profile()
     extra = profile.sac_seconds
-    assert profile.operation_seconds([100, 0], [0, 0], dtype="float32", extra_seconds=extra).tolist() == [10.0, 0.75]
+    assert profile.operation_seconds(
+        [100, 0], [0, 0], dtype="float32", extra_seconds=extra
+    ).tolist() == [10.0, 0.75]
     each = profile.operation_seconds([0, 0], 0, dtype="float32", extra_seconds=[0.0, 1.0])
     assert each.tolist() == [0.5, 1.5]
 
 
 def test_a_dtype_without_a_rate_is_told_which_have_one():
-    with pytest.raises(ValueError, match=r"'plain' has no rate for the dtype 'float64': use one of float32, bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"'plain' has no rate for the dtype 'float64': use one of float32, bfloat16",
+    ):
         plain_profile().operation_seconds([1], [1], dtype="float64")
 
 
@@ -80,7 +91,9 @@ def test_the_data_sheets_are_as_published():
         "l4": (30.3e12, 121e12, 300e9, 32e9, 24),
         "rtx4090": (82.6e12, 165e12, 1008e9, 32e9, 24),
     }
-    assert {name for name, profile in PROFILES.items() if profile.source == "data sheet"} == set(sheets)
+    assert {name for name, profile in PROFILES.items() if profile.source == "data sheet"} == set(
+        sheets
+    )
     for name, (single, half, bandwidth, link, memory) in sheets.items():
         profile = PROFILES[name]
         rates = {"float32": 0.7 * single, "bfloat16": 0.7 * half, "float16": 0.7 * half}
@@ -101,7 +114,11 @@ def test_a_profile_says_nothing_that_can_not_be(name):
     assert 0 < profile.regions_seconds < profile.sac_seconds / 8
     assert 1e-6 <= profile.dispatch_seconds <= profile.sac_seconds <= 1e-4
     if name == "cpu":
-        assert (profile.source, profile.host_bytes_per_second, profile.memory_bytes) == ("measured", None, None)
+        assert (profile.source, profile.host_bytes_per_second, profile.memory_bytes) == (
+            "measured",
+            None,
+            None,
+        )
     else:
         assert rates["bfloat16"] == rates["float16"] > rates["float32"]
         assert 1e9 < profile.host_bytes_per_second < profile.bytes_per_second
@@ -112,10 +129,13 @@ def test_names_are_found_in_any_spelling_and_others_are_told_the_nearest():
     assert find_profile("H100") is PROFILES["h100"]
     assert find_profile("RTX 4090") is find_profile("rtx-4090") is PROFILES["rtx4090"]
     with pytest.raises(
-        ValueError, match=r"there is no profile 'h10'. Did you mean 'h100'\? Use one of: h100, h200, a100"
+        ValueError,
+        match=r"there is no profile 'h10'. Did you mean 'h100'\? Use one of: h100, h200, a100",
     ):
         find_profile("h10")
-    with pytest.raises(ValueError, match=r"there is no profile 'zzz'. Use one of: .*rtx4090, cpu, measured"):
+    with pytest.raises(
+        ValueError, match=r"there is no profile 'zzz'. Use one of: .*rtx4090, cpu, measured"
+    ):
         find_profile("zzz")
 
 
@@ -123,7 +143,10 @@ def test_names_are_found_in_any_spelling_and_others_are_told_the_nearest():
     ("changes", "message"),
     [
         ({"flops_per_second": {}}, "flops_per_second of the profile 'plain' must be a mapping"),
-        ({"flops_per_second": {"float32": 0.0}}, "flops_per_second of float32 .* must be a number above 0, got 0.0"),
+        (
+            {"flops_per_second": {"float32": 0.0}},
+            "flops_per_second of float32 .* must be a number above 0, got 0.0",
+        ),
         ({"bytes_per_second": float("nan")}, "bytes_per_second .* got nan"),
         ({"host_bytes_per_second": -1.0}, "host_bytes_per_second .* got -1.0"),
         ({"dispatch_seconds": "1"}, "dispatch_seconds .* got '1'"),
@@ -151,7 +174,10 @@ def test_a_profile_comes_back_from_its_text(name):
         ("[]", "a profile has the fields .* got list"),
         (json.dumps({"name": "h100"}), r"a profile has the fields .* got \['name'\]"),
         (json.dumps(json.loads(plain_profile().to_json()) | {"speed": 1}), "got .*'speed'"),
-        (json.dumps(json.loads(plain_profile().to_json()) | {"flops_per_second": 1}), "flops_per_second .* a mapping"),
+        (
+            json.dumps(json.loads(plain_profile().to_json()) | {"flops_per_second": 1}),
+            "flops_per_second .* a mapping",
+        ),
         (
             json.dumps(json.loads(plain_profile().to_json()) | {"bytes_per_second": None}),
             "bytes_per_second .* got None",
@@ -207,7 +233,9 @@ def test_a_measurement_tells_the_work_from_the_dispatch(one_thread):
 
 def test_the_cpu_is_measured_once_for_a_number_of_threads(monkeypatch):
     calls = []
-    monkeypatch.setattr(module, "measure_profile", lambda device=None: calls.append(device) or plain_profile())
+    monkeypatch.setattr(
+        module, "measure_profile", lambda device=None: calls.append(device) or plain_profile()
+    )
     module._measured_once.cache_clear()
     assert profile_of("cpu") is profile_of(torch.device("cpu"))
     assert calls == [torch.device("cpu")]
@@ -253,10 +281,14 @@ def test_a_card_of_a_like_name_is_measured(monkeypatch, card):
 
 
 def test_a_device_that_is_not_there_or_has_no_profile_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="there is no profile of the device 'meta': give 'cpu' or 'cuda'"):
+    with pytest.raises(
+        ValueError, match="there is no profile of the device 'meta': give 'cpu' or 'cuda'"
+    ):
         profile_of("meta")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="torch sees no GPU for the device 'cuda': use 'cpu', or find_profile"):
+    with pytest.raises(
+        RuntimeError, match="torch sees no GPU for the device 'cuda': use 'cpu', or find_profile"
+    ):
         measure_profile("cuda")
 
 

@@ -19,11 +19,17 @@ def test_a_run_that_went_on_from_the_other_is_said_with_its_step(tmp_path):
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
         journal.resume(20, from_run="first", facts=facts())
-        train(journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0))
+        train(
+            journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
+        )
     found = compare(tmp_path / "first", tmp_path / "second")
     assert found.resumed == Resumed("A", "B", 20)
     assert compare(tmp_path / "second", tmp_path / "first").resumed == Resumed("B", "A", 20)
-    assert (found.losses.first_common, found.losses.last_common, found.losses.num_common) == (21, 30, 10)
+    assert (found.losses.first_common, found.losses.last_common, found.losses.num_common) == (
+        21,
+        30,
+        10,
+    )
     assert (found.losses.parted.step, found.losses.parted.amount) == (25, pytest.approx(0.5))
     assert found.config == []
 
@@ -34,7 +40,9 @@ def test_a_resume_beyond_what_the_other_has_is_doubted(tmp_path):
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
         journal.resume(500, from_run="first")
-    assert compare(tmp_path / "first", tmp_path / "second").resumed == Resumed("A", "B", 500, reached=False)
+    assert compare(tmp_path / "first", tmp_path / "second").resumed == Resumed(
+        "A", "B", 500, reached=False
+    )
 
 
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
@@ -70,7 +78,12 @@ def test_a_run_and_itself_are_the_same(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     found = compare(folder, folder / "journal.jsonl")
     assert found.same
-    assert (found.config, found.code, found.environment, found.losses.num_different) == ([], [], [], 0)
+    assert (found.config, found.code, found.environment, found.losses.num_different) == (
+        [],
+        [],
+        [],
+        0,
+    )
     assert found.losses.num_common == 40
 
 
@@ -138,13 +151,20 @@ def test_steps_that_one_has_not_are_skipped(tmp_path):
 def test_only_what_counts_is_compared(tmp_path):
     """The spike that was rolled back is in A's journal and no part of what A came to."""
     folder = plant_eventful(tmp_path / "run")
-    plant(tmp_path / "other", last=40, loss=lambda s: loss_of(s) + (s > 10) * 0.001 + (s > 20) * 0.001)
+    plant(
+        tmp_path / "other", last=40, loss=lambda s: loss_of(s) + (s > 10) * 0.001 + (s > 20) * 0.001
+    )
     assert compare(folder, tmp_path / "other").losses.largest.amount < 1e-9
     assert compare(folder, tmp_path / "other").losses.visibly is None
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():
-    a = {"x": {"y": {"z": 1, "same": [1, {"a": 2}]}, "gone": {"deep": 1}}, "flag": True, "n": 1, "none": None}
+    a = {
+        "x": {"y": {"z": 1, "same": [1, {"a": 2}]}, "gone": {"deep": 1}},
+        "flag": True,
+        "n": 1,
+        "none": None,
+    }
     b = {"x": {"y": {"z": 2, "same": [1, {"a": 2}]}}, "flag": 1, "n": 1.0, "new": "v"}
     assert changes(a, b) == [
         Change("x.y.z", 1, 2),
@@ -154,7 +174,9 @@ def test_nested_configurations_are_compared_leaf_by_leaf():
         Change("new", ABSENT, "v"),
     ]
     assert changes({"a": {"b": 1}}, {"a": 3}) == [Change("a", {"b": 1}, 3)]
-    assert changes({"a": float("nan")}, {"a": float("nan")})[0].name == "a"  # a JSON reader gives words
+    assert (
+        changes({"a": float("nan")}, {"a": float("nan")})[0].name == "a"
+    )  # a JSON reader gives words
 
 
 def test_code_and_environment_that_differ_are_named(tmp_path):
@@ -169,7 +191,10 @@ def test_code_and_environment_that_differ_are_named(tmp_path):
         with Journal(tmp_path / name, clock=clock()) as journal:
             journal.start(facts=told)
     found = compare(tmp_path / "one", tmp_path / "two")
-    assert [(change.name, change.b) for change in found.code] == [("dirty", True), ("changes", "0f")]
+    assert [(change.name, change.b) for change in found.code] == [
+        ("dirty", True),
+        ("changes", "0f"),
+    ]
     assert [change.name for change in found.environment] == [
         "command",
         "device",
@@ -188,7 +213,10 @@ def test_events_and_dev_metrics_of_each_are_there(tmp_path):
         journal.write("eval", step=40, metric="dev_loss", value=4.75)
     found = compare(folder, tmp_path / "other")
     assert (found.events["spike"][0].steps, found.events["spike"][1].num) == ((20,), 0)
-    assert (found.metrics["dev_loss"].parted.step, found.metrics["dev_loss"].parted.amount) == (40, 0.25)
+    assert (found.metrics["dev_loss"].parted.step, found.metrics["dev_loss"].parted.amount) == (
+        40,
+        0.25,
+    )
     shown = found.to_json()
     assert shown["metrics"]["dev_loss"]["parted"]["amount"] == 0.25
     assert shown["losses"]["parted"]["step"] == 11

@@ -15,10 +15,26 @@ from curry_train.options import DeviceMissing
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
-        (2, {"parallel": "none"}, r"2 ranks were started and parallel is none, .*: add parallel=ddp or parallel=fsdp2"),
-        (None, {"parallel": "ddp"}, r"this is one process alone: start it with torchrun --nproc-per-node 2 train\.py"),
-        (None, {"parallel": "fsdp2", "ranks": 8}, "torchrun --nproc-per-node 8 train.py parallel=fsdp2"),
-        (2, {"parallel": "ddp", "ranks": 4}, "for ranks=4 and 2 were started: use --nproc-per-node 4, or set ranks=2"),
+        (
+            2,
+            {"parallel": "none"},
+            r"2 ranks were started and parallel is none, .*: add parallel=ddp or parallel=fsdp2",
+        ),
+        (
+            None,
+            {"parallel": "ddp"},
+            r"this is one process alone: start it with torchrun --nproc-per-node 2 train\.py",
+        ),
+        (
+            None,
+            {"parallel": "fsdp2", "ranks": 8},
+            "torchrun --nproc-per-node 8 train.py parallel=fsdp2",
+        ),
+        (
+            2,
+            {"parallel": "ddp", "ranks": 4},
+            "for ranks=4 and 2 were started: use --nproc-per-node 4, or set ranks=2",
+        ),
     ],
 )
 def test_a_wrong_launch_says_how_to_start_it(monkeypatch, size, options, message):
@@ -34,7 +50,10 @@ def test_a_wrong_launch_says_how_to_start_it(monkeypatch, size, options, message
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(DeviceMissing, match="no CUDA device"), start_ranks(parallel="ddp", device="cuda"):
+    with (
+        pytest.raises(DeviceMissing, match="no CUDA device"),
+        start_ranks(parallel="ddp", device="cuda"),
+    ):
         pass
     assert not torch.distributed.is_initialized()
 
@@ -45,7 +64,10 @@ def test_more_ranks_than_gpus_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WrongLaunch, match=r"has 1 GPUs and torchrun started rank 1"), start_ranks(parallel="ddp"):
+    with (
+        pytest.raises(WrongLaunch, match=r"has 1 GPUs and torchrun started rank 1"),
+        start_ranks(parallel="ddp"),
+    ):
         pass
 
 
@@ -60,7 +82,15 @@ def test_one_process_alone_shares_nothing():
 def test_blocks_are_shards_of_their_own_and_ranks_agree_with_the_first():
     found = run_on_ranks(f"{__file__}:shared_by_two")
     assert (
-        found == [{"ddp": True, "shards": ["", "layers.0", "layers.1", "layers.2", "layers.3"], "agreed": [0, 0]}] * 2
+        found
+        == [
+            {
+                "ddp": True,
+                "shards": ["", "layers.0", "layers.1", "layers.2", "layers.3"],
+                "agreed": [0, 0],
+            }
+        ]
+        * 2
     )
 
 

@@ -94,14 +94,14 @@ def test_a_planted_wrong_figure_is_caught(tree, text, expected, page):
 
 @pytest.mark.parametrize("key", sorted(RECORD_KEYS))
 def test_a_record_without_its_origin_is_caught(tree, key):
-    (tree / "evidence/run.json").write_text(json.dumps({name: value for name, value in RECORD.items() if name != key}))
+    (tree / "evidence/run.json").write_text(
+        json.dumps({name: value for name, value in RECORD.items() if name != key})
+    )
     assert incomplete_records(tree) == [f"evidence/run.json lacks {key}: record it with the run"]
 
 
 def test_blocks_are_read_with_their_language_and_line():
-    page = (
-        "text\n```bash\nmake test\n```\n- item\n  ~~~~python title\n  x = '''\n  ~~~\n  '''\n  ~~~~\n```\nplain\n```\n"
-    )
+    page = "text\n```bash\nmake test\n```\n- item\n  ~~~~python title\n  x = '''\n  ~~~\n  '''\n  ~~~~\n```\nplain\n```\n"
     assert fenced_blocks(page) == [
         Block("bash", 2, "make test\n"),
         Block("python", 6, "x = '''\n~~~\n'''\n"),
@@ -117,5 +117,7 @@ def test_a_block_that_is_never_closed_is_not_skipped():
 
 def test_the_plan_that_the_readme_shows_is_the_recorded_one():
     record = json.loads((ROOT / "evidence/plan.json").read_text())
-    shown = [block.text for block in fenced_blocks((ROOT / "README.md").read_text(), language="text")]
+    shown = [
+        block.text for block in fenced_blocks((ROOT / "README.md").read_text(), language="text")
+    ]
     assert record["text"] in [text.rstrip("\n") for text in shown]

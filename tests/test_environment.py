@@ -32,8 +32,12 @@ print(curry_train.__name__)
 def run(folder: Path, *, python: str = ">=3.11", dependencies: str = "", text: str | None = None):
     script = folder / "measure.py"
     script.write_text(text or SCRIPT.format(python=python, dependencies=dependencies))
-    program = f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({str(script)!r})"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({str(script)!r})"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_what_is_there_lets_the_script_run_with_the_package_importable(tmp_path):
@@ -71,7 +75,9 @@ def test_a_script_without_a_block_is_told_to_write_one(tmp_path):
 
 @pytest.mark.parametrize("missing", ["requires-python", "dependencies"])
 def test_a_block_that_lacks_a_key_is_told_which(missing):
-    text = "".join(line for line in SCRIPT.splitlines(keepends=True) if not line.startswith(f"# {missing}"))
+    text = "".join(
+        line for line in SCRIPT.splitlines(keepends=True) if not line.startswith(f"# {missing}")
+    )
     with pytest.raises(ValueError, match="must hold requires-python and dependencies"):
         environment.declaration(text, name="measure.py")
 

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from curry_train.core import fake
 from curry_train.core.adapt import workload_parts
@@ -32,14 +39,18 @@ def two_segments(module):
 
 def from_factory(factory):
     parts = workload_parts(factory())
-    return Workload(factory.__name__, lambda: parted(factory()), parts.batch, parts.loss, parts.count)
+    return Workload(
+        factory.__name__, lambda: parted(factory()), parts.batch, parts.loss, parts.count
+    )
 
 
 def parted(made):
     return made if isinstance(made, nn.Module) else made[0]
 
 
-def measured(workload, size, *, optimizer="adamw", change=None, accumulated=False, foreach=False, **options):
+def measured(
+    workload, size, *, optimizer="adamw", change=None, accumulated=False, foreach=False, **options
+):
     """The real step, on real tensors; the optimizer is torch's own."""
     case = Case(workload, **options)
     module, batch = case.build(), case.batch(size)
@@ -47,7 +58,9 @@ def measured(workload, size, *, optimizer="adamw", change=None, accumulated=Fals
     if change is not None:
         change(module)
     loss = case.workload.mean_loss
-    return timeline_of(record_step(module, batch, loss, optimizer=optimizer, accumulated=accumulated), "real")
+    return timeline_of(
+        record_step(module, batch, loss, optimizer=optimizer, accumulated=accumulated), "real"
+    )
 
 
 def check(sketch, real, size, **options):
@@ -59,8 +72,15 @@ def check(sketch, real, size, **options):
 
 
 def check_workload(workload, *, sizes=(3,), changes=(None,), **options):
-    step = {"optimizer": options.get("optimizer", "adamw"), "dtype": options.get("dtype", torch.float32)}
-    real = {(size, change): measured(workload, size, change=change, **step) for size in sizes for change in changes}
+    step = {
+        "optimizer": options.get("optimizer", "adamw"),
+        "dtype": options.get("dtype", torch.float32),
+    }
+    real = {
+        (size, change): measured(workload, size, change=change, **step)
+        for size in sizes
+        for change in changes
+    }
     with Sketch(workload, **options) as sketch:
         for (size, change), timeline in real.items():
             check(sketch, timeline, size, change=change)
@@ -80,7 +100,12 @@ def test_built_in_workloads_with_every_way_to_recompute(name):
 
 
 def test_batch_sizes():
-    assert check_workload(transformer(depth=2), sizes=(1, 2, 3, 4, 5), changes=(None, apply_regions)).why_real is None
+    assert (
+        check_workload(
+            transformer(depth=2), sizes=(1, 2, 3, 4, 5), changes=(None, apply_regions)
+        ).why_real
+        is None
+    )
 
 
 def llama():
@@ -90,7 +115,9 @@ def llama():
 
 def gpt2():
     tokens = {"bos_token_id": 1, "eos_token_id": 1}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, **tokens))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, **tokens)
+    )
 
 
 def bert():
@@ -107,14 +134,18 @@ def frozen():
 
 def hugging_face_recomputes():
     module = llama()
-    enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)
+    enable = getattr(
+        module, "activation_checkpointing_enable", module.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
     return module
 
 
 @pytest.mark.parametrize("factory", [llama, gpt2, bert, frozen, hugging_face_recomputes])
 def test_hugging_face_models(factory):
-    changes = (None, recompute_blocks, apply_sac, apply_regions) if factory in (llama, bert) else (None,)
+    changes = (
+        (None, recompute_blocks, apply_sac, apply_regions) if factory in (llama, bert) else (None,)
+    )
     assert check_workload(from_factory(factory), changes=changes).why_real is None
 
 
@@ -122,7 +153,10 @@ def test_hugging_face_models(factory):
 def test_half_precision(factory):
     workload = factory()
     workload = workload if isinstance(workload, Workload) else from_factory(factory)
-    assert check_workload(workload, changes=(None, recompute_blocks), dtype=torch.bfloat16).why_real is None
+    assert (
+        check_workload(workload, changes=(None, recompute_blocks), dtype=torch.bfloat16).why_real
+        is None
+    )
 
 
 class Runs(nn.Module):
@@ -168,7 +202,9 @@ class SkipsLayers(nn.Module):
 def attention(mask):
     def run(inner, x):
         query, key, value = (layer(x).unflatten(-1, (4, 4)).transpose(1, 2) for layer in inner)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask(x), dropout_p=0.1).flatten(1)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask(x), dropout_p=0.1
+        ).flatten(1)
 
     return Runs(run, *(nn.Linear(16, 16) for _ in range(3)))
 
@@ -192,28 +228,48 @@ def penalty(inner, x):
 ROWS, IMAGES = torch.randn(8, 12, 16), torch.randn(8, 4, 16, 16)
 LAST = {"memory_format": torch.channels_last}
 MODELS = {
-    "loop": lambda: Runs(lambda inner, x: inner[0](inner[0](inner[0](x))), nn.Sequential(nn.Linear(16, 16), nn.GELU())),
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2),
+    "loop": lambda: Runs(
+        lambda inner, x: inner[0](inner[0](inner[0](x))),
+        nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+    ),
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2
+    ),
     "unused": lambda: Runs(lambda inner, x: inner[0](x), nn.Linear(16, 16), nn.Linear(16, 16)),
     "averages": Averages,
     "skips-layers": SkipsLayers,
     "attention-bool-mask": lambda: attention(lambda x: torch.ones(12, 12, dtype=torch.bool).tril()),
     "attention-float-mask": lambda: attention(lambda x: x.new_zeros(1, 1, 12, 12)),
-    "user-checkpoint": lambda: Runs(checkpointed, *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))),
+    "user-checkpoint": lambda: Runs(
+        checkpointed, *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+    ),
     "autocast": lambda: Runs(autocast, nn.Linear(16, 32), nn.Linear(32, 16)),
     "gradient-penalty": lambda: Runs(penalty, nn.Linear(16, 16)),
-    "fft": lambda: Runs(lambda inner, x: torch.fft.rfft(inner[0](x), dim=1).abs(), nn.Linear(16, 16)),
-    "complex": lambda: Runs(lambda inner, x: torch.complex(inner[0](x), x).abs(), nn.Linear(16, 16)),
+    "fft": lambda: Runs(
+        lambda inner, x: torch.fft.rfft(inner[0](x), dim=1).abs(), nn.Linear(16, 16)
+    ),
+    "complex": lambda: Runs(
+        lambda inner, x: torch.complex(inner[0](x), x).abs(), nn.Linear(16, 16)
+    ),
     "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
     "lstm-cell": lambda: Runs(lambda inner, x: inner[0](x[:, 0])[0], nn.LSTMCell(16, 16)),
 }
 PICTURES = {
-    "convolutions": lambda: nn.Sequential(nn.Conv2d(4, 8, 3, stride=2), nn.GELU(), nn.ConvTranspose2d(8, 4, 3)),
-    "channels-last": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2)).to(**LAST),
-    "group-norm": lambda: nn.Sequential(nn.Conv2d(4, 8, 1, groups=2), nn.GroupNorm(2, 8), nn.Dropout2d(0.1)),
-    "interpolate": lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2), nn.GELU(), nn.ConvTranspose2d(8, 4, 3)
+    ),
+    "channels-last": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+    ).to(**LAST),
+    "group-norm": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 1, groups=2), nn.GroupNorm(2, 8), nn.Dropout2d(0.1)
+    ),
+    "interpolate": lambda: nn.Sequential(
+        nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")
+    ),
     "pool-indices": lambda: Runs(
-        lambda inner, x: F.max_unpool2d(*F.max_pool2d(inner[0](x), 2, return_indices=True), 2), nn.Conv2d(4, 4, 1)
+        lambda inner, x: F.max_unpool2d(*F.max_pool2d(inner[0](x), 2, return_indices=True), 2),
+        nn.Conv2d(4, 4, 1),
     ),
 }
 
@@ -232,7 +288,9 @@ def test_models_of_many_kinds(name):
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "cuda"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "sgd-momentum", "adamw-master", "adamw-8bit", 6])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "sgd", "sgd-momentum", "adamw-master", "adamw-8bit", 6]
+)
 def test_optimizers_are_torchs_own(optimizer, kernels):
     """On CUDA they take all parameters at once; there is no attention here whose kernel differs."""
     workload = mlp(depth=2, width=32)
@@ -263,7 +321,9 @@ def test_optimizer_state_by_arithmetic():
     assert all(make_optimizer(name, nn.Linear(2, 2)) for name in OPTIMIZERS)
 
 
-@pytest.mark.parametrize("make", [lambda: transformer(depth=2), lambda: named("unused"), lambda: BUILTIN["resnet"]()])
+@pytest.mark.parametrize(
+    "make", [lambda: transformer(depth=2), lambda: named("unused"), lambda: BUILTIN["resnet"]()]
+)
 def test_a_microstep_that_finds_gradients(make):
     workload = make()
     real = measured(workload, 3, accumulated=True)
@@ -317,16 +377,28 @@ def looked_up(kind, **options):
 
 
 TOLD = {
-    "routing": (lambda: Runs(routed, *(nn.Linear(16, size) for size in (2, 16, 16))), "aten.nonzero.*of Runs, .*py:"),
-    "item": (linear(lambda inner, x: inner[0](x) * inner[0](x).sum().item()), "_local_scalar_dense.*of Runs"),
+    "routing": (
+        lambda: Runs(routed, *(nn.Linear(16, size) for size in (2, 16, 16))),
+        "aten.nonzero.*of Runs, .*py:",
+    ),
+    "item": (
+        linear(lambda inner, x: inner[0](x) * inner[0](x).sum().item()),
+        "_local_scalar_dense.*of Runs",
+    ),
     "boolean index": (linear(lambda inner, x: (y := inner[0](x))[y > 0]), "aten.nonzero.*of Runs"),
-    "numpy": (linear(lambda inner, x: inner[0](x) * float(x.numpy().mean())), "Tensor.numpy.*of Runs"),
+    "numpy": (
+        linear(lambda inner, x: inner[0](x) * float(x.numpy().mean())),
+        "Tensor.numpy.*of Runs",
+    ),
     "lstm": (recurrent(nn.LSTM), "lstm in the forward of LSTM.*kernel keeps a state"),
     "gru": (recurrent(nn.GRU), "gru in the forward of GRU"),
     "rnn": (recurrent(nn.RNN), "rnn_tanh in the forward of RNN"),
     "sparse product": (linear(sparse), "sparse.*of Runs"),
     "ctc": (linear(ctc), "aten._ctc_loss"),
-    "fold": (linear(lambda inner, x: F.fold(F.unfold(inner[0](x)[:, None], 3), (12, 16), 3)), "col2im"),
+    "fold": (
+        linear(lambda inner, x: F.fold(F.unfold(inner[0](x)[:, None], 3), (12, 16), 3)),
+        "col2im",
+    ),
     "unfold": (linear(lambda inner, x: F.unfold(inner[0](x)[:, None], 3)), "col2im"),
     "sparse rows": (looked_up(nn.Embedding, sparse=True), "aten.embedding.*sparse tensor"),
     "bag": (looked_up(nn.EmbeddingBag), "_embedding_bag.*of EmbeddingBag"),
@@ -335,7 +407,9 @@ TOLD = {
 
 def check_told(name):
     build, said = TOLD[name]
-    optimizer = "sgd-momentum" if name == "sparse rows" else "adamw"  # Adam takes no sparse gradient
+    optimizer = (
+        "sgd-momentum" if name == "sparse rows" else "adamw"
+    )  # Adam takes no sparse gradient
     sketch = check_workload(from_factory(lambda: (build(), ROWS)), optimizer=optimizer)
     assert sketch.why_real is not None
     assert re.search(said, sketch.why_real), sketch.why_real
@@ -363,7 +437,10 @@ def test_errors_of_the_users_own_are_passed_on():
     def raises(module, batch):
         raise KeyError("planted")
 
-    with pytest.raises(KeyError, match="planted"), Sketch(Workload("own", Averages, lambda n: ROWS[:n], raises)):
+    with (
+        pytest.raises(KeyError, match="planted"),
+        Sketch(Workload("own", Averages, lambda n: ROWS[:n], raises)),
+    ):
         pass
     with pytest.raises(WorkloadError, match="no workload is called"), Sketch("absent"):
         pass
@@ -383,7 +460,9 @@ def gradients_are_freed(monkeypatch):
 
 def the_state_is_forgotten(monkeypatch):
     made = estimate.make_optimizer
-    monkeypatch.setattr(estimate, "make_optimizer", lambda _, module, **options: made("sgd", module, **options))
+    monkeypatch.setattr(
+        estimate, "make_optimizer", lambda _, module, **options: made("sgd", module, **options)
+    )
 
 
 def the_second_step_is_like_the_first(monkeypatch):

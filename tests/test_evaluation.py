@@ -23,7 +23,15 @@ class Rows:
 
 
 def measure(module, samples=11, **options):
-    return mean_loss(module, Rows(), CASE.workload.loss, CASE.workload.count, samples=samples, microbatch=2, **options)
+    return mean_loss(
+        module,
+        Rows(),
+        CASE.workload.loss,
+        CASE.workload.count,
+        samples=samples,
+        microbatch=2,
+        **options,
+    )
 
 
 def test_every_sample_counts_once_and_microbatches_do_not_matter():
@@ -48,7 +56,9 @@ def test_the_model_is_as_it_was():
 
 def test_ranks_share_the_samples_even_where_they_do_not_divide():
     alone = measure(CASE.build())
-    assert run_on_ranks(f"{__file__}:measured_on_ranks") == [[pytest.approx(alone, rel=1e-6)] * 2] * 2
+    assert (
+        run_on_ranks(f"{__file__}:measured_on_ranks") == [[pytest.approx(alone, rel=1e-6)] * 2] * 2
+    )
 
 
 def measured_on_ranks():

@@ -43,7 +43,9 @@ class Names(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "scaled_dot_product" in str(func):
-            self.found.append(str(func).removeprefix("aten._scaled_dot_product_").removesuffix(".default"))
+            self.found.append(
+                str(func).removeprefix("aten._scaled_dot_product_").removesuffix(".default")
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -56,7 +58,9 @@ def check_block_of_8b():
     stream = tokens * width * half
     statistic = tokens * single  # of RMS norm, one for each token
     query, key = tokens * heads * row * half, tokens * kv_heads * row * half
-    attention = query + 2 * key + query + tokens * heads * single + 3 * 8  # q, k, v, output, log-sum-exp, generator
+    attention = (
+        query + 2 * key + query + tokens * heads * single + 3 * 8
+    )  # q, k, v, output, log-sum-exp, generator
     kept = (
         statistic
         + stream  # what wq, wk and wv take
@@ -83,11 +87,19 @@ def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
     """Bytes kept beside query, key and value, and the kernels of forward and backward."""
     with pretended(kernels=kernels), LiveStorages() as storages, Names() as names:
         query = torch.randn(2, 4, 96, 64, dtype=dtype, requires_grad=True)
-        key, value = (torch.randn(2, kv_heads, 96, 64, dtype=dtype, requires_grad=True) for _ in range(2))
+        key, value = (
+            torch.randn(2, kv_heads, 96, 64, dtype=dtype, requires_grad=True) for _ in range(2)
+        )
         there = storages.bytes_alive
         if mask is not None:
-            mask = torch.ones(96, 96, dtype=mask) if mask == torch.bool else torch.zeros(96, 96, dtype=mask)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=kv_heads < 4)
+            mask = (
+                torch.ones(96, 96, dtype=mask)
+                if mask == torch.bool
+                else torch.zeros(96, 96, dtype=mask)
+            )
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, enable_gqa=kv_heads < 4
+        )
         kept = storages.bytes_alive - there
         output.sum().backward()
         assert key.grad.shape == key.shape
@@ -106,7 +118,9 @@ def test_attention_takes_the_kernel_that_cuda_has_for_it():
     assert kept - 96 * 96 * (1 + 2) == 2 * output + rows + 16  # the mask, and the mask as numbers
     kept, names = attend(torch.bfloat16, mask=torch.bfloat16, kv_heads=2)
     assert names == efficient
-    assert kept - 96 * 96 * 2 == 2 * output + rows + 16 + 2 * 2 * output  # keys and values for each head
+    assert (
+        kept - 96 * 96 * 2 == 2 * output + rows + 16 + 2 * 2 * output
+    )  # keys and values for each head
     assert attend(torch.bfloat16, kernels="cpu")[1][0] == "flash_attention_for_cpu"
 
 
@@ -123,7 +137,10 @@ def test_torchs_own_attention_module_takes_it_too():
 def test_rms_norm_keeps_its_input_and_a_number_for_each_row(entry):
     for kernels, kept in {"cuda": 2 * 96 * 64 + 4 * 96, "cpu": None}.items():
         with pretended(kernels=kernels), LiveStorages() as storages:
-            x, weight = torch.randn(96, 64, dtype=torch.bfloat16), nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+            x, weight = (
+                torch.randn(96, 64, dtype=torch.bfloat16),
+                nn.Parameter(torch.ones(64, dtype=torch.bfloat16)),
+            )
             there = storages.bytes_alive
             output = entry(x, (64,), weight)
             found = storages.bytes_alive - there
@@ -138,15 +155,22 @@ def test_autocast_for_cuda_is_on_where_cuda_is_meant():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             hidden = linear(x)
             assert hidden.dtype == torch.bfloat16
-            assert {norm(hidden).dtype, hidden.softmax(-1).dtype, hidden.sum().dtype, hidden.exp().dtype} == {
-                torch.float32
-            }
+            assert {
+                norm(hidden).dtype,
+                hidden.softmax(-1).dtype,
+                hidden.sum().dtype,
+                hidden.exp().dtype,
+            } == {torch.float32}
             assert F.gelu(hidden).dtype == torch.bfloat16
         with torch.autocast("cuda", dtype=torch.float16):
             assert linear(x).dtype == torch.float16
         assert linear(x).dtype == torch.float32
         assert storages.bytes_alive
-    with pretended(kernels="cpu"), pytest.warns(UserWarning, match="CUDA|cuda"), torch.autocast("cuda"):
+    with (
+        pretended(kernels="cpu"),
+        pytest.warns(UserWarning, match="CUDA|cuda"),
+        torch.autocast("cuda"),
+    ):
         assert linear(x).dtype == torch.float32
 
 
@@ -175,7 +199,9 @@ class Notes(TorchFunctionMode):
 
 
 def with_checkpoint(forward, x):
-    return checkpointed.run_checkpointed(forward, (x,), {}, modules=(), options=checkpointed.Options())
+    return checkpointed.run_checkpointed(
+        forward, (x,), {}, modules=(), options=checkpointed.Options()
+    )
 
 
 def with_replay(forward, x):
@@ -259,7 +285,10 @@ def test_the_block_catches(monkeypatch, plant):
 def test_everything_is_put_back_when_something_is_raised():
     before = nn.Module._apply, F.scaled_dot_product_attention, torch.autocast.__init__
     for kernels in KERNELS:
-        with pytest.raises(RuntimeError, match="must have same reduction dim"), pretended(kernels=kernels):
+        with (
+            pytest.raises(RuntimeError, match="must have same reduction dim"),
+            pretended(kernels=kernels),
+        ):
             torch.ones(2, 3) @ torch.ones(2, 3)
         assert before == (nn.Module._apply, F.scaled_dot_product_attention, torch.autocast.__init__)
     assert not isinstance(torch.zeros(2), FakeTensor)
@@ -286,7 +315,11 @@ def test_conversion_keeps_parameters_and_what_is_tied():
         module[0].weight.kind = "tied"
         weight = module[0].weight
         assert module.to("cuda", torch.bfloat16)[0].weight is weight is module[1].weight
-        assert (weight.dtype, weight.untyped_storage().nbytes(), weight.requires_grad) == (torch.bfloat16, 32, True)
+        assert (weight.dtype, weight.untyped_storage().nbytes(), weight.requires_grad) == (
+            torch.bfloat16,
+            32,
+            True,
+        )
         copied = copy.deepcopy(module)
         assert copied[0].weight is copied[1].weight is not weight
         assert (copied[0].weight.kind, copied[0].weight.fake_mode) == ("tied", mode)
@@ -339,7 +372,9 @@ def on_device():
 
 def weight_decay_by_numpy():
     module = nn.Linear(16, 16)
-    module.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)] + numpy.linspace(0, 1, 4).tolist()
+    module.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)] + numpy.linspace(
+        0, 1, 4
+    ).tolist()
     return module
 
 
@@ -369,10 +404,14 @@ def square(module, batch):
 @pytest.mark.parametrize("name", FACTORIES)
 def test_factories_of_any_kind(name):
     build, before = FACTORIES[name], [tensor.clone() for tensor in (SHARED, WHOLE.weight)]
-    with Sketch(Workload("own", build, rows, square), dtype=torch.bfloat16, kernels="cuda") as sketch:
+    with Sketch(
+        Workload("own", build, rows, square), dtype=torch.bfloat16, kernels="cuda"
+    ) as sketch:
         step = sketch.step(4)
         module = sketch.build()
-        assert all(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers()))
+        assert all(
+            isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers())
+        )
     assert sketch.why_real is None
     numbers = 16 * 16 + 16 + (16 if name == "shared" else 0)
     assert step.timeline.owners["parameters"][0] == step.gradients == 2 * numbers
@@ -404,17 +443,24 @@ def misfit():
         ("misfit", "a forward on the batch raised RuntimeError"),
     ],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which these factories ask for")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a CUDA device, which these factories ask for"
+)
 def test_a_factory_that_raises_is_told_in_one_message(tmp_path, monkeypatch, caplog, factory, said):
     (tmp_path / "raising_factories.py").write_text(RAISE)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(WorkloadError, match=said), Sketch(f"raising_factories:{factory}", kernels="cuda"):
+    with (
+        pytest.raises(WorkloadError, match=said),
+        Sketch(f"raising_factories:{factory}", kernels="cuda"),
+    ):
         pass
     assert not caplog.records  # torch would log the same once more, with its traceback
     assert not isinstance(torch.zeros(2), FakeTensor)
 
 
-@pytest.mark.parametrize("read", [lambda x: x.numpy(), numpy.asarray, lambda x: float(x.sum()), lambda x: x.tolist()])
+@pytest.mark.parametrize(
+    "read", [lambda x: x.numpy(), numpy.asarray, lambda x: float(x.sum()), lambda x: x.tolist()]
+)
 def test_reading_values_is_told(read):
     with pretended(), pytest.raises(fake.NEEDS_VALUES):
         read(torch.randn(3))
@@ -439,7 +485,9 @@ print(peak, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF
 
 def test_8b_is_estimated_in_ten_seconds_and_in_little_memory():
     for _ in range(2):  # other work on the same core counts a little even here: the quicker of two
-        ended = subprocess.run([sys.executable, "-c", MEASURES], capture_output=True, text=True, cwd=TEMPLATE)
+        ended = subprocess.run(
+            [sys.executable, "-c", MEASURES], capture_output=True, text=True, cwd=TEMPLATE
+        )
         assert not ended.returncode, ended.stderr
         peak, seconds, memory = map(float, ended.stdout.split())
         if seconds < 10:

@@ -20,7 +20,9 @@ def volumes(monkeypatch):
 
     def usage(path):
         asked.append(str(path))
-        return USAGE(0, 0, next(left for begin, left in free.items() if str(path).startswith(begin)))
+        return USAGE(
+            0, 0, next(left for begin, left in free.items() if str(path).startswith(begin))
+        )
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     return free, asked
@@ -47,7 +49,9 @@ def test_what_is_missing_and_what_to_lower_is_said(tmp_path, volumes):
         ("recovery", "retention.recovery_keep"),
         ("best-k", "best_k"),
     ):
-        with pytest.raises(NoRoom, match=rf"60.00 GB free.* needs 84.00 GB .*24.00 GB are missing.*lower {lower}"):
+        with pytest.raises(
+            NoRoom, match=rf"60.00 GB free.* needs 84.00 GB .*24.00 GB are missing.*lower {lower}"
+        ):
             require_room(files, kind, 84 * 10**9)
     assert not (tmp_path / "not yet").exists()
 

@@ -116,7 +116,9 @@ def repository(tmp_path_factory):
     (root / "src" / "mylib").mkdir()
     (root / "src" / "mylib" / "__init__.py").touch()
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "template" / "curry_train", root / "src" / "mylib" / "training", ignore=ignored)
+    shutil.copytree(
+        ROOT / "template" / "curry_train", root / "src" / "mylib" / "training", ignore=ignored
+    )
     (root / "tests").mkdir()
     return root
 
@@ -125,7 +127,9 @@ def repository(tmp_path_factory):
 def run(repository, monkeypatch):
     monkeypatch.chdir(repository)
     monkeypatch.setattr(sys, "path", [str(repository / "src"), *sys.path])
-    return lambda *arguments: CliRunner().invoke(command.main, [str(argument) for argument in arguments])
+    return lambda *arguments: CliRunner().invoke(
+        command.main, [str(argument) for argument in arguments]
+    )
 
 
 def spec(name):
@@ -135,7 +139,17 @@ def spec(name):
 
 def pytest_run(root, *arguments, path):
     """A pytest of the user's own: another folder, no plugin of ours, the package on PYTHONPATH."""
-    words = [warm_python(), "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q", *arguments]
+    words = [
+        warm_python(),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-q",
+        *arguments,
+    ]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
@@ -147,7 +161,12 @@ def outcome(repository, run, names, gate):
         ended = run("--model", spec(name), "--out", f"tests/test_{name}.py", "--gate", gate)
         assert ended.exit_code == 0, ended.output
     report = repository / f"{gate.partition('/')[0]}.xml"
-    done = pytest_run(repository, f"--junitxml={report}", *(f"tests/test_{name}.py" for name in names), path=TEMPLATE)
+    done = pytest_run(
+        repository,
+        f"--junitxml={report}",
+        *(f"tests/test_{name}.py" for name in names),
+        path=TEMPLATE,
+    )
     found = {name: {} for name in names}
     for case in ElementTree.parse(report).iter("testcase"):
         said = {child.tag: child.get("message", "") for child in case}
@@ -181,8 +200,26 @@ def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run
 
 
 def test_the_command_in_the_header_renders_the_file_again(repository, run):
-    arguments = ["--model", spec("healthy"), "--out", "tests/test_again.py", "--gate", "recompute/parity-*"]
-    arguments += ["--gate", "recompute/off", "--blocks", "[12]", "--batch-size", 6, "--seed", 3, "--dtype", "bfloat16"]
+    arguments = [
+        "--model",
+        spec("healthy"),
+        "--out",
+        "tests/test_again.py",
+        "--gate",
+        "recompute/parity-*",
+    ]
+    arguments += [
+        "--gate",
+        "recompute/off",
+        "--blocks",
+        "[12]",
+        "--batch-size",
+        6,
+        "--seed",
+        3,
+        "--dtype",
+        "bfloat16",
+    ]
     assert run(*arguments, "--device", "cpu").exit_code == 0
     path = repository / "tests" / "test_again.py"
     text = path.read_text()
@@ -192,7 +229,9 @@ def test_the_command_in_the_header_renders_the_file_again(repository, run):
     path.unlink()
     again = shown.strip().replace("python ", f"{warm_python()} ", 1)
     environment = os.environ | {"PYTHONPATH": "src"}
-    ended = subprocess.run(again, shell=True, cwd=repository, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        again, shell=True, cwd=repository, env=environment, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     assert path.read_text() == text
     done = pytest_run(repository, "tests/test_again.py", path=TEMPLATE)
@@ -220,7 +259,9 @@ def test_check_says_whether_the_file_is_what_would_be_written(repository, run):
 def test_another_place_of_the_script_is_no_difference(repository, run):
     run("--model", "mlp", "--out", "tests/test_placed.py")
     text = (repository / "tests" / "test_placed.py").read_text()
-    moved = re.sub(r"python \S*gen_checkpoint_tests", "python 'their tools/gen_checkpoint_tests", text)
+    moved = re.sub(
+        r"python \S*gen_checkpoint_tests", "python 'their tools/gen_checkpoint_tests", text
+    )
     moved = moved.replace("gen_checkpoint_tests.py \\", "gen_checkpoint_tests.py' \\")
     assert moved != text
     assert differences(moved, text) == []
@@ -240,7 +281,14 @@ def test_a_file_that_something_else_wrote_is_kept(repository, run):
 
 def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     out = "tests/test_vendored.py"
-    arguments = ["--model", spec("healthy"), "--package", "mylib.training", "--gate", "recompute/parity-full"]
+    arguments = [
+        "--model",
+        spec("healthy"),
+        "--package",
+        "mylib.training",
+        "--gate",
+        "recompute/parity-full",
+    ]
     ended = run(*arguments, "--out", out)
     assert f"run it with\n  python -m pytest {out}" in ended.output, ended.output
     assert "from mylib.training.gates import discover" in (repository / out).read_text()
@@ -266,9 +314,24 @@ def test_without_cuda_its_tests_skip_with_the_reason(repository, run):
 
 @pytest.mark.parametrize("width", [79, 88, 120])
 def test_files_are_clean_and_formatted_under_any_line_length(repository, run, width):
-    deep = repository / "checks" / "with a rather long name of a folder" / "and one more of them" / "in it"
+    deep = (
+        repository
+        / "checks"
+        / "with a rather long name of a folder"
+        / "and one more of them"
+        / "in it"
+    )
     deep.mkdir(parents=True, exist_ok=True)
-    run("--model", "mlp", "--out", "tests/test_style_1.py", "--gate", "recompute", "--gate", "grad-accum")
+    run(
+        "--model",
+        "mlp",
+        "--out",
+        "tests/test_style_1.py",
+        "--gate",
+        "recompute",
+        "--gate",
+        "grad-accum",
+    )
     run("--model", spec("healthy"), "--out", deep / "test_style_2.py")
     files = [repository / "tests" / "test_style_1.py", deep / "test_style_2.py"]
     rules = ["--select", "E4,E7,E9,F,I,B,UP,SIM,RUF,PT,W", "--line-length", str(width)]
@@ -283,8 +346,14 @@ def test_files_are_clean_and_formatted_under_any_line_length(repository, run, wi
     [
         (["--model", "bert", "--out", "t.py"], "no workload is called 'bert'"),
         (["--model", "theirs.absent:build", "--out", "t.py"], "can't import theirs.absent"),
-        (["--model", "mlp", "--out", "t.py", "--gate", "recompute/all"], "no gate matches 'recompute/all'; there are"),
-        (["--model", "mlp", "--out", "t.py", "--blocks", "x.*"], "the pattern 'x.*' matches no module"),
+        (
+            ["--model", "mlp", "--out", "t.py", "--gate", "recompute/all"],
+            "no gate matches 'recompute/all'; there are",
+        ),
+        (
+            ["--model", "mlp", "--out", "t.py", "--blocks", "x.*"],
+            "the pattern 'x.*' matches no module",
+        ),
         (["--model", "mlp", "--out", "t.py", "--package", "absent"], "can't import absent.gates"),
         (["--model", "mlp", "--out", "absent/t.py"], "No such file or directory: 'absent/t.py'"),
         (["--model", "mlp", "--out", "t.py", "--check"], "there is no t.py to check"),

@@ -40,7 +40,9 @@ def run():
 
 
 def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
-    ended = run("--model", "transformer", "--device", "cpu", "--steps", "2", "--learning-rate", "0.05")
+    ended = run(
+        "--model", "transformer", "--device", "cpu", "--steps", "2", "--learning-rate", "0.05"
+    )
     assert ended.exit_code == 0, ended.output
     lines = ended.output.splitlines()
     assert lines[1].startswith("update      ")
@@ -51,7 +53,18 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
 
 def test_json_has_every_step_and_layer(run, tmp_path):
     path = tmp_path / "flow.json"
-    arguments = ["--steps", "4", "--every", "2", "--microbatches", "2", "--clip-norm", "0.01", "--strategy", "full"]
+    arguments = [
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--microbatches",
+        "2",
+        "--clip-norm",
+        "0.01",
+        "--strategy",
+        "full",
+    ]
     ended = run(*QUICK, *arguments, "--layers", "*.0", "--recompute", "off", "--json", str(path))
     assert ended.exit_code == 0, ended.output
     data = json.loads(path.read_text())
@@ -83,7 +96,9 @@ def test_json_to_standard_output_is_json_alone(run):
 def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    ended = run("--model", "own_model:build", "--device", "cpu", "--steps", "2", "--json", "own.json")
+    ended = run(
+        "--model", "own_model:build", "--device", "cpu", "--steps", "2", "--json", "own.json"
+    )
     assert ended.exit_code == 1, ended.output
     assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
     data = json.loads((tmp_path / "own.json").read_text())
@@ -94,7 +109,11 @@ def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path
     ("arguments", "status", "said"),
     [
         (["--model", "mlpp"], 2, "no workload is called 'mlpp'"),
-        ([*QUICK, "--layers", "blocks.*"], 2, "layers 'blocks.*' matches no module; there are 0, 0.0"),
+        (
+            [*QUICK, "--layers", "blocks.*"],
+            2,
+            "layers 'blocks.*' matches no module; there are 0, 0.0",
+        ),
         ([*QUICK, "--steps", "0"], 2, "Invalid value for '--steps'"),
         ([*QUICK, "--plot", "nowhere/flow.png"], 2, "create it first"),
         (["--model", "mlp", "--device", "cuda"], 3, "no CUDA device"),
@@ -120,7 +139,8 @@ def test_a_plot_is_a_png_with_every_mark(tmp_path):
         StepFlow(
             step=step,
             stepped=step != 2,
-            layers=dict.fromkeys(names, good if step < 3 else bad) | {names[0]: replace(good, activation=None)},
+            layers=dict.fromkeys(names, good if step < 3 else bad)
+            | {names[0]: replace(good, activation=None)},
             order=tuple(names),
             forwards=1,
             gradient=None,

@@ -8,15 +8,26 @@ from dataclasses import replace
 import pytest
 
 from curry_train.core.flow_findings import find
-from curry_train.core.flow_record import AFTER_BACKWARD, AT_THE_STEP, LayerFlow, Spread, StepFlow, Update
+from curry_train.core.flow_record import (
+    AFTER_BACKWARD,
+    AT_THE_STEP,
+    LayerFlow,
+    Spread,
+    StepFlow,
+    Update,
+)
 from curry_train.core.flow_text import table
 
-GOOD = LayerFlow(Spread(100, 10, 0, 100.0), 1, Spread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True)
+GOOD = LayerFlow(
+    Spread(100, 10, 0, 100.0), 1, Spread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True
+)
 NAMES = tuple(f"layers.{index}" for index in range(4))
 NAN = float("nan")
 
 
-def record(step=0, *, stepped=True, scaled=1.0, read=AFTER_BACKWARD, gradient=GOOD.gradient, **layers):
+def record(
+    step=0, *, stepped=True, scaled=1.0, read=AFTER_BACKWARD, gradient=GOOD.gradient, **layers
+):
     """One step of four good blocks, less those that are given by the number of their layer."""
     flows = {name: layers.get(f"at_{name[-1]}", GOOD) for name in NAMES}
     return StepFlow(step, stepped, flows, NAMES, 1, gradient, read, scaled)
@@ -38,7 +49,12 @@ def test_good_training_has_no_finding():
 def test_the_first_layer_in_forward_is_named_for_activations():
     bad = spread("activation", nonfinite=7, squares=NAN)
     found = find([record(0), record(10, at_1=bad, at_2=bad), record(20, at_0=bad)])
-    assert (found[0].kind, found[0].layers, found[0].step, found[0].value) == ("nonfinite", ("layers.1",), 10, 0.07)
+    assert (found[0].kind, found[0].layers, found[0].step, found[0].value) == (
+        "nonfinite",
+        ("layers.1",),
+        10,
+        0.07,
+    )
 
 
 def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
@@ -50,7 +66,9 @@ def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
 
 def test_weights_that_were_not_finite_before_are_said():
     bad = replace(spread("activation", nonfinite=1, squares=NAN), update=Update(NAN, NAN))
-    assert "an earlier step broke them, so probe with every=1" in find([record(0, at_0=bad)])[0].said
+    assert (
+        "an earlier step broke them, so probe with every=1" in find([record(0, at_0=bad)])[0].said
+    )
 
 
 def test_a_gradient_outside_of_the_layers_is_not_missed():
@@ -66,7 +84,10 @@ def test_a_gradient_outside_of_the_layers_is_not_missed():
         ({"at_1": spread("activation", zeros=91)}, ("dead", ("layers.1",))),
         ({"at_2": spread("update", distance=0.02)}, ("update", ("layers.2",))),
         ({"at_2": spread("update", distance=1e-6)}, ("update", ("layers.2",))),
-        ({"at_3": replace(GOOD, without_gradient=("layers.3.weight",))}, ("no-gradient", ("layers.3",))),
+        (
+            {"at_3": replace(GOOD, without_gradient=("layers.3.weight",))},
+            ("no-gradient", ("layers.3",)),
+        ),
         ({"at_3": spread("gradient", squares=0.0, zeros=50)}, ("no-gradient", ("layers.3",))),
         ({"scaled": 0.05}, ("scaled", ())),
         ({"stepped": False}, ("skipped", ())),
@@ -115,7 +136,9 @@ def test_the_table_says_what_was_not_seen():
             )
         ]
     ).splitlines()
-    assert [line.split()[1:] for line in rows if line.startswith("layers.0")] == [["not", "called", "frozen", "-"]]
+    assert [line.split()[1:] for line in rows if line.startswith("layers.0")] == [
+        ["not", "called", "frozen", "-"]
+    ]
     assert any(line.startswith("layers.1") and " tied " in line for line in rows)
     assert any(line.startswith("layers.2") and line.endswith("new") for line in rows)
 

@@ -109,7 +109,11 @@ class Several(nn.Module):
 def test_outputs_of_every_structure_are_counted_once(kind):
     model = nn.ModuleDict({"block": Several(kind)})
     model.forward = lambda x: model["block"](x)
-    first = {"tuple": lambda out: out[0], "dict": lambda out: out["hidden"], "nested": lambda out: out[0][0]}
+    first = {
+        "tuple": lambda out: out[0],
+        "dict": lambda out: out["hidden"],
+        "nested": lambda out: out[0][0],
+    }
     loss = first.get(kind, lambda out: out.first)
     record = probe(model, torch.randn(2, 4), loss=lambda out: loss(out).sum(), layers="*")
     assert record.layers["block"].activation.elements == 8
@@ -117,7 +121,9 @@ def test_outputs_of_every_structure_are_counted_once(kind):
 
 
 def test_blocks_owners_and_activations_are_the_layers():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1)) for _ in range(2)])
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1)) for _ in range(2)]
+    )
     layers = choose_layers(model)
     assert [layer.name for layer in layers] == ["0", "0.0", "0.1", "1", "1.0", "1.1"]
     assert [layer.is_block for layer in layers] == [True, False, False, True, False, False]
@@ -132,7 +138,9 @@ def test_a_very_large_model_is_probed_by_blocks():
     def block():
         return nn.Sequential(*[nn.Linear(1, 1) for _ in range(10)])
 
-    model = nn.ModuleDict({"stem": nn.Linear(1, 1), "layers": nn.ModuleList(block() for _ in range(MOST // 10))})
+    model = nn.ModuleDict(
+        {"stem": nn.Linear(1, 1), "layers": nn.ModuleList(block() for _ in range(MOST // 10))}
+    )
     names = [layer.name for layer in choose_layers(model)]
     assert names == ["stem", *[f"layers.{index}" for index in range(MOST // 10)]]
 
@@ -141,7 +149,9 @@ def test_layers_are_the_same_where_some_blocks_recompute():
     bare, model = (transformer(depth=3, dim=32).build() for _ in range(2))
     recompute_segments(model, 2)
     kinds = [type(module) for module in model.modules()]
-    assert [layer.name for layer in choose_layers(model)] == [layer.name for layer in choose_layers(bare)]
+    assert [layer.name for layer in choose_layers(model)] == [
+        layer.name for layer in choose_layers(bare)
+    ]
     assert [type(module) for module in model.modules()] == kinds
 
 
@@ -150,14 +160,34 @@ def test_layers_are_the_same_where_some_blocks_recompute():
     [
         (lambda: GradFlow("model"), "GradFlow probes a module, got str"),
         (lambda: GradFlow(nn.Linear(2, 2)), "has no module with parameters to probe"),
-        (lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), layers="layers.*"), "layers 'layers.*' matches no module"),
-        (lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), every=0), "every must be a whole number from 1 up, got 0"),
-        (lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), recompute="no"), "recompute must be one of filter, off"),
-        (lambda: GradFlow(nn.Sequential(nn.LazyLinear(2))), "run one batch through the model first"),
-        (lambda: GradFlow(nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))), "use DistributedDataParallel"),
-        (lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"), "an optimizer is needed, got str"),
         (
-            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD(nn.Linear(2, 2).parameters())),
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), layers="layers.*"),
+            "layers 'layers.*' matches no module",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), every=0),
+            "every must be a whole number from 1 up, got 0",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), recompute="no"),
+            "recompute must be one of filter, off",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.LazyLinear(2))),
+            "run one batch through the model first",
+        ),
+        (
+            lambda: GradFlow(nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))),
+            "use DistributedDataParallel",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"),
+            "an optimizer is needed, got str",
+        ),
+        (
+            lambda: GradFlow(
+                nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD(nn.Linear(2, 2).parameters())
+            ),
             "SGD holds no parameter of this model",
         ),
         (
@@ -178,7 +208,10 @@ def test_misuse_is_said():
         flow.step()
     with flow, pytest.raises(RuntimeError, match="open already"):
         flow.__enter__()
-    with GradFlow(model, torch.optim.SGD(model.parameters())) as flow, pytest.raises(ValueError, match="leave flow"):
+    with (
+        GradFlow(model, torch.optim.SGD(model.parameters())) as flow,
+        pytest.raises(ValueError, match="leave flow"),
+    ):
         flow.step()
 
 

@@ -28,18 +28,26 @@ def batch(rows=4, width=8):
 
 
 def norm(model):
-    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()]).norm().item()
+    return (
+        torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+        .norm()
+        .item()
+    )
 
 
 def hooks_of(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
 
 
 def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
     model, x = build(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outputs = []
-    model[0][0].register_forward_hook(lambda layer, inputs, output: outputs.append(output.detach().double()))
+    model[0][0].register_forward_hook(
+        lambda layer, inputs, output: outputs.append(output.detach().double())
+    )
     with GradFlow(model, optimizer) as flow:
         for part in x.split([1, 3]):
             model(part).square().sum().backward()
@@ -61,7 +69,9 @@ def test_it_fits_around_train_window():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=2) as flow:
         for window in GradientAccumulation(2).windows([batch()] * 6):
-            result = train_window(model, window, lambda m, x: m(x).square().sum(), optimizer, clip_norm=1e-3)
+            result = train_window(
+                model, window, lambda m, x: m(x).square().sum(), optimizer, clip_norm=1e-3
+            )
             if flow.records and flow.records[-1].step == window.index:
                 assert flow.records[-1].gradient.norm == pytest.approx(result.grad_norm, rel=1e-6)
     assert [record.step for record in flow.records] == [0, 2]
@@ -153,7 +163,9 @@ def test_a_skipped_step_is_seen_where_the_model_drops_the_gradients():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    flow = scaled_loop(model, optimizer, scaler, [1.0, float("inf"), 1.0], zero_grad=model.zero_grad)
+    flow = scaled_loop(
+        model, optimizer, scaler, [1.0, float("inf"), 1.0], zero_grad=model.zero_grad
+    )
     assert [record.stepped for record in flow.records] == [True, False, True]
     assert [record.forwards for record in flow.records] == [1, 1, 1]
 
@@ -164,7 +176,9 @@ def test_a_scaler_is_taken_out_and_one_that_is_not_named_is_told(fused):
     for given in (True, False):
         model = build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-        flow = scaled_loop(model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0), [1.0], given=given)
+        flow = scaled_loop(
+            model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0), [1.0], given=given
+        )
         norms.append(flow.records[0].gradient.norm)
         assert flow.records[0].scaled == pytest.approx(1.0 if given else 1 / 1024, rel=1e-6)
         assert ("scaled" in {finding.kind for finding in flow.findings}) != given
@@ -302,7 +316,9 @@ def test_half_precision_is_summed_without_overflow():
         out.backward(torch.full_like(out, 100.0))
         optimizer.step()
     layer = flow.records[0].layers["0"]
-    assert layer.activation.norm == pytest.approx(25600.0 * 64, rel=1e-12)  # its square is above what float16 has
+    assert layer.activation.norm == pytest.approx(
+        25600.0 * 64, rel=1e-12
+    )  # its square is above what float16 has
     assert layer.gradient.norm == pytest.approx(25600.0 * 64, rel=1e-12)
 
 
@@ -322,7 +338,9 @@ def test_a_long_float32_sum_does_not_drift():
     with GradFlow(model, every=1) as flow:
         model(x).sum()
         flow.step()
-    assert flow.records[0].layers["0"].activation.norm == pytest.approx(x.double().norm().item(), rel=1e-12)
+    assert flow.records[0].layers["0"].activation.norm == pytest.approx(
+        x.double().norm().item(), rel=1e-12
+    )
 
 
 def test_sparse_gradients_are_counted_as_what_they_stand_for():

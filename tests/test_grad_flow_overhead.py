@@ -13,7 +13,11 @@ CASE = Case(transformer(depth=2, dim=32, length=16, vocabulary=64), batch_size=2
 def test_a_step_between_has_the_operations_of_the_plain_one_and_a_probed_one_has_more():
     costs = measure_costs(CASE, repeats=1)
     assert costs["between"]["operations"] == costs["plain"]["operations"]
-    assert costs["probed"]["operations"] > costs["probed_without_updates"]["operations"] > costs["plain"]["operations"]
+    assert (
+        costs["probed"]["operations"]
+        > costs["probed_without_updates"]["operations"]
+        > costs["plain"]["operations"]
+    )
 
 
 def test_hooks_by_hand_count_twice_under_recompute():

@@ -48,18 +48,30 @@ def figures(kind, *, recompute, rank=None):
             (CASE.workload.mean_loss(model, part) / len(parts)).backward()
         optimizer.step()
     (record,) = flow.records
-    found = {"": [record.gradient.norm, record.gradient.zeros, record.gradient.elements, record.ranks]}
+    found = {
+        "": [record.gradient.norm, record.gradient.zeros, record.gradient.elements, record.ranks]
+    }
     for name, layer in record.layers.items():
         activation, gradient, update = layer.activation, layer.gradient, layer.update
         found[name] = [activation.norm, activation.elements, activation.zeros]
         if gradient is not None:
-            found[name] += [gradient.norm, gradient.elements, gradient.zeros, update.weight_norm, update.distance]
+            found[name] += [
+                gradient.norm,
+                gradient.elements,
+                gradient.zeros,
+                update.weight_norm,
+                update.distance,
+            ]
     return found
 
 
 def all_on_this_rank():
     torch.set_num_threads(1)
-    found = {f"{kind} {way}": figures(kind, recompute=way, rank=dist.get_rank()) for kind in RANKS for way in WAYS}
+    found = {
+        f"{kind} {way}": figures(kind, recompute=way, rank=dist.get_rank())
+        for kind in RANKS
+        for way in WAYS
+    }
     return [found, without_a_group(), apart()]
 
 
@@ -85,7 +97,9 @@ def apart():
                     optimizer.zero_grad()
                     CASE.workload.mean_loss(model, CASE.batch(2)).backward()
                     optimizer.step()
-            weights.append([getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()])
+            weights.append(
+                [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+            )
         worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*weights, strict=True)))
     return worst
 
@@ -105,7 +119,9 @@ def test_figures_on_two_ranks_are_those_of_one_process(kind, way, answers):
         assert layers.keys() == expected.keys()
         assert layers[""][-1] == 2  # ranks
         for name, values in layers.items():
-            assert values == pytest.approx([*expected[name][:3], 2] if name == "" else expected[name], rel=1e-6), name
+            assert values == pytest.approx(
+                [*expected[name][:3], 2] if name == "" else expected[name], rel=1e-6
+            ), name
 
 
 def test_where_the_ranks_of_the_batch_are_not_known_that_is_said(answers):

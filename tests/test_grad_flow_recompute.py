@@ -46,7 +46,11 @@ def run(workload, change, *, way="filter", steps=2, **options):
                 loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return flow, (losses, [parameter.detach().clone() for parameter in model.parameters()], torch.get_rng_state())
+    return flow, (
+        losses,
+        [parameter.detach().clone() for parameter in model.parameters()],
+        torch.get_rng_state(),
+    )
 
 
 def figures(flow):
@@ -83,7 +87,9 @@ def save_what_the_probe_uses(context, operation, *args, **kwargs):
 
 
 def torch_sac(run, *args):
-    contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, save_what_the_probe_uses)
+    contexts = partial(
+        torch_checkpoint.create_selective_checkpoint_contexts, save_what_the_probe_uses
+    )
     return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
 
@@ -176,7 +182,9 @@ def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_bloc
     """The second half is what `outside_selective_checkpoints` is for; if it fails, that can go."""
     bare = weights_of_dots(lambda model: None)
     assert all(map(torch.equal, bare, weights_of_dots(FORMS["torch selective"])))
-    monkeypatch.setattr("curry_train.core.flow_activations.outside_selective_checkpoints", contextlib.nullcontext)
+    monkeypatch.setattr(
+        "curry_train.core.flow_activations.outside_selective_checkpoints", contextlib.nullcontext
+    )
     try:
         weights = weights_of_dots(FORMS["torch selective"])
     except RuntimeError:
@@ -202,7 +210,9 @@ def test_a_loop_over_time_in_chunks_is_counted_by_timestep(way):
 
     def change(model):
         recompute_timesteps(model, chunk_size=4)
-        model(Case(workload).batch()[0])  # the first call looks for hidden state, in steps of its own
+        model(
+            Case(workload).batch()[0]
+        )  # the first call looks for hidden state, in steps of its own
 
     flow, _ = run(workload, change, way=way)
     assert figures(flow) == figures(plain)
@@ -213,13 +223,17 @@ def test_a_loop_over_time_in_chunks_is_counted_by_timestep(way):
 def test_hugging_face_recompute_is_counted_once(way):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16, use_cache=False)
+    config = GPT2Config(
+        n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16, use_cache=False
+    )
 
     def trained(recompute):
         torch.manual_seed(0)
         model = GPT2LMHeadModel(config).train()
         if recompute is not None:
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable = getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": recompute})
             model.enable_input_require_grads()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

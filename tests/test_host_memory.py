@@ -8,7 +8,12 @@ import mmap
 import pytest
 
 from curry_train.core import host_memory
-from curry_train.core.host_memory import HostMemoryShort, HostPool, available_host_bytes, require_host_memory
+from curry_train.core.host_memory import (
+    HostMemoryShort,
+    HostPool,
+    available_host_bytes,
+    require_host_memory,
+)
 
 MEMINFO = "MemTotal: 64 kB\nMemAvailable:   48 kB\n"
 SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
@@ -43,7 +48,9 @@ SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
         ),
     ],
 )
-def test_available_is_the_smallest_of_what_the_kernel_and_the_groups_leave(tmp_path, files, expected):
+def test_available_is_the_smallest_of_what_the_kernel_and_the_groups_leave(
+    tmp_path, files, expected
+):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -76,13 +83,21 @@ def test_what_is_reserved_is_there_and_serves_a_step_of_these_sizes():
 
 
 def test_pinned_buffers_are_as_large_as_torch_makes_them():
-    assert [HostPool(pinned=True).capacity(size) for size in (1, 4096, 4097, 3 * 2**20)] == [1, 4096, 8192, 2**22]
+    assert [HostPool(pinned=True).capacity(size) for size in (1, 4096, 4097, 3 * 2**20)] == [
+        1,
+        4096,
+        8192,
+        2**22,
+    ]
 
 
 def test_little_memory_is_said_with_both_figures(monkeypatch):
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**30)
     require_host_memory(2**30)
-    with pytest.raises(HostMemoryShort, match=r"needs 3.00 GiB more of host memory and 1.00 GiB is available: offload"):
+    with pytest.raises(
+        HostMemoryShort,
+        match=r"needs 3.00 GiB more of host memory and 1.00 GiB is available: offload",
+    ):
         HostPool(pinned=False).reserve([2**30, 2**31])
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: None)
     require_host_memory(2**60)  # a system that does not say
@@ -94,6 +109,8 @@ def test_memory_that_the_system_refuses_is_the_hosts_and_not_the_devices(monkeyp
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     pool = HostPool(pinned=False)
-    with pytest.raises(HostMemoryShort, match=r"gave no 4.00 KiB of memory \(.*Cannot allocate.*\): offload fewer"):
+    with pytest.raises(
+        HostMemoryShort, match=r"gave no 4.00 KiB of memory \(.*Cannot allocate.*\): offload fewer"
+    ):
         pool.take(1)
     assert pool.reserved_bytes == 0

@@ -43,13 +43,17 @@ def test_the_rule_catches_what_is_planted(copy, rule, plant, expected):
     assert expected in "\n".join(RULES[rule](copy))
 
 
-@pytest.mark.parametrize("line", ['x = f"{{{name}}}"', 'x = f"{{ name }}"', "x = {1: {2: 3}}", "x = {(1,), (2,)}"])
+@pytest.mark.parametrize(
+    "line", ['x = f"{{{name}}}"', 'x = f"{{ name }}"', "x = {1: {2: 3}}", "x = {(1,), (2,)}"]
+)
 def test_braces_of_python_are_not_taken_for_jinja(copy, line):
     write("template/x.py", f'"""Braces."""\n{line}\n')(copy)
     assert RULES["template_runs_where_it_is_written"](copy) == []
 
 
-@pytest.mark.parametrize("text", ["tests/test_<any>.py", "https://host/template/gone", "my/scripts/gone.py"])
+@pytest.mark.parametrize(
+    "text", ["tests/test_<any>.py", "https://host/template/gone", "my/scripts/gone.py"]
+)
 def test_placeholders_and_paths_of_others_are_not_taken_for_dead_ones(copy, text):
     append("AGENTS.md", f"{text}\n")(copy)
     assert not [found for found in RULES["mentioned_paths_exist"](copy) if text in found]

@@ -27,7 +27,9 @@ def test_every_event_has_its_time_step_attempt_and_kind(tmp_path):
     lines = lines_of(plant_eventful(tmp_path / "run-001"))
     assert all(list(line)[:5] == COMMON and line["v"] == 1 for line in lines)
     assert [line["attempt"] for line in lines] == sorted(line["attempt"] for line in lines)
-    opened = [(line["kind"], line["attempt"], line["step"]) for line in lines if line["kind"] in OPENING]
+    opened = [
+        (line["kind"], line["attempt"], line["step"]) for line in lines if line["kind"] in OPENING
+    ]
     assert opened == [("start", 1, 0), ("rollback", 2, 10), ("resume", 3, 20)]
     assert {line["run"] for line in lines if line["kind"] in ("start", "resume")} == {"run-001"}
     assert lines[0]["config"]["optimizer"]["learning_rate"] == 3e-3
@@ -41,7 +43,16 @@ def test_a_step_is_there_when_the_call_returns(tmp_path):
     with Journal(tmp_path, clock=clock()) as journal:
         journal.start()
         for step in range(1, 4):
-            journal.step(step, loss=4.0, learning_rate=1e-3, grad_norm=2.0, terms=8, seconds=0.5, peak_bytes=9, epoch=0)
+            journal.step(
+                step,
+                loss=4.0,
+                learning_rate=1e-3,
+                grad_norm=2.0,
+                terms=8,
+                seconds=0.5,
+                peak_bytes=9,
+                epoch=0,
+            )
             assert lines_of(tmp_path)[-1] == {
                 "v": 1, "time": 1_700_000_000 + step, "step": step, "attempt": 1, "kind": "step", "loss": 4.0,
                 "learning_rate": 1e-3, "grad_norm": 2.0, "terms": 8, "seconds": 0.5, "peak_bytes": 9, "epoch": 0,
@@ -56,7 +67,9 @@ def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
         import fcntl
 
         assert fcntl.fcntl(journal._file.handle, fcntl.F_GETFL) & os.O_APPEND
-        monkeypatch.setattr(os, "write", lambda handle, data: written.append(data) or real(handle, data))
+        monkeypatch.setattr(
+            os, "write", lambda handle, data: written.append(data) or real(handle, data)
+        )
         journal.start(facts=facts())
         journal.step(1, loss=1.0, learning_rate=1.0)
         journal.write("spike", step=1, reason="x" * 100_000)
@@ -68,13 +81,33 @@ def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda j: j.write("sve", step=1), ValueError, "'sve' can't be written so: .*one of start, resume, rollback"),
-        (lambda j: j.write("resume", step=1), ValueError, "'resume' can't be written so: call the method"),
+        (
+            lambda j: j.write("sve", step=1),
+            ValueError,
+            "'sve' can't be written so: .*one of start, resume, rollback",
+        ),
+        (
+            lambda j: j.write("resume", step=1),
+            ValueError,
+            "'resume' can't be written so: call the method",
+        ),
         (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
-        (lambda j: j.write("save", step=1.0), ValueError, r"a step is a whole number from 0, got 1\.0"),
-        (lambda j: j.write("save", step=1, attempt=3), ValueError, "can't have facts called attempt"),
+        (
+            lambda j: j.write("save", step=1.0),
+            ValueError,
+            r"a step is a whole number from 0, got 1\.0",
+        ),
+        (
+            lambda j: j.write("save", step=1, attempt=3),
+            ValueError,
+            "can't have facts called attempt",
+        ),
         (lambda j: j.step(1, loss=object(), learning_rate=0.1), ValueError, "no JSON"),
-        (lambda j: j.start(), JournalError, r"has events already: give a new run its own folder, or call resume\(0\)"),
+        (
+            lambda j: j.start(),
+            JournalError,
+            r"has events already: give a new run its own folder, or call resume\(0\)",
+        ),
     ],
 )
 def test_a_wrong_call_is_told_and_writes_nothing(tmp_path, act, error, message):
@@ -90,8 +123,13 @@ def test_a_wrong_call_is_told_and_writes_nothing(tmp_path, act, error, message):
 
 def test_an_event_before_the_run_or_after_the_end_is_told(tmp_path):
     with Journal(tmp_path) as journal:
-        for act in (lambda: journal.write("save", step=1), lambda: journal.rollback(1, from_step=2, reason="x")):
-            with pytest.raises(JournalError, match="before the run began: call start or resume first"):
+        for act in (
+            lambda: journal.write("save", step=1),
+            lambda: journal.rollback(1, from_step=2, reason="x"),
+        ):
+            with pytest.raises(
+                JournalError, match="before the run began: call start or resume first"
+            ):
                 act()
         journal.start()
     with pytest.raises(JournalError, match="is closed: stop of step 1"):
@@ -138,7 +176,10 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(LockedRun, match=f"is written by process {process.pid}, or a child of it: end it, or give"):
+        with pytest.raises(
+            LockedRun,
+            match=f"is written by process {process.pid}, or a child of it: end it, or give",
+        ):
             Journal(tmp_path)
         assert len(list(JournalReading(tmp_path))) == 1  # reading needs no lock
     finally:
@@ -166,7 +207,10 @@ def test_another_runs_journal_is_not_written(tmp_path):
     plant(tmp_path / "run-001")
     (tmp_path / "run-001").rename(tmp_path / "run-002")
     before = (tmp_path / "run-002/journal.jsonl").read_bytes()
-    with pytest.raises(JournalError, match="is of the run run-001 and this one is run-002: give the folder its name"):
+    with pytest.raises(
+        JournalError,
+        match="is of the run run-001 and this one is run-002: give the folder its name",
+    ):
         Journal(tmp_path / "run-002")
     assert (tmp_path / "run-002/journal.jsonl").read_bytes() == before
     with Journal(tmp_path / "run-002", run="run-001") as journal:
@@ -181,14 +225,18 @@ def test_a_newer_journal_is_not_written(tmp_path):
     path = plant(tmp_path / "run") / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b'{"v":2}\n')
     before = path.read_bytes()
-    with pytest.raises(NewerJournal, match=r"journal\.jsonl: its end was written by a newer version"):
+    with pytest.raises(
+        NewerJournal, match=r"journal\.jsonl: its end was written by a newer version"
+    ):
         Journal(tmp_path / "run")
     path.write_bytes(b'{"v":2}\n' + before)
     with pytest.raises(NewerJournal, match="line 1 was written by a newer version"):
         Journal(tmp_path / "run")
 
 
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 9000, b"{}\n" * 3, b"x" * 5_000_000])
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 9000, b"{}\n" * 3, b"x" * 5_000_000]
+)
 def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(tmp_path, content):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
@@ -216,7 +264,9 @@ def test_steps_that_a_journal_does_not_have_are_said_at_the_resume(tmp_path):
     assert lines_of(tmp_path / "run")[-1]["reason"] == "steps 21 to 30 are not in this journal"
 
 
-def test_a_full_disk_loses_events_says_so_and_lets_the_training_go_on(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_loses_events_says_so_and_lets_the_training_go_on(
+    tmp_path, monkeypatch, caplog
+):
     """Also where a line is written in part: the next one does not continue it."""
     real, room = os.write, [None]
 
@@ -242,5 +292,9 @@ def test_a_full_disk_loses_events_says_so_and_lets_the_training_go_on(tmp_path, 
         ("start", 0), ("step", 1), ("warning", 5), ("step", 5), ("step", 6),
     ]  # fmt: skip
     assert reading.num_damaged == 1
-    told = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_bytes().splitlines() if b"could not" in line]
+    told = [
+        json.loads(line)
+        for line in (tmp_path / "journal.jsonl").read_bytes().splitlines()
+        if b"could not" in line
+    ]
     assert told[0]["reason"] == "3 events could not be written: No space left on device"

@@ -22,7 +22,9 @@ def test_what_counts_is_the_last_attempt_up_to_where_the_next_began(tmp_path):
     for step, (loss, attempt) in found.items():
         expected = (0.0, 1) if step <= 10 else (0.001, 2) if step <= 20 else (0.002, 3)
         assert (loss, attempt) == (loss_of(step) + expected[0], expected[1])
-    given_up = [(part.step[0], part.step[-1], part.attempt[0]) for part in history.course.superseded]
+    given_up = [
+        (part.step[0], part.step[-1], part.attempt[0]) for part in history.course.superseded
+    ]
     assert given_up == [(11, 20, 1), (21, 30, 2)]
 
 
@@ -38,14 +40,21 @@ def test_a_run_that_did_less_after_a_resume_has_less(tmp_path):
 
 def test_attempts_say_how_they_began_and_ended(tmp_path):
     history = read_history(plant_eventful(tmp_path / "run"))
-    found = [(a.number, a.kind, a.step, a.num_steps, a.last_step, a.ended) for a in history.attempts]
+    found = [
+        (a.number, a.kind, a.step, a.num_steps, a.last_step, a.ended) for a in history.attempts
+    ]
     assert found == [
         (1, "start", 0, 20, 20, None),
         (2, "rollback", 10, 20, 30, None),
         (3, "resume", 20, 20, 40, "steps"),
     ]
     assert history.facts["config"]["steps"] == 40
-    assert (history.run, history.last_step, history.num_damaged, history.torn) == ("run", 40, 0, False)
+    assert (history.run, history.last_step, history.num_damaged, history.torn) == (
+        "run",
+        40,
+        0,
+        False,
+    )
     assert list(history.marks["save"].step) == [10, 20, 20, 30, 30, 40]
     assert history.marks["spike"].events[0].facts["reason"] == "9 after 4.05"
 

@@ -10,7 +10,13 @@ from curry_train.runs.names import Saved
 from curry_train.training import open_run, train_run
 from journals import lines_of
 
-WORDS = ("model=training_models:tiny", "batch_size=4", "microbatch=2", "device=cpu", "evaluate={every: 4, samples: 4}")
+WORDS = (
+    "model=training_models:tiny",
+    "batch_size=4",
+    "microbatch=2",
+    "device=cpu",
+    "evaluate={every: 4, samples: 4}",
+)
 
 
 def trained(runs, *words, resume=None, watch=()):
@@ -24,7 +30,11 @@ def test_a_run_leaves_what_it_is_made_of_each_step_and_its_end(tmp_path):
     assert [line["kind"] for line in lines if line["kind"] != "save"] == [
         "start", "step", "step", "step", "step", "eval", "step", "step", "eval", "stop",
     ]  # fmt: skip
-    saves = {line["checkpoint"].split("-")[-1]: line["num_bytes"] for line in lines if line["kind"] == "save"}
+    saves = {
+        line["checkpoint"].split("-")[-1]: line["num_bytes"]
+        for line in lines
+        if line["kind"] == "save"
+    }
     assert set(saves) == {"00000004.dcp", "00000006.dcp"}
     assert all(size > 2**17 for size in saves.values())
     assert lines[0]["config"]["steps"] == 6
@@ -32,7 +42,11 @@ def test_a_run_leaves_what_it_is_made_of_each_step_and_its_end(tmp_path):
     assert (lines[0]["run"], lines[-1]["reason"]) == ("run-001", "steps")
     last = [line for line in lines if line["kind"] == "step"][-1]
     report = done.report.last
-    assert (last["loss"], last["grad_norm"], last["terms"]) == (report.loss, report.grad_norm, report.num_terms)
+    assert (last["loss"], last["grad_norm"], last["terms"]) == (
+        report.loss,
+        report.grad_norm,
+        report.num_terms,
+    )
     assert (last["learning_rate"], last["seconds"]) == (report.learning_rate, report.seconds)
     assert 0 < last["epoch"] < 1
     assert last["peak_bytes"] > 2**20
@@ -66,7 +80,11 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
     with pytest.raises(ZeroDivisionError):
         trained(tmp_path, "steps=6", watch=(Failing,))
     last = lines_of(tmp_path / "run-001")[-1]
-    assert (last["kind"], last["step"], last["reason"]) == ("stop", 2, "ZeroDivisionError: at step 2")
+    assert (last["kind"], last["step"], last["reason"]) == (
+        "stop",
+        2,
+        "ZeroDivisionError: at step 2",
+    )
 
 
 def test_what_else_happens_is_told_through_the_hook(tmp_path):
@@ -80,15 +98,27 @@ def test_what_else_happens_is_told_through_the_hook(tmp_path):
         with write_journal(run):
             pass
     save, prune, spike, stop = lines_of(run.folder)[1:5]
-    assert (save["step"], save["checkpoint"], save["num_bytes"]) == (30, "recovery/step-00000030.dcp", 512)
-    assert (prune["step"], prune["of_step"], spike["kind"], stop["reason"]) == (30, 10, "spike", "SIGTERM")
+    assert (save["step"], save["checkpoint"], save["num_bytes"]) == (
+        30,
+        "recovery/step-00000030.dcp",
+        512,
+    )
+    assert (prune["step"], prune["of_step"], spike["kind"], stop["reason"]) == (
+        30,
+        10,
+        "spike",
+        "SIGTERM",
+    )
     assert lines_of(run.folder)[-1]["reason"] == "before its last step"
 
 
 def test_a_skipped_step_is_said(tmp_path):
     from curry_train.loop import StepReport
 
-    with open_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run, write_journal(run) as hook:
+    with (
+        open_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run,
+        write_journal(run) as hook,
+    ):
         hook(StepReport(1, 300, 4.0, float("inf"), 8, 1e-3, 0.1, stepped=False))
     step, skip = lines_of(run.folder)[1:3]
     assert (step["grad_norm"], skip["kind"], skip["step"]) == ("inf", "skip", 1)

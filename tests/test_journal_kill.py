@@ -34,10 +34,16 @@ def test_at_every_byte_of_the_last_lines_the_journal_goes_on(tmp_path):
             journal.step(2, loss=1.0, learning_rate=1.0)
         lines = lines_of(tmp_path / "run")
         said = [line["reason"] for line in lines if line["kind"] == "warning"]
-        expected = [f"the last line was torn after {len(torn)} bytes: {torn.decode()}"] if torn else []
+        expected = (
+            [f"the last line was torn after {len(torn)} bytes: {torn.decode()}"] if torn else []
+        )
         assert [reason for reason in said if "torn" in reason] == expected, length
         assert len(lines) == kept + 2 + len(said), length
-        assert (lines[kept]["kind"], lines[kept]["attempt"], lines[-1]["attempt"]) == ("resume", 2, 2)
+        assert (lines[kept]["kind"], lines[kept]["attempt"], lines[-1]["attempt"]) == (
+            "resume",
+            2,
+            2,
+        )
 
 
 def test_at_every_byte_of_the_first_line_the_run_begins_again(tmp_path):
@@ -53,7 +59,9 @@ def test_at_every_byte_of_the_first_line_the_run_begins_again(tmp_path):
             assert journal.empty
             journal.start()
         lines = lines_of(tmp_path / "run")
-        assert [line["kind"] for line in lines] == (["start", "warning"] if length else ["start"]), length
+        assert [line["kind"] for line in lines] == (
+            ["start", "warning"] if length else ["start"]
+        ), length
         assert lines[0]["attempt"] == 1
 
 
@@ -108,7 +116,10 @@ with Journal({folder!r}) as journal:
 
 @pytest.mark.timeout(200)
 def test_killed_children_leave_every_step_that_was_written(tmp_path):
-    chance, code = random.Random(0), WRITER.format(path=str(ROOT / "template"), folder=str(tmp_path))
+    chance, code = (
+        random.Random(0),
+        WRITER.format(path=str(ROOT / "template"), folder=str(tmp_path)),
+    )
     for attempt in range(1, 7):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         assert process.stdout.readline() == b"going\n"
@@ -120,7 +131,9 @@ def test_killed_children_leave_every_step_that_was_written(tmp_path):
         events = list(reading)
         assert reading.num_damaged == 0
         assert events[-1].attempt == attempt
-        steps = [event.step for event in events if event.attempt == attempt and event.kind == "step"]
+        steps = [
+            event.step for event in events if event.attempt == attempt and event.kind == "step"
+        ]
         assert steps == list(range(1, len(steps) + 1))
         assert len(steps) >= 20
 

@@ -38,7 +38,9 @@ def read(path):
 
 
 def test_a_line_comes_back_as_it_was_written():
-    line = encode_event("save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}, **AT)
+    line = encode_event(
+        "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}, **AT
+    )
     assert parse_event(line, line=7) == Event(
         7, 1.5, 3, 2, "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}
     )
@@ -50,7 +52,9 @@ def test_a_line_holds_figures_that_json_can_not_and_is_json_still():
     strict = json.loads(line, parse_constant=lambda word: pytest.fail(word))
     assert (strict["loss"], strict["norms"]) == ("nan", ["inf", {"x": "-inf"}])
     assert [number_of(word) for word in ("inf", "-inf")] == [math.inf, -math.inf]
-    assert all(math.isnan(number_of(value)) for value in ("nan", None, "12", [], True and "x", 10**400))
+    assert all(
+        math.isnan(number_of(value)) for value in ("nan", None, "12", [], True and "x", 10**400)
+    )
     assert number_of(3) == 3.0
 
 
@@ -58,10 +62,14 @@ def test_a_line_takes_figures_of_torch_and_numpy_and_nothing_that_is_no_json():
     import numpy
     import torch
 
-    line = encode_event("step", {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3)}, **AT)
+    line = encode_event(
+        "step", {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3)}, **AT
+    )
     assert parse_event(line, line=1).facts == {"loss": "nan", "a": 2.0, "n": 3}
     for wrong, told in (({"x": object()}, "a object in it"), ({"x": {(1, 2): 3}}, "keys must be")):
-        with pytest.raises(ValueError, match=f"step of step 3 is no JSON .*{told}.*give numbers, text"):
+        with pytest.raises(
+            ValueError, match=f"step of step 3 is no JSON .*{told}.*give numbers, text"
+        ):
             encode_event("step", wrong, **AT)
     loop = []
     loop.append(loop)
@@ -70,7 +78,9 @@ def test_a_line_takes_figures_of_torch_and_numpy_and_nothing_that_is_no_json():
 
 
 def test_a_line_that_no_reader_would_take_is_not_written():
-    with pytest.raises(ValueError, match=f"takes .* bytes and {LONGEST - 1} is the most: tell less"):
+    with pytest.raises(
+        ValueError, match=f"takes .* bytes and {LONGEST - 1} is the most: tell less"
+    ):
         encode_event("start", {"config": "x" * LONGEST}, **AT)
     with pytest.raises(ValueError, match="can't have facts called attempt, run: rename them"):
         encode_event("step", {"attempt": 3, "run": "x"}, **AT)
@@ -92,7 +102,10 @@ def test_a_line_that_no_reader_would_take_is_not_written():
         (b'{"v":1,"time":1e999,"step":1,"attempt":1,"kind":"step"}\n', "an event without its time"),
         (b'{"v":1,"time":1,"step":-1,"attempt":1,"kind":"step"}\n', "an event without its step"),
         (b'{"v":1,"time":1,"step":true,"attempt":1,"kind":"step"}\n', "an event without its step"),
-        (b'{"v":1,"time":1,"step":1' + b"0" * 30 + b',"attempt":1,"kind":"step"}\n', "an event without its step"),
+        (
+            b'{"v":1,"time":1,"step":1' + b"0" * 30 + b',"attempt":1,"kind":"step"}\n',
+            "an event without its step",
+        ),
         (b'{"v":1,"time":1,"step":1,"attempt":0,"kind":"step"}\n', "an event without its attempt"),
         (b"x" * (3 * LONGEST) + b"\n", f"longer than {LONGEST} bytes"),
     ],
@@ -129,7 +142,10 @@ def test_the_last_line_of_a_running_run_is_no_damage(tmp_path):
     [
         (b"", "holds no event: the run died as it began, or begins just now"),
         (b'{"v":1,"ti', "holds no event but a torn one"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40, "is no journal of a run: line 1 is no text"),
+        (
+            b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40,
+            "is no journal of a run: line 1 is no text",
+        ),
         (b'{"step": 1, "loss": 2.0}\n' * 3, "is no journal of a run: line 1 is no event"),
         (b"x" * 10 * LONGEST, "is no journal of a run: line 1 is longer than"),
         (b"no\n" * HEAD * 2 + good(1), "is no journal of a run: line 1 is no JSON"),
@@ -146,7 +162,10 @@ def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
     """An older reader would take what it does not know for what it knows."""
     path = tmp_path / "journal.jsonl"
     path.write_bytes(good(1) + b'{"v":2,"what":"ever"}\n' + good(3))
-    with pytest.raises(NewerJournal, match=r"journal\.jsonl: line 2 was written by a newer version \(journal 2, and 1"):
+    with pytest.raises(
+        NewerJournal,
+        match=r"journal\.jsonl: line 2 was written by a newer version \(journal 2, and 1",
+    ):
         read(path)
 
 
@@ -154,7 +173,9 @@ def test_two_journals_in_one_file_are_refused(tmp_path):
     one, two = plant(tmp_path / "one"), plant(tmp_path / "two")
     joined = tmp_path / "joined.jsonl"
     joined.write_bytes((one / "journal.jsonl").read_bytes() + (two / "journal.jsonl").read_bytes())
-    with pytest.raises(JournalError, match="begins two in the journal of one, so two files were joined"):
+    with pytest.raises(
+        JournalError, match="begins two in the journal of one, so two files were joined"
+    ):
         read(joined)
 
 
@@ -168,7 +189,11 @@ def test_where_no_journal_is_is_said(tmp_path):
     plant(tmp_path / "runs/run-001")
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd/journal.jsonl").mkdir(parents=True)
-    for path, told in (("none", "there is no"), ("empty", "has no journal.jsonl"), ("odd", "is no file")):
+    for path, told in (
+        ("none", "there is no"),
+        ("empty", "has no journal.jsonl"),
+        ("odd", "is no file"),
+    ):
         with pytest.raises(JournalError, match=told):
             JournalReading(tmp_path / path)
     root = tmp_path / "runs"
@@ -178,7 +203,9 @@ def test_where_no_journal_is_is_said(tmp_path):
     with pytest.raises(JournalError, match=r"there is no run run-002; did you mean run-001\?"):
         find_journal("run-002", root=root)
     plant(tmp_path / "runs/night")
-    with pytest.raises(JournalError, match=r"there is no run run-02; did you mean run-001\? .*runs also has night$"):
+    with pytest.raises(
+        JournalError, match=r"there is no run run-02; did you mean run-001\? .*runs also has night$"
+    ):
         find_journal("run-02", root=root)
     with pytest.raises(JournalError, match=r"did you mean night\? .*runs also has run-001$"):
         find_journal(str(root / "nigth"), root="elsewhere")
@@ -211,19 +238,26 @@ print(history.num_events, len(history.steps), most, "torch" in sys.modules)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the most memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(), reason="the most memory is read from /proc"
+)
 def test_a_million_events_stream_in_little_memory(tmp_path):
     """Nothing that grows with a run is kept but its figures, 64 bytes a step."""
     path = tmp_path / "journal.jsonl"
     with Journal(tmp_path, run="long") as journal:
         journal.start()
-    first, line = path.read_bytes(), '{"v":1,"time":%d.123,"step":%d,"attempt":1,"kind":"step","loss":%.15g,%s}\n'
+    first, line = (
+        path.read_bytes(),
+        '{"v":1,"time":%d.123,"step":%d,"attempt":1,"kind":"step","loss":%.15g,%s}\n',
+    )
     rest = '"learning_rate":0.00030000123,"grad_norm":1.0123456789,"terms":524288,"seconds":0.12345,"peak_bytes":8e10'
     with path.open("w") as file:
         file.write(first.decode())
         for start in range(1, 1_000_000, 50_000):
             steps = range(start, start + 50_000)
-            file.write("".join([line % (1_700_000_000 + step, step, 2 + 1 / step, rest) for step in steps]))
+            file.write(
+                "".join([line % (1_700_000_000 + step, step, 2 + 1 / step, rest) for step in steps])
+            )
     code = MILLION.format(path=str(ROOT / "template"), journal=str(path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

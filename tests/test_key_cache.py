@@ -43,7 +43,13 @@ def gpt2():
 
 
 def llama():
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
@@ -78,7 +84,9 @@ def step(model, loss=loss):
         return record_step(model, TOKENS, loss)
 
 
-@pytest.mark.parametrize("change", [recompute_blocks, apply_sac], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [recompute_blocks, apply_sac], ids=lambda change: change.__name__
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cache(name, change):
     plain, changed, said = built(name), built(name), built(name)
@@ -86,7 +94,10 @@ def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cac
     change(changed)
     change(said)
     assert compare(*(step(model) for model in (plain, changed))).bit_equal
-    held = [measure_memory(model, TOKENS, how).held_bytes for model, how in ((changed, loss), (said, without))]
+    held = [
+        measure_memory(model, TOKENS, how).held_bytes
+        for model, how in ((changed, loss), (said, without))
+    ]
     assert held[0] == held[1]
 
 
@@ -98,7 +109,9 @@ def test_it_is_said_once(caplog):
         for _ in range(2):
             loss(model, TOKENS).backward()
     (said,) = [record.message for record in caplog.records if "fills a cache" in record.message]
-    assert said.endswith("call the model with use_cache=False, or set model.config.use_cache = False")
+    assert said.endswith(
+        "call the model with use_cache=False, or set model.config.use_cache = False"
+    )
 
 
 def test_a_cache_that_holds_something_is_refused():
@@ -107,7 +120,9 @@ def test_a_cache_that_holds_something_is_refused():
     with torch.no_grad():
         prefix = model(TOKENS, past_key_values=DynamicCache()).past_key_values
     recompute_blocks(model)
-    with pytest.raises(ValueError, match=r"gets a cache that holds keys already.*train without past_key_values"):
+    with pytest.raises(
+        ValueError, match=r"gets a cache that holds keys already.*train without past_key_values"
+    ):
         model(input_ids=TOKENS, labels=TOKENS, past_key_values=prefix)
 
 
@@ -118,7 +133,9 @@ def test_a_cache_that_is_read_is_never_left_out_in_silence(change):
 
     def two(model):
         first = model(input_ids=TOKENS[:, :8], labels=TOKENS[:, :8])
-        second = model(input_ids=TOKENS[:, 8:], labels=TOKENS[:, 8:], past_key_values=first.past_key_values)
+        second = model(
+            input_ids=TOKENS[:, 8:], labels=TOKENS[:, 8:], past_key_values=first.past_key_values
+        )
         return first.loss + second.loss
 
     change(changed)
@@ -130,9 +147,23 @@ def test_a_cache_that_is_read_is_never_left_out_in_silence(change):
 
 
 def jamba():
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2)
-    kinds = dict(num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, num_experts=2)
-    return JambaForCausalLM(JambaConfig(**sizes, **kinds, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4))
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    kinds = dict(
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        num_experts=2,
+    )
+    return JambaForCausalLM(
+        JambaConfig(**sizes, **kinds, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4)
+    )
 
 
 def test_caches_of_several_kinds():
@@ -146,10 +177,22 @@ def test_caches_of_several_kinds():
 
 def test_blocks_that_share_keys_find_them():
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2)
-    more = dict(num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, vocab_size_per_layer_input=64)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    more = dict(
+        num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, vocab_size_per_layer_input=64
+    )
     config = Gemma3nTextConfig(
-        **sizes, **more, hidden_size_per_layer_input=8, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4
+        **sizes,
+        **more,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
     )
     plain = Gemma3nForCausalLM(config).train()
     changed = copy.deepcopy(plain)
@@ -196,7 +239,12 @@ def test_a_config_that_is_not_theirs_is_left_alone():
 def test_the_profiler_counts_the_same():
     with_cache, tokens = built("gpt2"), {"input_ids": TOKENS, "labels": TOKENS}
     found = MemoryProfiler(with_cache).profile(tokens).held_bytes
-    assert found == MemoryProfiler(copy.deepcopy(with_cache)).profile(tokens | {"use_cache": False}).held_bytes
+    assert (
+        found
+        == MemoryProfiler(copy.deepcopy(with_cache))
+        .profile(tokens | {"use_cache": False})
+        .held_bytes
+    )
 
 
 def pair():
@@ -206,7 +254,12 @@ def pair():
 def own_loss():
     from curry_train.core import Workload
 
-    return Workload("own", gpt2, lambda size: TOKENS[:1].repeat(size, 1), lambda model, batch: 16 * loss(model, batch))
+    return Workload(
+        "own",
+        gpt2,
+        lambda size: TOKENS[:1].repeat(size, 1),
+        lambda model, batch: 16 * loss(model, batch),
+    )
 
 
 @pytest.mark.parametrize("factory", ["pair", "own_loss"])

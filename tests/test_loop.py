@@ -29,7 +29,9 @@ def batches(number=None):
 
 def run(module, optimizer, microbatches=None, **options):
     microbatches = batches() if microbatches is None else microbatches
-    return run_training_steps(module, optimizer, microbatches, CASE.workload.loss, count=len_of, **options)
+    return run_training_steps(
+        module, optimizer, microbatches, CASE.workload.loss, count=len_of, **options
+    )
 
 
 def len_of(batch):
@@ -55,7 +57,9 @@ def test_steps_equal_those_written_by_hand():
         nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
         other.param_groups[0]["lr"] = 0.1 / (step + 1)
         other.step()
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), by_hand.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), by_hand.parameters(), strict=True)
+    )
     assert (report.step, report.ended_by, report.finished) == (3, "steps", True)
 
 
@@ -67,7 +71,10 @@ def test_a_run_in_two_parts_equals_one():
     data = batches()
     run(*halves, data, steps=2, schedule=schedule)
     run(*halves, data, steps=6, first_step=2, schedule=schedule)
-    assert all(torch.equal(a, b) for a, b in zip(whole[0].parameters(), halves[0].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole[0].parameters(), halves[0].parameters(), strict=True)
+    )
 
 
 def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
@@ -102,7 +109,9 @@ def test_state_is_saved_once_where_no_cadence_was_asked_for():
 
 def test_data_that_end_end_the_run_and_are_saved():
     saves = []
-    report = run(*parts(), batches(5), steps=9, accumulation=GradientAccumulation(2), save=saves.append)
+    report = run(
+        *parts(), batches(5), steps=9, accumulation=GradientAccumulation(2), save=saves.append
+    )
     assert (report.step, report.ended_by, report.finished, saves) == (3, "data", False, [3])
 
 
@@ -150,7 +159,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
         before[:] = [copy.deepcopy(module.state_dict())]
 
     saves = []
-    with pytest.raises(NonFiniteWindow, match=r"step 3: window 2: .* not finite: microbatch 0 of 2"):
+    with pytest.raises(
+        NonFiniteWindow, match=r"step 3: window 2: .* not finite: microbatch 0 of 2"
+    ):
         run(
             module, optimizer, data, steps=9, accumulation=GradientAccumulation(2), after_step=[remember],
             save=saves.append, save_every=1,
@@ -163,7 +174,9 @@ def test_a_scaler_skips_what_overflows_and_the_run_goes_on():
     module, optimizer = parts(1e-6)
     scaler, told = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
     large = lambda module, batch: 1024 * CASE.workload.loss(module, batch)  # noqa: E731
-    report = run_training_steps(module, optimizer, batches(), large, steps=30, scaler=scaler, after_step=[told.append])
+    report = run_training_steps(
+        module, optimizer, batches(), large, steps=30, scaler=scaler, after_step=[told.append]
+    )
     assert not told[0].stepped
     assert report.last.stepped
 
@@ -230,7 +243,16 @@ def poisoned_on_rank_1():
         data[2][0].fill_(float("inf"))
     done = []
     try:
-        run(module, torch.optim.SGD(module.parameters(), lr=0.1), data, steps=4, after_step=[done.append])
+        run(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            data,
+            steps=4,
+            after_step=[done.append],
+        )
     except NonFiniteWindow:
-        return {"step": len(done), "weights": sum(p.double().sum().item() for p in module.parameters())}
+        return {
+            "step": len(done),
+            "weights": sum(p.double().sum().item() for p in module.parameters()),
+        }
     return {"step": -1}

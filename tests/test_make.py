@@ -30,7 +30,9 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
         shutil.copyfile(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python3"
-    python.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1 && exit\n[ "$1" = -c ] && exit 1\n')
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1 && exit\n[ "$1" = -c ] && exit 1\n'
+    )
     python.chmod(0o755)
     done = run(["make", "test"], tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
     assert done.returncode == 2
@@ -55,7 +57,9 @@ def test_every_target_of_make_is_told_in_its_help():
         pytest.param(ALL_RIGHT, "true", 0, id="all right"),
         pytest.param(REPORTING.format(passed=9999, status=1), "true", 1, id="a test fails"),
         pytest.param(ALL_RIGHT, "false", 1, id="another check fails"),
-        pytest.param(REPORTING.format(passed=1, status=0), "true", 1, id="discovery lost the tests"),
+        pytest.param(
+            REPORTING.format(passed=1, status=0), "true", 1, id="discovery lost the tests"
+        ),
         pytest.param("true", "true", 1, id="pytest never ran"),
         pytest.param(f"read line || exit 1\n{ALL_RIGHT}", "true", 1, id="a question is asked"),
     ],

@@ -24,7 +24,17 @@ PLACES = {
     "template/curry_train/__init__.py": (r'^__version__ = "(.+)"', 1),
     "CHANGELOG.md": (r"\A(?:(?!^## ).*\n)*## (\d\S*)", 1),  # the newest heading
 }
-OPEN_KEYS = {"$schema", "name", "version", "description", "author", "homepage", "repository", "license", "keywords"}
+OPEN_KEYS = {
+    "$schema",
+    "name",
+    "version",
+    "description",
+    "author",
+    "homepage",
+    "repository",
+    "license",
+    "keywords",
+}
 
 
 def versions(root: Path) -> dict[str, str]:
@@ -32,7 +42,9 @@ def versions(root: Path) -> dict[str, str]:
     found = {}
     for name, (pattern, count) in PLACES.items():
         matches = re.findall(pattern, (root / name).read_text(encoding="utf-8"), re.MULTILINE)
-        assert len(matches) == count, f"{name} carries {len(matches)} versions and should carry {count}"
+        assert len(matches) == count, (
+            f"{name} carries {len(matches)} versions and should carry {count}"
+        )
         found |= {f"{name} {number}": version for number, version in enumerate(matches, start=1)}
     return found
 
@@ -47,7 +59,9 @@ def test_one_version_stands_everywhere():
     assert len(set(found.values())) == 1, found
 
 
-@pytest.mark.parametrize(("name", "number"), [(name, i) for name, (_, count) in PLACES.items() for i in range(count)])
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, i) for name, (_, count) in PLACES.items() for i in range(count)]
+)
 def test_a_version_that_differs_in_one_place_is_caught(tmp_path, name, number):
     for file in PLACES:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +70,9 @@ def test_a_version_that_differs_in_one_place_is_caught(tmp_path, name, number):
     start, end = list(re.finditer(PLACES[name][0], text, re.MULTILINE))[number].span(1)
     (tmp_path / name).write_text(f"{text[:start]}9.9.9{text[end:]}", encoding="utf-8")
     found = versions(tmp_path)
-    assert [place for place, version in found.items() if version == "9.9.9"] == [f"{name} {number + 1}"]
+    assert [place for place, version in found.items() if version == "9.9.9"] == [
+        f"{name} {number + 1}"
+    ]
     assert len(set(found.values())) == 2
 
 
@@ -69,17 +85,26 @@ def test_the_open_manifest_holds_only_the_keys_of_agent_plugins_1_0_0():
 
 def test_claude_code_codex_and_copilot_read_the_same_facts_as_the_open_manifest():
     open_manifest = manifest("plugin.json")
-    assert {"$schema": open_manifest["$schema"], **manifest(".claude-plugin/plugin.json")} == open_manifest
+    assert {
+        "$schema": open_manifest["$schema"],
+        **manifest(".claude-plugin/plugin.json"),
+    } == open_manifest
 
 
 def test_the_marketplace_offers_this_folder_as_the_plugin():
-    open_manifest, marketplace = manifest("plugin.json"), manifest(".claude-plugin/marketplace.json")
+    open_manifest, marketplace = (
+        manifest("plugin.json"),
+        manifest(".claude-plugin/marketplace.json"),
+    )
     (plugin,) = marketplace["plugins"]
     assert plugin["source"] == "./"
     assert {key: open_manifest[key] for key in plugin if key != "source"} == {
         key: value for key, value in plugin.items() if key != "source"
     }
-    assert (marketplace["name"], marketplace["owner"]) == (open_manifest["name"], open_manifest["author"])
+    assert (marketplace["name"], marketplace["owner"]) == (
+        open_manifest["name"],
+        open_manifest["author"],
+    )
 
 
 def test_gemini_reads_a_context_file_that_is_there():
@@ -90,12 +115,16 @@ def test_gemini_reads_a_context_file_that_is_there():
 
 @pytest.mark.parametrize("name", [name for name in PLACES if name.endswith(".json")])
 def test_each_manifest_is_a_file_of_its_own(name):
-    assert not (ROOT / name).is_symlink(), "Claude Code's strict validation refuses a link between manifests"
+    assert not (ROOT / name).is_symlink(), (
+        "Claude Code's strict validation refuses a link between manifests"
+    )
     assert manifest(name)["name"] == "curry-train"
 
 
 def test_no_claude_md_stands_in_the_root():
-    assert not (ROOT / "CLAUDE.md").exists(), "strict validation of a plugin refuses it: write to AGENTS.md"
+    assert not (ROOT / "CLAUDE.md").exists(), (
+        "strict validation of a plugin refuses it: write to AGENTS.md"
+    )
 
 
 def test_agents_md_is_short_enough_to_be_read_in_every_conversation():

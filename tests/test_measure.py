@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.builtin import BUILTIN
 from curry_train.core.load import load_workload
-from curry_train.core.measure import FlopCount, LiveStorages, count_flops, measure_memory, recompute_flops, time_step
+from curry_train.core.measure import (
+    FlopCount,
+    LiveStorages,
+    count_flops,
+    measure_memory,
+    recompute_flops,
+    time_step,
+)
 from curry_train.core.workload import Case
 
 
@@ -50,7 +57,10 @@ def test_peak_equals_what_torch_tracks(name):
 @pytest.mark.parametrize("name", BUILTIN)
 def test_bytes_do_not_vary_between_runs(name):
     case = Case(load_workload(name))
-    assert len({measure_memory(case.build(), case.batch(), case.workload.mean_loss) for _ in range(3)}) == 1
+    assert (
+        len({measure_memory(case.build(), case.batch(), case.workload.mean_loss) for _ in range(3)})
+        == 1
+    )
 
 
 def test_what_was_there_before_does_not_count_and_views_count_once():
@@ -117,7 +127,9 @@ def test_recomputed_flops_are_the_forward_again():
     module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
     plain = count_flops(module, torch.randn(4, 8), square_sum)
     flops = count_flops(
-        module, torch.randn(4, 8), lambda module, batch: checkpoint(module, batch, use_reentrant=False).square().sum()
+        module,
+        torch.randn(4, 8),
+        lambda module, batch: checkpoint(module, batch, use_reentrant=False).square().sum(),
     )
     assert recompute_flops(plain, flops) == plain.forward
 

@@ -36,7 +36,12 @@ from curry_train.core.load import load_workload
 from curry_train.core.measure import FlopCount, LiveStorages, recompute_flops
 from curry_train.core.parity import compare
 from curry_train.core.workload import Case
-from curry_train.primitives.memory_budget import Budgeted, _compiled, memory_budget, remove_memory_budget
+from curry_train.primitives.memory_budget import (
+    Budgeted,
+    _compiled,
+    memory_budget,
+    remove_memory_budget,
+)
 from curry_train.primitives.recompute import Recompute, recompute_blocks
 
 pytestmark = TRACING
@@ -56,7 +61,9 @@ def test_the_setting_is_functorchs_and_elsewhere_raises_or_does_nothing():
 def test_the_setting_is_one_of_the_thread_since_2_13_and_of_the_process_before():
     seen = []
     with functorch_config.patch(activation_memory_budget=0.5):
-        thread = threading.Thread(target=lambda: seen.append(functorch_config.activation_memory_budget))
+        thread = threading.Thread(
+            target=lambda: seen.append(functorch_config.activation_memory_budget)
+        )
         thread.start()
         thread.join()
     assert seen == [1.0 if TorchVersion(torch.__version__) >= (2, 12) else 0.5]
@@ -90,7 +97,10 @@ def test_half_of_the_bytes_cost_a_quarter_of_what_full_recompute_computes_again_
             recompute_blocks(model)
         else:
             memory_budget(model, budget, backend="aot_eager")
-        found[budget] = saved_bytes(model, batch, mean_loss), count_executed_flops(model, batch, mean_loss)
+        found[budget] = (
+            saved_bytes(model, batch, mean_loss),
+            count_executed_flops(model, batch, mean_loss),
+        )
     plain = found[1.0][1]
     again = {budget: recompute_flops(plain, flops) for budget, (_, flops) in found.items()}
     assert again[0.5] < 0.25 * again[None]
@@ -104,7 +114,9 @@ def test_where_a_block_saves_its_inputs_alone_a_budget_computes_again_for_nothin
     for budget in (1.0, 0.0):
         model = case.build()
         memory_budget(model, budget, backend="aot_eager")
-        found.append((saved_bytes(model, batch, mean_loss), count_executed_flops(model, batch, mean_loss)))
+        found.append(
+            (saved_bytes(model, batch, mean_loss), count_executed_flops(model, batch, mean_loss))
+        )
     assert found[0][0] == found[1][0]
     assert recompute_flops(found[0][1], found[1][1]) > 0.5 * found[0][1].forward
 
@@ -113,13 +125,17 @@ def test_where_a_block_saves_its_inputs_alone_a_budget_computes_again_for_nothin
 def test_torch_alone_draws_again_in_backward_so_the_draws_must_still_be_kept(budget):
     """The workaround is needed as long as this holds."""
     block = block_class(dropout)
-    found = compare(step(by_torch_alone(block, 1.0)), step(by_torch_alone(block_class(dropout), budget)))
+    found = compare(
+        step(by_torch_alone(block, 1.0)), step(by_torch_alone(block_class(dropout), budget))
+    )
     errors = {difference.kind: difference.error for difference in found.differences}
     assert errors["generator"] == float("inf")
     assert errors["gradient"] > 0.05
 
 
-def test_torch_alone_fails_to_keep_an_operation_of_several_outputs_so_it_must_still_be_avoided(monkeypatch):
+def test_torch_alone_fails_to_keep_an_operation_of_several_outputs_so_it_must_still_be_avoided(
+    monkeypatch,
+):
     def alone():
         class Noise(nn.Module):
             def __init__(self):
@@ -137,7 +153,9 @@ def test_torch_alone_fails_to_keep_an_operation_of_several_outputs_so_it_must_st
         step(bounded(alone(), 0.5))
 
 
-def test_torch_forgets_what_is_to_be_kept_at_zero_so_the_smallest_budget_must_still_replace_it(monkeypatch):
+def test_torch_forgets_what_is_to_be_kept_at_zero_so_the_smallest_budget_must_still_replace_it(
+    monkeypatch,
+):
     monkeypatch.setattr(partition, "SMALLEST", 0.0)
     with pytest.raises(BudgetUnsafe, match="native_dropout again in backward"):
         step(bounded(block_class(dropout), 0.0))
@@ -189,7 +207,9 @@ def test_torch_leaves_code_uncompiled_for_good_once_a_mode_has_watched_it():
 def test_names_state_copies_and_pickles_are_those_of_the_bare_model():
     case = Case(load_workload("transformer"))
     plain, model = case.build(), case.build()
-    assert memory_budget(model, 0.5, backend="aot_eager") == [f"layers.{index}" for index in range(4)]
+    assert memory_budget(model, 0.5, backend="aot_eager") == [
+        f"layers.{index}" for index in range(4)
+    ]
     assert list(model.state_dict()) == list(plain.state_dict())
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     assert isinstance(model.layers[0], type(plain.layers[0]))
@@ -207,8 +227,12 @@ DRAWS = {
     "bernoulli": lambda h: h * torch.bernoulli(torch.full_like(h, 0.5)),
     "normal": lambda h: h + torch.sigmoid(h) * torch.empty_like(h).normal_(),
     "channels": lambda h: F.dropout1d(h, 0.5),
-    "multinomial": lambda h: h[torch.multinomial(torch.softmax(h.detach().sum(1), 0), len(h), replacement=True)],
-    "attention": lambda h: F.scaled_dot_product_attention(*[h.unflatten(1, (4, -1))] * 3, dropout_p=0.5).flatten(1),
+    "multinomial": lambda h: h[
+        torch.multinomial(torch.softmax(h.detach().sum(1), 0), len(h), replacement=True)
+    ],
+    "attention": lambda h: F.scaled_dot_product_attention(
+        *[h.unflatten(1, (4, -1))] * 3, dropout_p=0.5
+    ).flatten(1),
 }
 
 
@@ -349,7 +373,9 @@ def test_a_step_on_the_batch_finds_draws_that_differ_and_puts_the_model_back(mon
     block = block_class(dropout)
     assert not compare(step(build(block)), step(bounded(block, 0.0))).holds  # and nothing says so
     model = build(block)
-    with pytest.raises(BudgetUnsafe, match=r"differs in kind.*draw random numbers \(aten\..*use recompute_blocks"):
+    with pytest.raises(
+        BudgetUnsafe, match=r"differs in kind.*draw random numbers \(aten\..*use recompute_blocks"
+    ):
         memory_budget(model, 0.0, backend="aot_eager", batch=rows(), loss=loss)
     assert type(model.layers[0]) is block
 
@@ -382,7 +408,12 @@ def test_a_batch_compiles_now_and_leaves_no_trace():
         (0.5, {"blocks": "nothing.*"}, "matches no module"),
         (
             0.5,
-            {"blocks": "*", "backend": "aot_eager", "batch": rows(), "loss": lambda m, b: m.first(b).sum()},
+            {
+                "blocks": "*",
+                "backend": "aot_eager",
+                "batch": rows(),
+                "loss": lambda m, b: m.first(b).sum(),
+            },
             "no comp",
         ),
     ],
@@ -409,5 +440,8 @@ def test_a_compiler_that_breaks_says_so_in_one_line(monkeypatch):
         raise KeyError("no such kernel\nmore")
 
     monkeypatch.setattr(partition, "partition", broken)
-    with pytest.raises(CompileFailed, match=r"^aot_eager can't compile Block_\w+: KeyError: .*; leave the block out"):
+    with pytest.raises(
+        CompileFailed,
+        match=r"^aot_eager can't compile Block_\w+: KeyError: .*; leave the block out",
+    ):
         step(bounded(block_class(), 0.5))

@@ -25,11 +25,17 @@ pytestmark = TRACING
 @pytest.mark.parametrize("name", BUILTIN)
 def test_gates_hold_on_built_in_workloads(name):
     verdicts = [gate.run(Case(load_workload(name))) for gate in gates.GATES]
-    assert [verdict.passed for verdict in verdicts] == [True, None if name == "snn" else True], verdicts
+    assert [verdict.passed for verdict in verdicts] == [True, None if name == "snn" else True], (
+        verdicts
+    )
 
 
 def test_gates_hold_with_dropout_in_half_precision():
-    case = Case(transformer(dropout=0.1, depth=1, dim=32, length=16), dtype=torch.bfloat16, blocks="layers.*")
+    case = Case(
+        transformer(dropout=0.1, depth=1, dim=32, length=16),
+        dtype=torch.bfloat16,
+        blocks="layers.*",
+    )
     for gate in gates.GATES:
         verdict = gate.run(case)
         assert verdict.passed, verdict
@@ -81,7 +87,9 @@ def no_op(module, sample, budget):
 
 def detached(module, sample, budget):
     names = memory_budget(module, budget, blocks=sample.blocks, backend="aot_eager")
-    module.get_submodule(names[0]).register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+    module.get_submodule(names[0]).register_forward_pre_hook(
+        lambda _, args: (args[0].detach(), *args[1:])
+    )
     return names
 
 

@@ -24,7 +24,9 @@ from curry_train.primitives.memory_budget import memory_budget
 from house import ROOT
 
 pytestmark = TRACING
-needs_cpp = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler")
+needs_cpp = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler"
+)
 
 
 def gradients_on_ranks():
@@ -44,7 +46,9 @@ def gradients_on_ranks():
             for _ in range(2):
                 model.zero_grad()
                 case.workload.mean_loss(model, batch).backward()
-            gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()])
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
             saved.append(measure_allocated(model, batch, case.workload.mean_loss).held_bytes)
         found[kind] = all(map(torch.equal, *gradients)), saved
     return found
@@ -97,7 +101,9 @@ def test_the_compilers_cache_tells_budgets_apart_in_other_processes_too(tmp_path
 
     def run(*budgets):
         command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS, *budgets]
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        )
         return list(map(int, done.stdout.split()))
 
     most, least, hits = run("1.0", "0.0")

@@ -56,7 +56,12 @@ def is_too_small_by_a_number(case):
 
 @pytest.mark.parametrize(
     "wrong",
-    [forgets_what_was_applied, forgets_the_optimizers_state, is_for_another_batch, is_too_small_by_a_number],
+    [
+        forgets_what_was_applied,
+        forgets_the_optimizers_state,
+        is_for_another_batch,
+        is_too_small_by_a_number,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_wrong_estimate_fails(wrong):
@@ -92,7 +97,9 @@ def is_over_the_budget(case):
     return replace(plan, budget_bytes=plan.peak_bytes - 1)
 
 
-@pytest.mark.parametrize("wrong", [does_nothing, promises_less, is_over_the_budget], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "wrong", [does_nothing, promises_less, is_over_the_budget], ids=lambda f: f.__name__
+)
 def test_a_wrong_plan_does_not_fit(wrong):
     assert gates.fits(CASE, make=wrong).passed is False
 

@@ -24,7 +24,16 @@ from curry_train.plan.block_costs import BlockKind
 from curry_train.plan.device_profile import find_profile
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.menu import candidates, find_kinds, measure_menus
-from curry_train.plan.options import FULL, NONE, OFFLOAD, REGIONS, SAC, Option, apply_options, remove_options
+from curry_train.plan.options import (
+    FULL,
+    NONE,
+    OFFLOAD,
+    REGIONS,
+    SAC,
+    Option,
+    apply_options,
+    remove_options,
+)
 from curry_train.primitives.sac import Policy, PolicyError, apply_sac
 
 CASE = Case(transformer(depth=2), batch_size=4)
@@ -52,7 +61,10 @@ class Scale(nn.Module):
 
 
 def stack(build, number, shape):
-    return workload(lambda: nn.Sequential(Scale(), nn.Sequential(*[build(index) for index in range(number)])), shape)
+    return workload(
+        lambda: nn.Sequential(Scale(), nn.Sequential(*[build(index) for index in range(number)])),
+        shape,
+    )
 
 
 @contextlib.contextmanager
@@ -86,7 +98,11 @@ def real_figures(build, x, option):
 class Gated(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(32, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 64),
+            nn.Linear(32, width),
+        )
 
     def forward(self, x):
         value, gate = self.up(self.norm(x)).chunk(2, -1)
@@ -115,7 +131,9 @@ def test_offload_leaves_the_device_what_is_no_activation():
     with kinds_of(CASE.workload) as (kind,):
         plain, away = (kind.run(Option(which))[0] for which in (NONE, OFFLOAD))
         assert away.held < 0.01 * plain.held
-        assert plain.held - away.held <= away.moved_away  # what two blocks share moves once for each
+        assert (
+            plain.held - away.held <= away.moved_away
+        )  # what two blocks share moves once for each
         assert kind.run(Option(NONE))[0].held == plain.held  # the block is as it was
 
 
@@ -134,7 +152,9 @@ def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():
         profile = find_profile("cpu")
         kept = Option(SAC, frozenset({("matmul", 0)}))
         measured, _ = kind.run(kept)
-        slower = measured.seconds(kept, profile, "float32") - measured.seconds(Option(FULL), profile, "float32")
+        slower = measured.seconds(kept, profile, "float32") - measured.seconds(
+            Option(FULL), profile, "float32"
+        )
         assert 0 < slower <= profile.sac_seconds * measured.again.sum() * (1 + 1e-9)
 
 
@@ -144,9 +164,13 @@ def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():
 def measured_kinds(made, monkeypatch):
     calls = []
     run = BlockKind.run
-    monkeypatch.setattr(BlockKind, "run", lambda self, option: calls.append(self.names) or run(self, option))
+    monkeypatch.setattr(
+        BlockKind, "run", lambda self, option: calls.append(self.names) or run(self, option)
+    )
     with Sketch(made) as sketch:
-        kinds, _ = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC, REGIONS))
+        kinds, _ = measure_menus(
+            sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC, REGIONS)
+        )
     return kinds, calls
 
 
@@ -198,7 +222,9 @@ def test_two_kinds_of_one_class_are_not_confused(build):
     with kinds_of(stack(build, 4, (16,))) as kinds:
         assert [kind.names for kind in kinds] == [("1.0", "1.2"), ("1.1", "1.3")]
         first, second = ([kind.run(Option(which))[0] for which in (NONE, FULL)] for kind in kinds)
-    assert [(cost.held, cost.transient) for cost in first] != [(cost.held, cost.transient) for cost in second]
+    assert [(cost.held, cost.transient) for cost in first] != [
+        (cost.held, cost.transient) for cost in second
+    ]
 
 
 def test_a_frozen_block_is_a_kind_of_its_own():
@@ -226,7 +252,9 @@ def test_an_option_that_a_block_can_not_run_is_left_out_and_said():
 
     made = stack(lambda _: Writes(), 2, (16,))
     with Sketch(made) as sketch:
-        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC,))
+        kinds, left_out = measure_menus(
+            sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC,)
+        )
     assert any(f"can't run as {FULL}" in reason for reason in left_out)
     assert all(option.kind != FULL for _, options in kinds for option, _ in options)
 
@@ -239,7 +267,10 @@ def test_no_set_of_calls_beats_another_on_paper():
     named = [((family, index), made, flops) for index, (family, made, flops) in enumerate(calls)]
     found = menu._unbeaten(named)
     points = [
-        (sum(made for name, made, _ in named if name in keep), sum(flops for name, _, flops in named if name in keep))
+        (
+            sum(made for name, made, _ in named if name in keep),
+            sum(flops for name, _, flops in named if name in keep),
+        )
         for keep in found
     ]
     assert len(found) == len(set(found)) >= 4
@@ -251,17 +282,23 @@ def test_many_calls_are_looked_at_by_their_flops_for_each_byte():
     named = [(("matmul", index), 100, index) for index in range(40)]
     found = menu._unbeaten(named)
     assert len(found) <= menu.MOST_SETS
-    assert all(keep == tuple(("matmul", 39 - place) for place in range(len(keep))) for keep in found)
+    assert all(
+        keep == tuple(("matmul", 39 - place) for place in range(len(keep))) for keep in found
+    )
 
 
 def test_calls_that_draw_are_never_offered(monkeypatch):
     with kinds_of(CASE.workload) as (kind,):
         assert any(("attention", 0) in option.keep for option in candidates(kind, offload=False))
         monkeypatch.setattr(
-            block_costs.operations, "draws", lambda operation, args, kwargs: "attention" in str(operation)
+            block_costs.operations,
+            "draws",
+            lambda operation, args, kwargs: "attention" in str(operation),
         )
         anew = replace(kind)  # which has not run yet
-        assert not any(("attention", 0) in option.keep for option in candidates(anew, offload=False))
+        assert not any(
+            ("attention", 0) in option.keep for option in candidates(anew, offload=False)
+        )
 
 
 # Policies by place keep what they say.
@@ -323,11 +360,17 @@ def test_a_policy_by_place_holds_under_autocast():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Option("half"), "a block is run as one of none, regions, sac, offload, full, got 'half'"),
+        (
+            lambda: Option("half"),
+            "a block is run as one of none, regions, sac, offload, full, got 'half'",
+        ),
         (lambda: Option(SAC), "'sac' names what it keeps"),
         (lambda: Option(FULL, frozenset({("matmul", 0)})), "others do not"),
         (lambda: Option.from_json(["full"]), "a mapping with a kind"),
-        (lambda: Option.from_json({"kind": "sac", "keep": ["matmul"]}), "a list of families and places"),
+        (
+            lambda: Option.from_json({"kind": "sac", "keep": ["matmul"]}),
+            "a list of families and places",
+        ),
     ],
 )
 def test_wrong_options_are_told(make, said):

@@ -30,13 +30,21 @@ COMMANDS = {
     "bench": (
         [*MODEL],
         "bench_command.measure_levers",
-        {"--lever ful": "ful", "--optimizer adam": "no optimizer is called", "--blocks nothing*": "matches no module"},
+        {
+            "--lever ful": "ful",
+            "--optimizer adam": "no optimizer is called",
+            "--blocks nothing*": "matches no module",
+        },
     ),
     "grad-flow": ([*MODEL], "grad_flow_command._train", {"--layers nothing*": "nothing*"}),
     "runs spike-check": (
         [*MODEL, "--steps", "60", *TRAINING],
         "runs_spike_check_command.spike_check",
-        {"--windows 99": "not all among the 60 steps", "spike.window=2": "spike.window must be", "modle=mlp": "no key"},
+        {
+            "--windows 99": "not all among the 60 steps",
+            "spike.window=2": "spike.window must be",
+            "modle=mlp": "no key",
+        },
     ),
 }
 
@@ -49,23 +57,36 @@ def missing(monkeypatch, tmp_path):
 
 def call(command, *words):
     """The commands themselves: to find them, `find_spec` is asked."""
-    ended = CliRunner().invoke(FOUND[command], [*words, *(() if command == "runs plot" else ("--plot", "x.png"))])
+    ended = CliRunner().invoke(
+        FOUND[command], [*words, *(() if command == "runs plot" else ("--plot", "x.png"))]
+    )
     assert ended.exit_code == 2, ended.output
     assert ended.exception is None or isinstance(ended.exception, SystemExit), ended.exc_info
     return " ".join(ended.output.split())
 
 
 def _find():
-    groups = {"": (main, [*main.commands, *OF_TECHNIQUES]), "runs ": (runs_command, [*runs_command.commands, *BESIDE])}
+    groups = {
+        "": (main, [*main.commands, *OF_TECHNIQUES]),
+        "runs ": (runs_command, [*runs_command.commands, *BESIDE]),
+    }
     context = click.Context(main)
-    return {f"{at}{name}": group.get_command(context, name) for at, (group, names) in groups.items() for name in names}
+    return {
+        f"{at}{name}": group.get_command(context, name)
+        for at, (group, names) in groups.items()
+        for name in names
+    }
 
 
 FOUND = _find()
 
 
 def test_no_command_with_a_plot_is_left_out():
-    drawing = {name for name, command in FOUND.items() if any("--plot" in option.opts for option in command.params)}
+    drawing = {
+        name
+        for name, command in FOUND.items()
+        if any("--plot" in option.opts for option in command.params)
+    }
     assert drawing == COMMANDS.keys()
 
 
@@ -87,7 +108,11 @@ def test_it_is_told_before_the_work(missing, monkeypatch, command):
 @pytest.mark.parametrize(
     ("command", "wrong", "said"),
     [
-        *((name, wrong, said) for name, (_, _, wrongs) in COMMANDS.items() for wrong, said in wrongs.items()),
+        *(
+            (name, wrong, said)
+            for name, (_, _, wrongs) in COMMANDS.items()
+            for wrong, said in wrongs.items()
+        ),
         *((name, "--model absent_module:build", "can't import absent_module") for name in COMMANDS),
     ],
 )

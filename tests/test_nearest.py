@@ -85,15 +85,25 @@ def test_a_name_that_is_none_is_refused_with_the_one_that_was_meant(refuse, mean
 
 
 def test_gates_and_techniques_are_refused_in_the_same_words(pytestconfig, tmp_path):
-    with pytest.raises(UnusableInput, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"):
+    with pytest.raises(
+        UnusableInput, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
+    ):
         choose_gates(["recomput"])
-    with pytest.raises(WorkloadError, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"):
-        render(Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",)), script="script.py")
-    with pytest.raises(ScaffoldError, match=r"no technique is called 'grad-acum'; did you mean 'grad-accum'\?"):
+    with pytest.raises(
+        WorkloadError, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
+    ):
+        render(
+            Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",)), script="script.py"
+        )
+    with pytest.raises(
+        ScaffoldError, match=r"no technique is called 'grad-acum'; did you mean 'grad-accum'\?"
+    ):
         read_bundle(pytestconfig.rootpath).choose(["grad-acum"])
 
 
 def test_scaffold_finds_it_without_torch(pytestconfig):
     told = "import sys, curry_train.core.nearest; print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", told], cwd=pytestconfig.rootpath / "template", capture_output=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", told], cwd=pytestconfig.rootpath / "template", capture_output=True
+    )
     assert (ran.returncode, ran.stdout) == (0, b"False\n"), ran.stderr

@@ -10,7 +10,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.builtin import BUILTIN, transformer
@@ -76,7 +80,9 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
 def test_gates_hold_for_a_single_block_and_do_not_apply_to_small_ones(check):
     assert check(Case(transformer(), blocks="layers.1")).passed
     assert check(Case(transformer(), blocks="layers.*.attention_norm")).passed
-    small = Workload("small", lambda: chain(gelu_block), lambda size: torch.randn(size, 32), square_sum)
+    small = Workload(
+        "small", lambda: chain(gelu_block), lambda size: torch.randn(size, 32), square_sum
+    )
     assert check(Case(small)).passed is None
 
 
@@ -110,7 +116,9 @@ def policy_of_torch(module, sample):
     names = list(find_blocks(module, sample.blocks))
     for name in names:
         block = module.get_submodule(name)
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
     return names
 
 
@@ -130,10 +138,13 @@ def duplicates_too(module, sample):
     return hooked(pack, lambda tensor: tensor)(module, sample)
 
 
-everything = hooked(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)  # what save_on_cpu does on CUDA
+everything = hooked(
+    lambda tensor: tensor.detach().clone(), lambda tensor: tensor
+)  # what save_on_cpu does on CUDA
 in_half = hooked(lambda tensor: (tensor.dtype, tensor.bfloat16()), lambda kept: kept[1].to(kept[0]))
 shifted = hooked(
-    lambda tensor: tensor.detach().clone(), lambda tensor: tensor.roll(1) if tensor.numel() > 9999 else tensor
+    lambda tensor: tensor.detach().clone(),
+    lambda tensor: tensor.roll(1) if tensor.numel() > 9999 else tensor,
 )
 
 
@@ -146,7 +157,11 @@ shifted = hooked(
         (gates.moved_bytes, no_op, "stays on the device, or is computed again"),
         (gates.moved_bytes, policy_of_torch, "stays on the device, or is computed again"),
         (gates.moved_bytes, first_block_only, "stays on the device"),
-        (gates.moved_bytes, everything, "a parameter, a buffer, or a storage that had moved already"),
+        (
+            gates.moved_bytes,
+            everything,
+            "a parameter, a buffer, or a storage that had moved already",
+        ),
         (gates.moved_bytes, duplicates_too, "a storage that had moved already"),
     ],
 )
@@ -169,7 +184,12 @@ def test_at_most_two_thirds_of_what_torch_moves_and_the_report_says_it():
         case.workload.mean_loss(plain, case.batch())
     case.workload.mean_loss(model, case.batch()).backward()
     report, all_bytes = offload_report(model), sum(tensor.nbytes for tensor in saved.tensors)
-    assert report.moved_bytes == report.brought_back_bytes == report.reserved_bytes == saved.num_bytes()
+    assert (
+        report.moved_bytes
+        == report.brought_back_bytes
+        == report.reserved_bytes
+        == saved.num_bytes()
+    )
     assert report.moved_bytes <= 0.67 * all_bytes
     assert report.skipped.keys() == {"parameter or buffer", "duplicate", "too small"}
     assert report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values()) == all_bytes
@@ -181,7 +201,9 @@ def test_the_device_holds_less_and_the_reserved_buffers_do_not_count():
     case = Case(transformer(), batch_size=16)
     plain, model = case.build(), case.build()
     offload_blocks(model, batch=case.batch(), loss=case.workload.mean_loss)
-    before, after = (measure_memory(module, case.batch(), case.workload.mean_loss) for module in (plain, model))
+    before, after = (
+        measure_memory(module, case.batch(), case.workload.mean_loss) for module in (plain, model)
+    )
     moved = offload_report(model).moved_bytes
     # The last of the three blocks' outputs is held by the block that is kept.
     assert before.held_bytes - moved <= after.held_bytes <= before.held_bytes - 0.95 * moved
@@ -195,7 +217,9 @@ class Views(torch.autograd.Function):
     def forward(ctx, x, seen):
         rows = torch.randn(64, 96)
         saved = [rows[:, 32:64], rows.t(), rows[3:9, ::2], rows.view(torch.int32)]
-        seen["saved"] = [(tensor.clone(), tensor.stride(), tensor.storage_offset()) for tensor in saved]
+        seen["saved"] = [
+            (tensor.clone(), tensor.stride(), tensor.storage_offset()) for tensor in saved
+        ]
         ctx.save_for_backward(*saved)
         ctx.seen = seen
         return x + rows[:, :32]
@@ -225,7 +249,9 @@ def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset(batch):
         assert (back.stride(), back.storage_offset()) == (stride, offset)
     assert len({back.untyped_storage().data_ptr() for back in seen["back"][:3]}) == 1
     report = offload_report(model)
-    assert report.moved_bytes == report.brought_back_bytes == 64 * (32 + 96) * 4  # the batch, and the rows
+    assert (
+        report.moved_bytes == report.brought_back_bytes == 64 * (32 + 96) * 4
+    )  # the batch, and the rows
     assert report.skipped["alias of what moved"] == (1, 64 * 96 * 4)
 
 
@@ -252,14 +278,18 @@ class WithTable(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("way", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "way", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 def test_no_parameter_and_no_buffer_moves_though_another_module_owns_it(way):
     model = WithTable()
     offload_blocks(model, keep_last=0)
     model = way(model)
     square_sum(model, torch.randn(64, 64)).backward()
     report = offload_report(model)
-    assert report.skipped == {"parameter or buffer": (5, 5 * 64 * 64 * 4)}  # the batch needs no gradient: 2 weights
+    assert report.skipped == {
+        "parameter or buffer": (5, 5 * 64 * 64 * 4)
+    }  # the batch needs no gradient: 2 weights
     # The batch, and the inputs of the second and the third; a product with a table that needs no gradient saves that.
     assert report.moved_bytes == 3 * 64 * 64 * 4
 
@@ -288,7 +318,11 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
     offload_blocks(model, blocks="0", keep_last=0)
     data = torch.randn(1024, 32)
     model(data[64:128]).backward()
-    assert set(offload_report(model).skipped) == {"slice of data", "too small", "no plain tensor of the device"}
+    assert set(offload_report(model).skipped) == {
+        "slice of data",
+        "too small",
+        "no plain tensor of the device",
+    }
     assert offload_report(model).num_moved == 0
 
 
@@ -301,8 +335,15 @@ def gradients(model):
 
 def test_gradients_are_those_of_the_plain_model_step_after_step(batch):
     plain, model = twins(gelu_block)
-    for data in (batch, batch[:48], torch.cat([batch, batch]), batch):  # other sizes need other buffers
-        assert compare(record_step(plain, data, square_sum), record_step(model, data, square_sum)).bit_equal
+    for data in (
+        batch,
+        batch[:48],
+        torch.cat([batch, batch]),
+        batch,
+    ):  # other sizes need other buffers
+        assert compare(
+            record_step(plain, data, square_sum), record_step(model, data, square_sum)
+        ).bit_equal
     assert offload_report(model).reserved_bytes <= 3 * 2 * 128 * 32 * 4
 
 
@@ -317,7 +358,9 @@ class Cell(nn.Module):
 
 def test_chunks_that_are_written_one_after_the_other_are_not_taken_for_one(batch):
     plain, model = twins(Cell)
-    assert compare(record_step(plain, batch, square_sum), record_step(model, batch, square_sum)).bit_equal
+    assert compare(
+        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+    ).bit_equal
     assert offload_report(model).skipped["alias of what moved"][0] > 0
 
 
@@ -331,7 +374,9 @@ def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(batch, bl
                 return batch.float().square().sum()
             return square_sum(model, batch).float()
 
-    build = functools.partial(nn.MultiheadAttention, 32, 4) if block is nn.MultiheadAttention else block
+    build = (
+        functools.partial(nn.MultiheadAttention, 32, 4) if block is nn.MultiheadAttention else block
+    )
     plain, model = twins(build, min_bytes=256)
     assert compare(record_step(plain, batch, loss), record_step(model, batch, loss)).bit_equal
     assert offload_report(model).skipped["cast of a parameter"][0] > 0
@@ -376,8 +421,12 @@ def test_recompute_of_other_blocks_and_of_blocks_inside_goes_together(batch, ins
     model = copy.deepcopy(plain)
     offload_blocks(model, blocks="[01]", keep_last=0)
     recompute_blocks(model, blocks=["0.*", "1.*"] if inside else "2", preserve_rng_state=False)
-    assert compare(record_step(plain, batch, square_sum), record_step(model, batch, square_sum)).bit_equal
-    assert offload_report(model).num_moved == (4 if inside else 8)  # the inputs of what is recomputed
+    assert compare(
+        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+    ).bit_equal
+    assert offload_report(model).num_moved == (
+        4 if inside else 8
+    )  # the inputs of what is recomputed
 
 
 def test_the_inputs_of_recomputed_blocks_move_where_the_whole_model_is_the_block():
@@ -386,9 +435,14 @@ def test_the_inputs_of_recomputed_blocks_move_where_the_whole_model_is_the_block
     recompute_blocks(full, preserve_rng_state=False)
     recompute_blocks(model, preserve_rng_state=False)
     offload_blocks(nn.Sequential(model), blocks="0", keep_last=0)
-    steps = [record_step(module, case.batch(), case.workload.mean_loss) for module in (plain, model)]
+    steps = [
+        record_step(module, case.batch(), case.workload.mean_loss) for module in (plain, model)
+    ]
     assert compare(*steps).bit_equal
-    held = [measure_memory(module, case.batch(), case.workload.mean_loss).held_bytes for module in (full, model)]
+    held = [
+        measure_memory(module, case.batch(), case.workload.mean_loss).held_bytes
+        for module in (full, model)
+    ]
     assert held[0] - held[1] > 4 * 16 * 64 * 128 * 4  # an input each, and what the head holds
 
 

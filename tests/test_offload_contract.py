@@ -26,7 +26,13 @@ from curry_train.core.parity import compare, record_step
 from curry_train.core.ranks import GradientSyncs, run_on_ranks
 from curry_train.core.workload import Case
 from curry_train.plan.strategies import STRATEGIES, Sample
-from curry_train.primitives.offload import NothingToMove, Offloaded, offload_blocks, offload_report, remove_offload
+from curry_train.primitives.offload import (
+    NothingToMove,
+    Offloaded,
+    offload_blocks,
+    offload_report,
+    remove_offload,
+)
 
 
 def block(width=32):
@@ -110,13 +116,18 @@ def test_names_state_and_class_stay_and_remove_brings_the_bare_model_back(batch)
     value.backward()  # what was moved is still there
     del value
     record = record_step(plain, batch, square_sum)
-    assert all(torch.equal(record.gradients[name], weight.grad) for name, weight in model.named_parameters())
+    assert all(
+        torch.equal(record.gradients[name], weight.grad)
+        for name, weight in model.named_parameters()
+    )
     kept.clear()
     assert kept.reserved_bytes == 0
 
 
 def test_counting_leaves_no_trace(batch):
-    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout()), block(), block())
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout()), block(), block()
+    )
     plain = copy.deepcopy(model)
     offload_blocks(model, blocks="?", batch=batch, loss=square_sum)
     assert offload_report(model).num_moved == 0
@@ -143,7 +154,9 @@ def test_a_backward_inside_of_forward_can_be_trained_and_not_counted(batch):
     with pytest.raises(RuntimeError, match="leave batch out"):
         offload_blocks(model, blocks="0", keep_last=0, batch=batch, loss=square_sum)
     offload_blocks(model, blocks="0", keep_last=0)
-    assert compare(record_step(plain, batch, square_sum), record_step(model, batch, square_sum)).bit_equal
+    assert compare(
+        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+    ).bit_equal
 
 
 def test_functional_transforms_are_refused(batch):
@@ -159,7 +172,9 @@ def test_functional_transforms_are_refused(batch):
 def test_too_little_is_said_before_the_first_step_and_changes_nothing(batch, monkeypatch):
     model = chain()
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * 1024)
-    with pytest.raises(HostMemoryShort, match=r"needs 24.0 KiB more.*20.0 KiB is available: offload fewer blocks"):
+    with pytest.raises(
+        HostMemoryShort, match=r"needs 24.0 KiB more.*20.0 KiB is available: offload fewer blocks"
+    ):
         offload_blocks(model, batch=batch, loss=square_sum)
     assert type(model[0]) is nn.Sequential
 
@@ -258,17 +273,23 @@ def test_a_graph_that_is_kept_keeps_nothing_on_the_device(batch):
             value.backward(retain_graph=True)
             alive.append(storages.bytes_alive)
         del value
-    assert alive[0] - alive[1] >= 2 * batch.nbytes  # the outputs but the last, which the loss has saved
+    assert (
+        alive[0] - alive[1] >= 2 * batch.nbytes
+    )  # the outputs but the last, which the loss has saved
 
 
 def test_what_a_block_owns_is_looked_up_when_it_runs(batch):
     model = chain()
     offload_blocks(model)
     value = model(batch)
-    own, others = ({weight.data_ptr() for weight in part.parameters()} for part in (model[0], model[1:]))
+    own, others = (
+        {weight.data_ptr() for weight in part.parameters()} for part in (model[0], model[1:])
+    )
     assert value.requires_grad
     assert others <= model[0]._offloader.step().owned
-    assert not own & model[0]._offloader.step().owned  # FSDP2 would have freed them, for others to be there
+    assert (
+        not own & model[0]._offloader.step().owned
+    )  # FSDP2 would have freed them, for others to be there
 
 
 @pytest.mark.parametrize("min_bytes", [4096, 1_000_000])
@@ -276,12 +297,16 @@ def test_a_tensor_that_its_own_node_saved_dies_with_the_graph(batch, min_bytes):
     model = nn.Sequential(*[nn.Sequential(block(), nn.Sigmoid()) for _ in range(2)])
     offload_blocks(model, min_bytes=min_bytes)
     seen = []
-    model[0][0].register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output.untyped_storage())))
+    model[0][0].register_forward_hook(
+        lambda _, __, output: seen.append(weakref.ref(output.untyped_storage()))
+    )
     gc.collect()
     gc.disable()
     try:
         value = model(batch)
-        assert (seen[0]() is None) == (min_bytes == 4096)  # on the host, and no longer on the device
+        assert (seen[0]() is None) == (
+            min_bytes == 4096
+        )  # on the host, and no longer on the device
         del value
         assert seen[0]() is None
     finally:
@@ -317,14 +342,19 @@ class Late(Copies):
     def _copy(self, target, source):
         nbytes, offset = source.nbytes, target.storage_offset()
         here, there = (weakref.ref(each.untyped_storage()) for each in (source, target))
-        if target.data_ptr() == target.untyped_storage().data_ptr() and target.untyped_storage().nbytes() == nbytes:
+        if (
+            target.data_ptr() == target.untyped_storage().data_ptr()
+            and target.untyped_storage().nbytes() == nbytes
+        ):
             target.fill_(255)  # whoever reads it before the copy finds no numbers
 
         def copy():
             assert here() is not None, "what is copied was freed before"
             assert there() is not None, "a copy writes to what was freed"
             whole = torch.empty(0, dtype=torch.uint8)
-            whole.set_(there(), offset, (nbytes,)).copy_(torch.empty(0, dtype=torch.uint8).set_(here(), 0, (nbytes,)))
+            whole.set_(there(), offset, (nbytes,)).copy_(
+                torch.empty(0, dtype=torch.uint8).set_(here(), 0, (nbytes,))
+            )
 
         self.queue.append(Event(self, copy))
         return self.queue[-1]
@@ -362,7 +392,9 @@ def test_the_computation_waits_for_copies_and_sources_stay_until_they_are_done(b
             assert idle_bytes(model) == offload_report(model).reserved_bytes
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what is freed complains as well
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # what is freed complains as well
 @pytest.mark.parametrize("copies", [WithoutWaiting, WithoutSources])
 def test_copies_that_nobody_waits_for_would_be_noticed(batch, monkeypatch, copies):
     with pytest.raises(AssertionError):
@@ -395,7 +427,9 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
     (lane,) = model[0]._offloader.lanes.values()
     assert lane.copies.stream not in (None, torch.cuda.current_stream())
     for _ in range(3):
-        assert compare(record_step(plain, batch, square_sum), record_step(model, batch, square_sum)).bit_equal
+        assert compare(
+            record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+        ).bit_equal
         assert idle_bytes(model) == lane.pool.reserved_bytes
     assert all(buffer.is_pinned() for idle in lane.pool._idle.values() for buffer in idle)
     before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))
@@ -428,7 +462,9 @@ def gradients_on_ranks():
                 with GradientSyncs() as counted:
                     workload.mean_loss(model, batch).backward()
             syncs.append(counted.num_calls)
-            gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()])
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
         report = offload_report(bare)
         found[kind] = {
             "syncs": syncs,
@@ -446,4 +482,7 @@ def test_two_ranks_have_the_same_gradients_and_move_the_same_bytes():
             assert figures["syncs"][0] == figures["syncs"][1] > 0
             assert figures["difference"] == 0.0
             assert figures["moved"] == figures["back"] > 0
-            assert (figures["moved"], figures["parameters"]) == (found["ddp"]["moved"], found["ddp"]["parameters"])
+            assert (figures["moved"], figures["parameters"]) == (
+                found["ddp"]["moved"],
+                found["ddp"]["parameters"],
+            )

@@ -36,7 +36,9 @@ def test_a_step_has_the_flops_of_its_products():
     with Sketch(mlp(depth=2, width=32)) as sketch:
         step = sketch.step(3)
     matmuls = 2 * 3 * (2 * 32 * 32 + 32 * 10)
-    assert step.flops.sum() == 3 * matmuls - 2 * 3 * 32 * 32  # the first layer's input needs no gradient
+    assert (
+        step.flops.sum() == 3 * matmuls - 2 * 3 * 32 * 32
+    )  # the first layer's input needs no gradient
     assert len(step.flops) == len(step.moved)
     assert (step.moved[step.flops > 0] > 0).all()
 

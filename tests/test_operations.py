@@ -13,11 +13,16 @@ aten = torch.ops.aten
 
 
 def test_operations_are_named_by_text_packet_and_overload():
-    expected = {aten.mm.default, aten.mm.dtype} & {getattr(aten.mm, name) for name in aten.mm.overloads()}
+    expected = {aten.mm.default, aten.mm.dtype} & {
+        getattr(aten.mm, name) for name in aten.mm.overloads()
+    }
     assert operations.find_operations(["aten.mm"]) == expected
     assert operations.find_operations([aten.mm]) == expected
     assert operations.find_operations(["torch.ops.aten.mm.default"]) == {aten.mm.default}
-    assert operations.find_operations([aten.mm.default, "aten.addmm.default"]) == {aten.mm.default, aten.addmm.default}
+    assert operations.find_operations([aten.mm.default, "aten.addmm.default"]) == {
+        aten.mm.default,
+        aten.addmm.default,
+    }
 
 
 @pytest.mark.parametrize(
@@ -35,9 +40,16 @@ def test_what_is_no_operation_is_said(named, said):
 
 
 def test_the_expensive_ones_are_all_there_and_write_nothing_in_place():
-    assert {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default} <= operations.MATMULS
+    assert {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+    } <= operations.MATMULS
     assert len(operations.COLLECTIVES) >= 5
-    assert {packet.default for packet in COUNTED} <= operations.ATTENTION  # cuDNN's and the CPU's too
+    assert {
+        packet.default for packet in COUNTED
+    } <= operations.ATTENTION  # cuDNN's and the CPU's too
     assert len(COUNTED) == 4
     assert not any(operations.writes_in_place(operation) for operation in operations.EXPENSIVE)
     assert not any(operations.is_cheap(operation) for operation in operations.EXPENSIVE)
@@ -55,7 +67,12 @@ def test_attention_draws_with_dropout_alone():
 
 
 def test_cheap_and_in_place():
-    for operation in (aten.mul.Tensor, aten.silu.default, aten.mean.dim, aten.native_layer_norm.default):
+    for operation in (
+        aten.mul.Tensor,
+        aten.silu.default,
+        aten.mean.dim,
+        aten.native_layer_norm.default,
+    ):
         assert operations.is_cheap(operation)
     assert operations.writes_in_place(aten.add_.Tensor)
     assert not operations.writes_in_place(aten.add.Tensor)

@@ -37,7 +37,9 @@ def step():
 @pytest.mark.parametrize("name", BUILTIN)
 def test_the_same_step_is_bit_equal(name):
     case = Case(load_workload(name))
-    first, second = (record_step(case.build(), case.batch(), case.workload.mean_loss) for _ in range(2))
+    first, second = (
+        record_step(case.build(), case.batch(), case.workload.mean_loss) for _ in range(2)
+    )
     assert compare(first, second).bit_equal
 
 
@@ -50,7 +52,9 @@ def test_parameters_without_a_gradient_are_listed(step):
 def test_a_gradient_that_differs_is_named_with_its_error(step):
     off = dict(step.gradients) | {"last.weight": step.gradients["last.weight"] * 1.5}
     parity = compare(step, replace(step, gradients=off), tolerance=1e-3)
-    assert [(found.kind, found.name) for found in parity.differences] == [("gradient", "last.weight")]
+    assert [(found.kind, found.name) for found in parity.differences] == [
+        ("gradient", "last.weight")
+    ]
     assert parity.worst == pytest.approx(0.5)
     assert parity.describe().startswith("gradient last.weight: 5.0e-01")
     assert compare(step, replace(step, gradients=off), tolerance=0.6).holds
@@ -68,7 +72,9 @@ def test_one_bit_is_enough_without_a_tolerance(step):
     "change",
     [
         lambda gradients: gradients | {"last.weight": None},
-        lambda gradients: {name: value for name, value in gradients.items() if name != "last.weight"},
+        lambda gradients: {
+            name: value for name, value in gradients.items() if name != "last.weight"
+        },
         lambda gradients: gradients | {"last.weight": gradients["last.weight"].reshape(8, 1)},
         lambda gradients: gradients | {"last.weight": gradients["last.weight"].double()},
         lambda gradients: gradients | {"last.weight": gradients["last.weight"] * float("nan")},
@@ -94,7 +100,8 @@ def test_a_buffer_updated_twice_is_named(step):
 
 
 @pytest.mark.parametrize(
-    ("name", "draw"), [("torch", lambda: torch.rand(1)), ("python", random.random), ("numpy", numpy.random.rand)]
+    ("name", "draw"),
+    [("torch", lambda: torch.rand(1)), ("python", random.random), ("numpy", numpy.random.rand)],
 )
 def test_one_more_random_number_is_named(name, draw):
     def run(extra):

@@ -61,7 +61,9 @@ def test_autocast_around_forward_alone_is_the_same_when_backward_runs_outside_of
     recompute_blocks(recomputed)
     plain = record_step(model, batch, loss)
     assert compare(plain, record_step(recomputed, batch, loss)).bit_equal
-    assert not compare(plain, record_step(model, batch, square)).bit_equal  # autocast does something here
+    assert not compare(
+        plain, record_step(model, batch, square)
+    ).bit_equal  # autocast does something here
 
 
 def test_early_stop_skips_the_end_of_the_block_and_repeats_its_beginning(batch):
@@ -87,7 +89,9 @@ def test_hooks_of_what_is_inside_a_block_run_twice_up_to_where_it_stops(batch):
     assert seen == ["up", "down", "block", "up"]
 
 
-def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_would_not_notice(batch):
+def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_would_not_notice(
+    batch,
+):
     class Tanh(nn.Module):
         def forward(self, x):
             return torch.tanh(x)
@@ -105,8 +109,12 @@ def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_w
         written_over(Recompute(Tanh()))
 
 
-@pytest.mark.parametrize("give", [lambda mask: mask, lambda mask: (mask,)], ids=["by keyword", "in a container"])
-def test_what_torch_does_not_watch_is_silently_wrong_once_written_over_and_ours_refuses_it(batch, give):
+@pytest.mark.parametrize(
+    "give", [lambda mask: mask, lambda mask: (mask,)], ids=["by keyword", "in a container"]
+)
+def test_what_torch_does_not_watch_is_silently_wrong_once_written_over_and_ours_refuses_it(
+    batch, give
+):
     def gradient(wrap, *, overwritten):
         torch.manual_seed(0)
         block, mask = Masked(), torch.ones(64, 16)
@@ -134,7 +142,9 @@ def test_a_block_that_takes_a_slice_keeps_what_it_was_cut_from(model, batch):
 
     recompute_blocks(model)
     view, copied = (
-        measure_memory(model, batch, lambda model, batch, cut=cut: sliced(model, batch, cut)).held_bytes
+        measure_memory(
+            model, batch, lambda model, batch, cut=cut: sliced(model, batch, cut)
+        ).held_bytes
         for cut in (lambda part: part, torch.clone)
     )
     assert view > 10 * copied
@@ -166,7 +176,9 @@ def test_a_step_that_does_not_repeat_itself_is_not_asked_to_be_equal_to_the_bit(
             lambda size: torch.randn(size, 16),
             loss,
         )
-        verdict = same_training("a/parity", Case(workload), lambda model, sample: recompute_blocks(model))
+        verdict = same_training(
+            "a/parity", Case(workload), lambda model, sample: recompute_blocks(model)
+        )
         assert verdict.passed, verdict
         return verdict.required
 

@@ -44,7 +44,11 @@ WORKLOADS = {
     "llama": lambda: of_hugging_face(llama),
     "gpt2": lambda: of_hugging_face(gpt2),
 }
-WITHOUT = {"transformer": (SAC,), "llama": (SAC,), "gpt2": (SAC, REGIONS)}  # which takes a second for each of its sets
+WITHOUT = {
+    "transformer": (SAC,),
+    "llama": (SAC,),
+    "gpt2": (SAC, REGIONS),
+}  # which takes a second for each of its sets
 MANY = {"mlp": 512}
 
 
@@ -54,7 +58,9 @@ def measured(workload, found):
     module = case.build()
     found.apply(module)
     optimizer = make_optimizer(found.settings["optimizer"], module)
-    lives = record_step(module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=found.steps > 1)
+    lives = record_step(
+        module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=found.steps > 1
+    )
     return timeline_of(lives, "").peak.bytes_alive
 
 
@@ -85,7 +91,9 @@ def test_a_plan_takes_what_it_says_and_no_more_than_its_budget(name):
     for one in [plain, *found]:
         assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
     assert plain.step_seconds < found[0].step_seconds
-    assert [one.step_seconds for one in found] == sorted((one.step_seconds for one in found), reverse=True)
+    assert [one.step_seconds for one in found] == sorted(
+        (one.step_seconds for one in found), reverse=True
+    )
 
 
 def test_accumulated_gradients_are_there_from_the_start():
@@ -107,7 +115,9 @@ def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
 class Drawing(nn.Module):
     def __init__(self, dropout=0.1, norm=False):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64) if norm else nn.GELU(), nn.Dropout(dropout))
+        self.body = nn.Sequential(
+            nn.Linear(16, 64), nn.BatchNorm1d(64) if norm else nn.GELU(), nn.Dropout(dropout)
+        )
 
     def forward(self, x):
         return self.body(x)
@@ -117,7 +127,10 @@ class Drawing(nn.Module):
     ("model", "said"),
     [
         (Drawing(), "Each microbatch draws its own dropout (body.2): for the very losses"),
-        (Drawing(0.0, norm=True), "Each microbatch has its own statistics (body.1): for the very losses"),
+        (
+            Drawing(0.0, norm=True),
+            "Each microbatch has its own statistics (body.1): for the very losses",
+        ),
         (nn.TransformerEncoderLayer(8, 2), "draws its own dropout (self_attn)"),
         (Drawing(0.0), ""),
     ],
@@ -133,7 +146,9 @@ def test_a_plan_says_where_its_microbatches_are_another_training(model, said):
 
 
 def test_the_planner_says_so_of_its_plan():
-    workload = Workload("own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum())
+    workload = Workload(
+        "own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum()
+    )
     with Planner(workload, blocks=None, chunked_loss=False) as planner:
         whole = planner.plan(2**40, global_batch=64)
         small = planner.plan(whole.peak_bytes - 1, global_batch=64)
@@ -159,7 +174,9 @@ def test_what_fits_nowhere_is_chosen_by_its_bytes_and_not_by_how_fast_the_device
     fast = replace(PROFILES["cpu"], name="fast", dispatch_seconds=1e-9, regions_seconds=1e-9)
     rows = []
     for profile in (slow, fast):
-        with Planner(transformer(dim=64), device=profile, without=(SAC,), chunked_loss=False) as planner:
+        with Planner(
+            transformer(dim=64), device=profile, without=(SAC,), chunked_loss=False
+        ) as planner:
             budget = round(1.05 * planner.plan(2**40, microbatch=1).peak_bytes)
             found = planner.plan(budget, global_batch=8)
             large = [one for one in found.candidates if one.step_seconds is None]
@@ -175,9 +192,13 @@ def test_what_fits_nowhere_is_chosen_by_its_bytes_and_not_by_how_fast_the_device
 def test_a_plan_that_is_not_what_runs_is_noticed():
     """The twin: another choice for one block, or none at all, has another peak."""
     workload, _, _, (_, found) = plans("two kinds")
-    name, option = next((name, option) for name, option in found.options.items() if option.kind != NONE)
+    name, option = next(
+        (name, option) for name, option in found.options.items() if option.kind != NONE
+    )
     for other in ({}, found.options | {name: Option(FULL if option.kind != FULL else NONE)}):
-        changed = Plan.from_json(found.to_json() | {"options": {key: one.to_json() for key, one in other.items()}})
+        changed = Plan.from_json(
+            found.to_json() | {"options": {key: one.to_json() for key, one in other.items()}}
+        )
         assert measured(workload, changed) != found.peak_bytes
 
 
@@ -192,9 +213,13 @@ def all_choices(workload, *, without, steps=1, size=MICRO):
         chain, found = planner.chains[False], []
         menus = [[option for option, _ in chain._menu(name)] for name in chain.names]
         for options in itertools.product(*menus):
-            candidate = Candidate(size, steps, False, 0, None, dict(zip(chain.names, options, strict=True)))
+            candidate = Candidate(
+                size, steps, False, 0, None, dict(zip(chain.names, options, strict=True))
+            )
             peak, _ = planner.whole_steps.peak(candidate)
-            found.append((peak, steps * chain.seconds(size, candidate.options) + chain.optimizer_seconds))
+            found.append(
+                (peak, steps * chain.seconds(size, candidate.options) + chain.optimizer_seconds)
+            )
         planner.whole_steps.known.clear()  # what is known would be no search
         yield planner, found
 
@@ -261,8 +286,13 @@ def test_the_planned_model_trains_as_before_under_the_same_names(name):
         names, keys = [key for key, _ in module.named_parameters()], list(module.state_dict())
         changed = found.apply(module)
         assert changed == [key for key, option in found.options.items() if option.kind != NONE]
-        assert ([key for key, _ in module.named_parameters()], list(module.state_dict())) == (names, keys)
-        verdict = same_training("plan", case, lambda module, sample, found=found: found.apply(module))
+        assert ([key for key, _ in module.named_parameters()], list(module.state_dict())) == (
+            names,
+            keys,
+        )
+        verdict = same_training(
+            "plan", case, lambda module, sample, found=found: found.apply(module)
+        )
         assert verdict.passed, verdict
         assert "bit-equal" in verdict.required
 
@@ -287,7 +317,9 @@ def difference_on_ranks(kind, plan):
         for block in module.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
-    case.workload.mean_loss(module, case.batch().chunk(dist.get_world_size())[dist.get_rank()]).backward()
+    case.workload.mean_loss(
+        module, case.batch().chunk(dist.get_world_size())[dist.get_rank()]
+    ).backward()
     worst = 0.0
     for one, other in zip(plain.parameters(), module.parameters(), strict=True):
         gradient = other.grad.full_tensor() if kind == "fsdp2" else other.grad
@@ -302,7 +334,10 @@ def test_gradients_on_two_ranks_under_ddp_and_fsdp2_are_those_of_one():
         "blocks.2": Option(SAC, frozenset({("matmul", 0)})),
     }
     _, found, _, _ = plans("frozen")
-    saved = {**found.to_json(), "options": {name: option.to_json() for name, option in options.items()}}
+    saved = {
+        **found.to_json(),
+        "options": {name: option.to_json() for name, option in options.items()},
+    }
     saved["fingerprint"] = dict.fromkeys(options, found.fingerprint["blocks.2"])
     for worst in run_on_ranks(f"{__file__}:gradients_on_ranks", plan=saved):
         assert max(worst) <= 1e-6

@@ -50,7 +50,12 @@ class Waves(nn.Module):
 
 
 def waves():
-    return Workload("waves", Waves, lambda size: torch.randn(size, 64, 32), lambda module, x: module(x).square().sum())
+    return Workload(
+        "waves",
+        Waves,
+        lambda size: torch.randn(size, 64, 32),
+        lambda module, x: module(x).square().sum(),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +97,20 @@ def test_a_saved_plan_has_them(plans, tmp_path):
 @pytest.mark.parametrize("also", [["*.wave"], ["blocks.[0123].wave"]])
 def test_a_pattern_takes_the_same_modules_however_it_is_written(plans, also):
     with Planner(waves(), also=also, without=(SAC,), chunked_loss=False) as planner:
-        assert planner.plan(plans[0].budget_bytes, global_batch=8, microbatch=8).options == plans[0].options
+        assert (
+            planner.plan(plans[0].budget_bytes, global_batch=8, microbatch=8).options
+            == plans[0].options
+        )
 
 
 def test_modules_of_some_of_several_equal_blocks_are_refused():
     planner = Planner(waves(), also=["blocks.1.wave"], without=(SAC,), chunked_loss=False)
-    with planner, pytest.raises(ValueError, match=r"takes wave of some blocks and not of blocks\.[23], which"):
+    with (
+        planner,
+        pytest.raises(
+            ValueError, match=r"takes wave of some blocks and not of blocks\.[23], which"
+        ),
+    ):
         planner.plan(2**40, global_batch=8, microbatch=8)
 
 
@@ -107,7 +120,9 @@ def test_a_pattern_that_takes_nothing_is_refused():
         Planner(waves(), also=["blocks.*.act"]) as planner,
     ):
         planner.plan(2**40)
-    ended = CliRunner().invoke(main, ["plan", "--model", "mlp", "--budget", "1GiB", "--also", "*.wave"])
+    ended = CliRunner().invoke(
+        main, ["plan", "--model", "mlp", "--budget", "1GiB", "--also", "*.wave"]
+    )
     assert ended.exit_code == 2
     assert "'*.wave' matches no module" in ended.output
 
@@ -134,7 +149,9 @@ class Counting(Wave):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("wave", "said"), [(Noisy, "wave draws random numbers"), (Counting, "wave changes a buffer")])
+@pytest.mark.parametrize(
+    ("wave", "said"), [(Noisy, "wave draws random numbers"), (Counting, "wave changes a buffer")]
+)
 def test_a_module_that_can_not_be_run_once_more_is_left_out_with_the_reason(wave, said):
     def build():
         model = Waves()
@@ -142,7 +159,9 @@ def test_a_module_that_can_not_be_run_once_more_is_left_out_with_the_reason(wave
             block.wave = wave()
         return model
 
-    with Planner(replace(waves(), build=build), also=ALSO, without=(SAC,), chunked_loss=False) as planner:
+    with Planner(
+        replace(waves(), build=build), also=ALSO, without=(SAC,), chunked_loss=False
+    ) as planner:
         plan = planner.plan(2**40, global_batch=8, microbatch=8)
         plan = planner.plan(plan.peak_bytes // 2, global_batch=8, microbatch=8)
     assert all(not option.also for option in plan.options.values())

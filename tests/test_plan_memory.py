@@ -66,7 +66,17 @@ MODELS = """
     def branching():
         return Branching(), torch.randn(8, 16, 32)
 """
-QUICK = ["--target", "cpu", "--without", "sac", "--without", "regions", "--whole-loss", "--global-batch", "8"]
+QUICK = [
+    "--target",
+    "cpu",
+    "--without",
+    "sac",
+    "--without",
+    "regions",
+    "--whole-loss",
+    "--global-batch",
+    "8",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +89,9 @@ def models(tmp_path, monkeypatch):
 
 
 def run(*arguments, model="planned_models:blocks", budget="1GiB"):
-    return CliRunner().invoke(plan_command, ["--model", model, "--budget", budget, *QUICK, *arguments])
+    return CliRunner().invoke(
+        plan_command, ["--model", model, "--budget", budget, *QUICK, *arguments]
+    )
 
 
 def narrow(text):
@@ -93,7 +105,17 @@ def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
     pytest.importorskip("matplotlib")
     free = json.loads(run("--json", "-", "--microbatch", "8").stdout)["plan"]["peak_bytes"]
     budget = f"{round(0.8 * free)}B"
-    found = run("--explain", "--verify", "--out", "plan.json", "--plot", "plan.png", "--microbatch", "8", budget=budget)
+    found = run(
+        "--explain",
+        "--verify",
+        "--out",
+        "plan.json",
+        "--plot",
+        "plan.png",
+        "--microbatch",
+        "8",
+        budget=budget,
+    )
     assert found.exit_code == 0, found.output
     assert narrow(found.output), found.output
     for said in (
@@ -118,20 +140,39 @@ def test_the_picture_and_the_table_say_the_same(tmp_path):
     pytest.importorskip("matplotlib")
     from planned_models import blocks
 
-    loss = Workload("blocks", lambda: blocks()[0], lambda size: torch.randn(size, 16, 32), lambda m, x: m(x).sum())
+    loss = Workload(
+        "blocks",
+        lambda: blocks()[0],
+        lambda size: torch.randn(size, 16, 32),
+        lambda m, x: m(x).sum(),
+    )
     with Planner(loss, device="cpu", without=("sac", "regions"), chunked_loss=False) as planner:
         least = planner.plan(2**30, global_batch=8, microbatch=1).peak_bytes
         plan = planner.plan(round(1.2 * least), global_batch=8)
         lines = plot_plan(planner, plan, tmp_path / "plan.png")
-    fits = {f"{row.steps} x {row.microbatch} samples": row for row in plan.candidates if row.step_seconds is not None}
-    large = {f"{row.steps} x {row.microbatch} samples": row for row in plan.candidates if row.step_seconds is None}
+    fits = {
+        f"{row.steps} x {row.microbatch} samples": row
+        for row in plan.candidates
+        if row.step_seconds is not None
+    }
+    large = {
+        f"{row.steps} x {row.microbatch} samples": row
+        for row in plan.candidates
+        if row.step_seconds is None
+    }
     assert len(fits) >= 2
     assert len(large) >= 1
     for name, row in fits.items():
-        assert (row.peak_bytes, row.step_seconds) in {(one.peak_bytes, one.step_seconds) for one in lines[name]}
+        assert (row.peak_bytes, row.step_seconds) in {
+            (one.peak_bytes, one.step_seconds) for one in lines[name]
+        }
     for name, row in large.items():
         assert min(one.peak_bytes for one in lines[name]) == row.peak_bytes > plan.budget_bytes
-    (best,) = [one for one in lines[f"{plan.steps} x {plan.microbatch} samples"] if one.options == plan.options]
+    (best,) = [
+        one
+        for one in lines[f"{plan.steps} x {plan.microbatch} samples"]
+        if one.options == plan.options
+    ]
     assert (best.peak_bytes, best.step_seconds) == (plan.peak_bytes, plan.step_seconds)
 
 
@@ -189,9 +230,15 @@ def test_a_budget_that_is_none_is_told(budget, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--microbatch", "3"], "microbatch 3 does not divide the 8 samples of a rank: use one of 1, 2, 4, 8"),
+        (
+            ["--microbatch", "3"],
+            "microbatch 3 does not divide the 8 samples of a rank: use one of 1, 2, 4, 8",
+        ),
         (["--microbatch", "0"], "0 is not in the range"),
-        (["--parallel", "ddp", "--ranks", "3"], "can't be shared by 3 ranks: use a multiple of that"),
+        (
+            ["--parallel", "ddp", "--ranks", "3"],
+            "can't be shared by 3 ranks: use a multiple of that",
+        ),
         (["--ranks", "2"], "2 ranks: say how they share the training"),
         (["--target", "h10"], "there is no profile 'h10'. Did you mean 'h100'?"),
         (["--optimizer", "adam"], "no optimizer is called 'adam'; did you mean 'adamw'?"),

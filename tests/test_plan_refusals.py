@@ -37,9 +37,18 @@ def test_a_plan_comes_back_from_its_file(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(found.to_json()))
     again = Plan.load(path)
-    assert {**again.to_json(), "candidates": []} == {**json.loads(path.read_text()), "candidates": []}
-    assert (again.options, again.peak_bytes, again.fingerprint) == (found.options, found.peak_bytes, found.fingerprint)
-    assert again.apply(net(64, 256, 64, 256).build()) == [n for n, o in found.options.items() if o.kind != NONE]
+    assert {**again.to_json(), "candidates": []} == {
+        **json.loads(path.read_text()),
+        "candidates": [],
+    }
+    assert (again.options, again.peak_bytes, again.fingerprint) == (
+        found.options,
+        found.peak_bytes,
+        found.fingerprint,
+    )
+    assert again.apply(net(64, 256, 64, 256).build()) == [
+        n for n, o in found.options.items() if o.kind != NONE
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,10 +60,22 @@ def test_a_plan_comes_back_from_its_file(tmp_path):
             lambda data: json.dumps({**data, "version": 2}),
             "no plan of version 1, its version is 2: make the plan again",
         ),
-        (lambda data: json.dumps({k: v for k, v in data.items() if k != "options"}), "the plan lacks options"),
-        (lambda data: json.dumps({**data, "options": []}), r"options of the plan is \[\] and no mapping"),
-        (lambda data: json.dumps({**data, "options": {"blocks.0": "full"}}), "a mapping with a kind, got 'full'"),
-        (lambda data: json.dumps({**data, "options": {"blocks.0": {"kind": "most"}}}), "got 'most'"),
+        (
+            lambda data: json.dumps({k: v for k, v in data.items() if k != "options"}),
+            "the plan lacks options",
+        ),
+        (
+            lambda data: json.dumps({**data, "options": []}),
+            r"options of the plan is \[\] and no mapping",
+        ),
+        (
+            lambda data: json.dumps({**data, "options": {"blocks.0": "full"}}),
+            "a mapping with a kind, got 'full'",
+        ),
+        (
+            lambda data: json.dumps({**data, "options": {"blocks.0": {"kind": "most"}}}),
+            "got 'most'",
+        ),
     ],
 )
 def test_a_file_that_is_no_plan_is_told(tmp_path, change, said):
@@ -75,7 +96,10 @@ def recomputed(model):
     ("make", "said"),
     [
         (lambda: net(64, 256, 64).build(), r"a block blocks\.3, which Net does not have"),
-        (lambda: net(64, 256, 64, 256, 64).build(), r"Net has a block blocks\.4, which the plan does not have"),
+        (
+            lambda: net(64, 256, 64, 256, 64).build(),
+            r"Net has a block blocks\.4, which the plan does not have",
+        ),
         (
             lambda: net(64, 256, 128, 256).build(),
             r"block blocks\.2 is a Block with up.weight\[128, 32\], and .* up.weight\[64, 32\]",
@@ -84,7 +108,10 @@ def recomputed(model):
             lambda: nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))}),
             "is a Linear, .* a Block",
         ),
-        (lambda: recomputed(net(64, 256, 64, 256).build()), r"blocks\.3 is changed already.*as it was built"),
+        (
+            lambda: recomputed(net(64, 256, 64, 256).build()),
+            r"blocks\.3 is changed already.*as it was built",
+        ),
     ],
 )
 def test_another_model_is_refused_with_the_first_difference_and_left_alone(make, said):
@@ -118,10 +145,16 @@ def test_what_is_missing_and_every_lever_has_its_figure():
     assert "nothing fits 195 KiB: the least peak is" in said
     assert "too much, with microbatch 8" in said
     assert "before the activations there are" in said
-    for lever in ("microbatch 1: a peak of", "FSDP2 on", "optimizer state of 2 bytes for each parameter: a peak of"):
+    for lever in (
+        "microbatch 1: a peak of",
+        "FSDP2 on",
+        "optimizer state of 2 bytes for each parameter: a peak of",
+    ):
         assert lever in said
     assert error.least_bytes > 200_000
-    assert plan(net(64, 64, 64), error.least_bytes, global_batch=8, microbatch=8, without=(SAC, REGIONS))
+    assert plan(
+        net(64, 64, 64), error.least_bytes, global_batch=8, microbatch=8, without=(SAC, REGIONS)
+    )
 
 
 def test_parameters_alone_above_the_budget_are_said_to_be():
@@ -150,7 +183,9 @@ def test_ddp_keeps_a_second_copy_of_the_gradients_and_fsdp2_a_part_of_what_is_ke
         assert Sharding().extra_bytes(step, accumulated=accumulated) == 0
         assert Sharding("fsdp2", 1).extra_bytes(step, accumulated=accumulated) == 0
     kept = step.fixed - step.timeline.owners["buffers and batch"][0]
-    assert kept == 3 * nbytes + 4 * len(list(net(64, 256).build().parameters()))  # AdamW counts its steps in tensors
+    assert kept == 3 * nbytes + 4 * len(
+        list(net(64, 256).build().parameters())
+    )  # AdamW counts its steps in tensors
     beside, largest = 4 * (parameters["first"] + parameters["last"]), 2 * 4 * parameters[256]
     whole = beside + 2 * largest - round(0.75 * kept)
     assert Sharding("fsdp2", 4).extra_bytes(step, accumulated=True) == pytest.approx(whole, abs=1)
@@ -161,9 +196,13 @@ def test_ddp_keeps_a_second_copy_of_the_gradients_and_fsdp2_a_part_of_what_is_ke
 def test_ranks_share_the_global_batch():
     assert Sharding("ddp", 2).microbatches(8) == [(1, 4), (2, 2), (4, 1)]
     assert Sharding("ddp", 2).microbatches(8, 2) == [(2, 2)]
-    with pytest.raises(ValueError, match="a global batch of 8 can't be shared by 3 ranks: use a multiple of that"):
+    with pytest.raises(
+        ValueError, match="a global batch of 8 can't be shared by 3 ranks: use a multiple of that"
+    ):
         Sharding("fsdp2", 3).microbatches(8)
-    with pytest.raises(ValueError, match="microbatch 3 does not divide the 4 samples of a rank: use one of 1, 2, 4"):
+    with pytest.raises(
+        ValueError, match="microbatch 3 does not divide the 4 samples of a rank: use one of 1, 2, 4"
+    ):
         Sharding("ddp", 2).microbatches(8, 3)
 
 
@@ -201,7 +240,9 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
 
 
 def test_offload_is_offered_to_a_device_with_a_link_to_the_host():
-    with Planner(net(64, 64, 64), device="h100", without=(SAC, REGIONS, FULL), chunked_loss=False) as planner:
+    with Planner(
+        net(64, 64, 64), device="h100", without=(SAC, REGIONS, FULL), chunked_loss=False
+    ) as planner:
         plain = planner.plan(2**40, global_batch=8, microbatch=8)
         found = planner.plan(round(0.7 * plain.peak_bytes), global_batch=8, microbatch=8)
     assert {option.kind for option in found.options.values()} <= {NONE, OFFLOAD}
@@ -222,7 +263,10 @@ def test_a_whole_step_is_estimated_once_for_several_budgets():
         (lambda: plan(net(64, 64), 0), "budget_bytes must be a whole number of at least 1, got 0"),
         (lambda: plan(net(64, 64), 2.5e9), "budget_bytes must be .* got 2500000000.0"),
         (lambda: plan(net(64, 64), 2**30, global_batch=0), "global_batch must be .* got 0"),
-        (lambda: plan(net(64, 64), 2**30, without=("half",)), r"without=\['half'\]: a block is run as one of"),
+        (
+            lambda: plan(net(64, 64), 2**30, without=("half",)),
+            r"without=\['half'\]: a block is run as one of",
+        ),
         (lambda: plan(net(64, 64), 2**30, chunked_loss=True), "Net has no output layer"),
         (lambda: Sharding("zero", 2), "parallel must be one of ddp, fsdp2, got 'zero'"),
         (lambda: Sharding(None, 2), "2 ranks: say how they share the training"),

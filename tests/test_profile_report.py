@@ -42,7 +42,9 @@ def test_of_equal_layers_the_first_are_taken():
 
 def test_a_budget_that_nothing_fits_is_an_error_with_the_figures():
     report = report_of(("a", 45, 5), ("b", 30, 5))
-    with pytest.raises(ValueError, match=r"holds 85\.000 MiB.*20\.000 MiB with all 2 layers.*does not fit 19 MiB"):
+    with pytest.raises(
+        ValueError, match=r"holds 85\.000 MiB.*20\.000 MiB with all 2 layers.*does not fit 19 MiB"
+    ):
         report.recommend_layers(19)
 
 
@@ -53,7 +55,10 @@ def test_a_budget_that_is_none_is_refused(budget):
 
 
 def test_the_table_is_read_at_80_columns_whatever_the_names():
-    layers = [(f"model.language_model.decoder.transformer.layers.{index}", 200000 - index, 1) for index in range(40)]
+    layers = [
+        (f"model.language_model.decoder.transformer.layers.{index}", 200000 - index, 1)
+        for index in range(40)
+    ]
     text = report_of(*layers).table()
     assert max(map(len, text.splitlines())) <= 80
     assert "transformer.layers.7 " in text

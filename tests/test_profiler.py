@@ -70,10 +70,15 @@ def profile(model, batch, **options):
 def test_every_layer_by_hand():
     report = MemoryProfiler(Tower()).profile(torch.randn(4, 8))
     assert figures(report) == TOWER
-    assert [layer.name for layer in report.layers] == list(TOWER)  # most first, equal ones in the model's order
+    assert [layer.name for layer in report.layers] == list(
+        TOWER
+    )  # most first, equal ones in the model's order
     assert report.held_bytes == 1284
     assert report.spread == 0
-    assert [layer.class_name for layer in report.layers][:5] == ["Residual"] * 3 + ["Tower", "Linear"]
+    assert [layer.class_name for layer in report.layers][:5] == ["Residual"] * 3 + [
+        "Tower",
+        "Linear",
+    ]
     assert report.layers[0].megabytes == 384 / MIB
 
 
@@ -95,8 +100,12 @@ def test_recomputing_what_is_recommended_frees_exactly_what_was_said(name, share
     report = profile(module, batch, loss=loss)
     budget = share * report.held_bytes
     names = report.recommend_layers(budget / MIB)
-    said = report.held_bytes - sum(layer.saving_bytes for layer in report.layers if layer.name in names)
-    recompute_blocks(module, blocks=names, preserve_rng_state=False)  # the state would be 5056 bytes more on CPU
+    said = report.held_bytes - sum(
+        layer.saving_bytes for layer in report.layers if layer.name in names
+    )
+    recompute_blocks(
+        module, blocks=names, preserve_rng_state=False
+    )  # the state would be 5056 bytes more on CPU
     assert measure_memory(module, batch, loss).held_bytes == said <= budget
 
 
@@ -104,7 +113,9 @@ def test_a_layer_that_is_recomputed_already_is_not_recommended():
     case = Case(transformer())
     module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
     recompute_blocks(module, blocks=["layers.0", "layers.1"])
-    saving = [layer.name for layer in profile(module, batch, loss=loss).layers if layer.saving_bytes > 0]
+    saving = [
+        layer.name for layer in profile(module, batch, loss=loss).layers if layer.saving_bytes > 0
+    ]
     assert set(saving) & {f"layers.{index}" for index in range(4)} == {"layers.2", "layers.3"}
 
 
@@ -158,7 +169,9 @@ def test_bytes_belong_to_the_innermost_layer():
 def test_a_module_shared_by_blocks_counts_where_it_is_called():
     activation = nn.Sigmoid()
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), activation) for _ in range(2)])
-    assert {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()} == {
+    assert {
+        name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()
+    } == {
         "0": 128,
         "1": 128,
         REST: 4,
@@ -193,7 +206,9 @@ def test_any_arguments_and_outputs():
     batch = {"x": torch.randn(4, 8), "scale": 2.0, "mask": torch.ones(4, 8), "flag": "off"}
     report = profile(Odd(), batch)
     assert [layer.name for layer in report.layers] == ["layers.0", "layers.1", REST]
-    assert report.layers[0].bytes == 256  # the sigmoid's output, and the product, which the next layer saves
+    assert (
+        report.layers[0].bytes == 256
+    )  # the sigmoid's output, and the product, which the next layer saves
     assert report.layers[0].boundary_bytes == 128
     assert (report.layers[1].bytes, report.layers[1].boundary_bytes) == (128, 0)
 
@@ -215,7 +230,9 @@ def test_an_input_that_nobody_keeps_is_kept_by_recomputing():
         def forward(self, x):
             return self.layer(x * 2).sum()
 
-    (layer,) = (layer for layer in profile(Doubles(), torch.randn(4, 8)).layers if layer.name == "layer")
+    (layer,) = (
+        layer for layer in profile(Doubles(), torch.randn(4, 8)).layers if layer.name == "layer"
+    )
     assert (layer.bytes, layer.boundary_bytes) == (128, 2 * 128)
 
 
@@ -226,18 +243,37 @@ def test_hugging_face_models(kind):
     if kind == "llama":
         model = LlamaForCausalLM(
             LlamaConfig(
-                **dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+                **dict(
+                    vocab_size=64,
+                    hidden_size=32,
+                    intermediate_size=48,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                ),
                 pad_token_id=0,
             )
         )
-        layers = {"model.layers.0", "model.layers.1", "model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"}
+        layers = {
+            "model.layers.0",
+            "model.layers.1",
+            "model.embed_tokens",
+            "model.norm",
+            "model.rotary_emb",
+            "lm_head",
+        }
     else:
         model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
-        layers = {f"transformer.{name}" for name in ("h.0", "h.1", "wte", "wpe", "drop", "ln_f")} | {"lm_head"}
-    report = MemoryProfiler(model).profile({"input_ids": tokens, "labels": tokens, "use_cache": False})
+        layers = {
+            f"transformer.{name}" for name in ("h.0", "h.1", "wte", "wpe", "drop", "ln_f")
+        } | {"lm_head"}
+    report = MemoryProfiler(model).profile(
+        {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    )
     assert {layer.name for layer in report.layers} == layers | {REST}
     assert report.spread == 0
-    blocks = [layer for layer in report.layers if layer.class_name.endswith(("DecoderLayer", "Block"))]
+    blocks = [
+        layer for layer in report.layers if layer.class_name.endswith(("DecoderLayer", "Block"))
+    ]
     assert len(blocks) == 2
     assert all(layer.saving_bytes > 0.8 * layer.bytes > 0 for layer in blocks)
 
@@ -252,8 +288,15 @@ def test_a_model_that_repeats_nothing_is_divided_into_its_children():
             return self.second(self.first(x))
 
     assert list(divide(Plain())) == ["first", "second"]
-    assert figures(profile(Plain(), torch.randn(4, 8))) == {"first": (128, 128), REST: (4, 4), "second": (0, 0)}
-    assert list(divide(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))))) == ["0", "1"]
+    assert figures(profile(Plain(), torch.randn(4, 8))) == {
+        "first": (128, 128),
+        REST: (4, 4),
+        "second": (0, 0),
+    }
+    assert list(divide(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))))) == [
+        "0",
+        "1",
+    ]
     leaf = profile(nn.Linear(8, 2), torch.randn(4, 8))
     assert figures(leaf) == {REST: (4, 4)}
 
@@ -271,7 +314,12 @@ def test_a_list_that_is_never_called_is_divided_and_a_sequential_whose_members_a
             return x
 
     report = profile(Apart(), torch.randn(4, 8))
-    assert figures(report) == {"parts": (256, 256), "many.1": (128, 256), REST: (4, 4), "many.0": (0, 0)}
+    assert figures(report) == {
+        "parts": (256, 256),
+        "many.1": (128, 256),
+        REST: (4, 4),
+        "many.0": (0, 0),
+    }
     with pytest.raises(ValueError, match="recomputing no layer saves anything"):
         report.recommend_layers(1 / MIB)
 
@@ -292,7 +340,9 @@ def test_a_pattern_names_the_blocks():
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_and_the_generators_are_as_they_were(training, fails):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(2)])
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(2)]
+    )
     model.train(training)
     model[0][1].eval()
     gradient = torch.ones(8)
@@ -302,7 +352,9 @@ def test_the_model_and_the_generators_are_as_they_were(training, fails):
     states = torch.get_rng_state(), random.getstate()
     if fails:
         with pytest.raises(ValueError, match="raised RuntimeError"):
-            MemoryProfiler(model).profile(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)))
+            MemoryProfiler(model).profile(
+                torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+            )
     else:
         MemoryProfiler(model).profile(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     assert [module.training for module in model.modules()] == modes
@@ -312,7 +364,12 @@ def test_the_model_and_the_generators_are_as_they_were(training, fails):
     assert model[0][0].weight.grad is None
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    )
     assert not any(getattr(module, name) for module in model.modules() for name in hooks)
 
 
@@ -329,15 +386,38 @@ def test_a_model_in_eval_mode_is_profiled_as_it_trains():
     ("build", "said"),
     [
         (lambda: MemoryProfiler(nn.ReLU()), "ReLU has no parameter that requires grad"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2).requires_grad_(False)), "Linear has no parameter that requires grad"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2), "cuda"), "the model is on cpu, not on cuda: move it first"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), 0), "num_runs must be .* got 0"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), True), "num_runs must be .* got True"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 3)), r"raised RuntimeError.*float32\[2, 3\]"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2)).profile({"text": 1}), "raised TypeError.*keywords as a mapping"),
-        (lambda: MemoryProfiler(nn.Linear(2, 2)).recommend_layers(1), "call profile.sample_input. first"),
         (
-            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), loss=lambda m, x: m(x).sum().detach()),
+            lambda: MemoryProfiler(nn.Linear(2, 2).requires_grad_(False)),
+            "Linear has no parameter that requires grad",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2), "cuda"),
+            "the model is on cpu, not on cuda: move it first",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), 0),
+            "num_runs must be .* got 0",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), True),
+            "num_runs must be .* got True",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 3)),
+            r"raised RuntimeError.*float32\[2, 3\]",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile({"text": 1}),
+            "raised TypeError.*keywords as a mapping",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).recommend_layers(1),
+            "call profile.sample_input. first",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(
+                torch.ones(2, 2), loss=lambda m, x: m(x).sum().detach()
+            ),
             "depends on no parameter",
         ),
     ],
@@ -409,7 +489,9 @@ def dead_storages_are_held(monkeypatch):
         def __setitem__(self, key, value):
             super().__setitem__(key, value)
             if value[1] is not None:
-                object.__setattr__(value[1], "__class__", type("Life", (type(value[1]),), {"died": UNDYING}))
+                object.__setattr__(
+                    value[1], "__class__", type("Life", (type(value[1]),), {"died": UNDYING})
+                )
 
     init = LiveStorages.__init__
 

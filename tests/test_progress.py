@@ -24,7 +24,14 @@ def shown(runs, *words, terminal=False, resume=None):
 
 def test_lines_are_few_and_fit_into_80_columns(tmp_path):
     lines = shown(tmp_path, "evaluate={every: 12, samples: 4}").splitlines()[2:]
-    assert [line.split()[1] for line in lines] == ["1/25", "10/25", "12/25", "20/25", "24/25", "25/25"]
+    assert [line.split()[1] for line in lines] == [
+        "1/25",
+        "10/25",
+        "12/25",
+        "20/25",
+        "24/25",
+        "25/25",
+    ]
     assert all("loss" in line and "tokens/s" in line and "iB" in line for line in lines)
     assert ["dev" in line for line in lines] == [False, False, True, False, True, True]
     assert ["left" in line for line in lines] == [False, True, True, True, True, False]
@@ -47,11 +54,15 @@ def test_a_terminal_gets_a_bar_and_the_dev_losses(tmp_path):
 
 
 def test_other_data_than_text_count_terms(tmp_path):
-    assert "terms/s" in shown(tmp_path, "model=mlp", "data.source=workload", "steps=1", "batch_size=4")
+    assert "terms/s" in shown(
+        tmp_path, "model=mlp", "data.source=workload", "steps=1", "batch_size=4"
+    )
 
 
 def test_tensorboard_gets_the_figures(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="not installed")
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="not installed"
+    )
     with open_run(load_config(None, [f"runs={tmp_path}", *WORDS, "steps=3"])) as run:
         trained = train_run(run, watch=[write_tensorboard])
     read = events.EventAccumulator(str(run.folder / "tensorboard"))
@@ -70,12 +81,21 @@ def test_tensorboard_that_is_not_installed_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
-        pytest.raises(ValueError, match=r"log\.tensorboard needs the package tensorboard: pip install tensorboard"),
+        pytest.raises(
+            ValueError,
+            match=r"log\.tensorboard needs the package tensorboard: pip install tensorboard",
+        ),
         write_tensorboard(None),
     ):
         pass
 
 
 def test_numbers_are_short():
-    assert [short(number) for number in (7, 950, 41_234, 2.5e6, 3e9)] == ["7", "950", "41.2k", "2.5M", "3.0G"]
+    assert [short(number) for number in (7, 950, 41_234, 2.5e6, 3e9)] == [
+        "7",
+        "950",
+        "41.2k",
+        "2.5M",
+        "3.0G",
+    ]
     assert [clock(seconds) for seconds in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]

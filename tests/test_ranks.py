@@ -30,7 +30,11 @@ def counted_syncs(scale):
     with GradientSyncs() as one:
         model(torch.ones(1, 4)).sum().backward()
         dist.all_reduce(torch.ones(1))  # outside a backward: not a gradient's
-    return {"rank": dist.get_rank(), "scaled": scale * dist.get_rank(), "syncs": [none.num_calls, one.num_calls]}
+    return {
+        "rank": dist.get_rank(),
+        "scaled": scale * dist.get_rank(),
+        "syncs": [none.num_calls, one.num_calls],
+    }
 
 
 def fails_on_one_rank():

@@ -42,7 +42,11 @@ def test_another_process_holds_it_until_it_is_killed(tmp_path):
     files = saved(tmp_path)
     command = [sys.executable, "-c", HOLD, str(tmp_path), FOLDER]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT / "template")}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT / "template")},
     )
     with process:
         assert process.stdout.readline() == "True\n"
@@ -89,20 +93,26 @@ class FilesInUse(LocalFiles):
 def test_retention_leaves_what_a_caller_of_load_or_verify_reads(tmp_path, how, after):
     """Another process trains on, and would delete it after any of the files that are read."""
     state, other = new_state(), new_state(1)
-    config = PolicyConfig(rollback_every=1, recovery_every=None, best_k=1, retention=Retention(1, 1))
+    config = PolicyConfig(
+        rollback_every=1, recovery_every=None, best_k=1, retention=Retention(1, 1)
+    )
     deleted = []
     with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
 
         def go_on(dev_loss):
             train(state, 1)
-            before = {one.folder for kind in ("rollback", "best-k") for one in store.committed(kind)}
+            before = {
+                one.folder for kind in ("rollback", "best-k") for one in store.committed(kind)
+            }
             policy.after_step(state.step, state, {"dev_loss": dev_loss})
             after = {one.folder for kind in ("rollback", "best-k") for one in store.committed(kind)}
             deleted.append(sorted(before - after))
 
         go_on(0.5)
         held = tensors_of(state)
-        reader = SavedRun(tmp_path, files=FilesInUse(tmp_path, after=after, then=lambda: go_on(0.4)))
+        reader = SavedRun(
+            tmp_path, files=FilesInUse(tmp_path, after=after, then=lambda: go_on(0.4))
+        )
         saved = store.committed("best-k" if how == "best" else "rollback")[0]
         reader.verify(saved) if how == "verify" else reader.load(saved, other)
         if how == "load":

@@ -114,7 +114,9 @@ def test_a_tensor_changed_after_it_was_kept_is_noticed():
         loss = (F.silu(hidden) @ second).sum()
     with torch.no_grad():
         hidden.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation: it is at version 1, and 0 was kept"):
+    with pytest.raises(
+        RuntimeError, match="modified by an inplace operation: it is at version 1, and 0 was kept"
+    ):
         loss.backward()
 
 
@@ -149,7 +151,10 @@ def test_casts_of_weights_are_made_again_under_autocast():
     x = torch.randn(4, 64, requires_grad=True)
 
     def run(keeper):
-        with torch.autocast("cpu", torch.bfloat16), keeper.hooks() if keeper else contextlib.nullcontext():
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            keeper.hooks() if keeper else contextlib.nullcontext(),
+        ):
             return F.linear(x, weight).float().square().sum()
 
     held = {}
@@ -199,7 +204,9 @@ def test_a_replayed_module_keeps_its_input_alone_and_lets_go_of_the_rest():
     try:
         with LiveStorages() as storages:
             loss = replayed(norm, x, weight)
-            assert storages.bytes_alive < 3 * 64 * 16 * 4  # the product, its square, and no output of the norm
+            assert (
+                storages.bytes_alive < 3 * 64 * 16 * 4
+            )  # the product, its square, and no output of the norm
             loss.backward()
             del loss
             norm.zero_grad()
@@ -240,7 +247,9 @@ def test_replays_run_under_the_autocast_of_the_first_time():
     loss.backward()
     assert torch.equal(found, linear.weight.grad)
     loss = Replay(F.gelu, (x,), {}).first().sum()
-    with torch.autocast("cpu", torch.bfloat16):  # and not under one that is on during backward alone
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # and not under one that is on during backward alone
         loss.backward()
     assert x.grad.dtype is torch.float32
 

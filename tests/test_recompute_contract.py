@@ -21,8 +21,18 @@ from curry_train.plan.same_training import same_training
 from curry_train.plan.selective import SelectiveCheckpointer
 from curry_train.plan.strategies import STRATEGIES, Sample
 from curry_train.primitives.checkpoint_config import CheckpointConfig
-from curry_train.primitives.recompute import CheckpointWrapper, Recompute, recompute_blocks, remove_recompute
-from curry_train.primitives.segments import ChainBroken, choose_segments, recompute_segments, remove_segments
+from curry_train.primitives.recompute import (
+    CheckpointWrapper,
+    Recompute,
+    recompute_blocks,
+    remove_recompute,
+)
+from curry_train.primitives.segments import (
+    ChainBroken,
+    choose_segments,
+    recompute_segments,
+    remove_segments,
+)
 
 
 class Block(nn.Module):
@@ -61,7 +71,9 @@ def batch():
 def test_names_keys_class_and_attributes_are_those_of_the_bare_module(block):
     wrapped = Recompute(block)
     assert list(wrapped.state_dict()) == list(block.state_dict())
-    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in block.named_parameters()]
+    assert [name for name, _ in wrapped.named_parameters()] == [
+        name for name, _ in block.named_parameters()
+    ]
     assert isinstance(wrapped, Block)
     assert wrapped.width == 8
     assert wrapped.first is block.first
@@ -99,7 +111,9 @@ def test_copies_and_pickles_recompute_and_are_their_own(block, batch):
 
 
 def held(module, batch):
-    return measure_memory(module, batch, lambda module, batch: module(batch).square().sum()).held_bytes
+    return measure_memory(
+        module, batch, lambda module, batch: module(batch).square().sum()
+    ).held_bytes
 
 
 def test_less_is_held_only_while_enabled_and_training(block, batch):
@@ -124,7 +138,9 @@ def test_hooks_of_the_block_run_once_and_gradients_reach_its_input(block, batch)
 
 def test_checkpoint_wrapper_takes_what_torch_takes(block, batch):
     wrapped = CheckpointWrapper(copy.deepcopy(block), use_reentrant=True, preserve_rng_state=False)
-    assert compare(step(block, batch.clone().requires_grad_()), step(wrapped, batch.clone().requires_grad_())).bit_equal
+    assert compare(
+        step(block, batch.clone().requires_grad_()), step(wrapped, batch.clone().requires_grad_())
+    ).bit_equal
     assert isinstance(wrapped, Recompute)
 
 
@@ -139,8 +155,13 @@ def test_a_compiled_model_recomputes_the_same(block, batch, compiled):
         wrapped.compile(backend="aot_eager")
         run = wrapped
     plain, found = step(block, batch), step(run, batch)
-    names = {name.removeprefix("_orig_mod."): gradient for name, gradient in found.gradients.items()}
-    assert all(torch.allclose(names[name], gradient, rtol=1e-5) for name, gradient in plain.gradients.items())
+    names = {
+        name.removeprefix("_orig_mod."): gradient for name, gradient in found.gradients.items()
+    }
+    assert all(
+        torch.allclose(names[name], gradient, rtol=1e-5)
+        for name, gradient in plain.gradients.items()
+    )
 
 
 def test_bytes_and_flops_are_those_of_torch_wrapping_the_same_blocks(batch):
@@ -202,7 +223,10 @@ def test_what_can_not_be_wrapped_is_said(block, make, said):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"enabled": "yes"}, "enabled must be True or False"), ({"determinism_check": "all"}, "must be one of")],
+    [
+        ({"enabled": "yes"}, "enabled must be True or False"),
+        ({"determinism_check": "all"}, "must be one of"),
+    ],
 )
 def test_options_are_checked(block, options, said):
     with pytest.raises(ValueError, match=said):
@@ -243,8 +267,12 @@ def test_hooks_of_blocks_in_a_segment_see_their_own_output(batch):
     seen = {}
     plain, model = chain(), chain()
     for index in range(6):
-        plain[index].register_forward_hook(lambda _, __, out, i=index: seen.setdefault(("plain", i), out.detach()))
-        model[index].register_forward_hook(lambda _, __, out, i=index: seen.setdefault(("ours", i), out.detach()))
+        plain[index].register_forward_hook(
+            lambda _, __, out, i=index: seen.setdefault(("plain", i), out.detach())
+        )
+        model[index].register_forward_hook(
+            lambda _, __, out, i=index: seen.setdefault(("ours", i), out.detach())
+        )
     recompute_segments(model, 2)
     plain(batch), model(batch)
     assert all(torch.equal(seen["plain", index], seen["ours", index]) for index in range(6))
@@ -266,7 +294,9 @@ class Branches(OtherArguments):
         return sum(layer(x) for layer in self.layers)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(OtherArguments, "takes other arguments"), (Branches, "as it is")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [(OtherArguments, "takes other arguments"), (Branches, "as it is")]
+)
 def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, said):
     model = kind()
     recompute_segments(model, 2)
@@ -309,7 +339,10 @@ def test_a_count_of_segments_that_is_none_is_refused(count):
         ({"profile_num_runs": 2.5}, "profile_num_runs must be"),
         ({"sequential_segments": 0}, "or None to choose the one with the lowest measured peak"),
         ({"include_patterns": "layers.*"}, r"a list of globs over module names, such as \['layers"),
-        ({"use_reentrant": True, "strategy": "sequential"}, "use_reentrant must be False with strategy 'sequential'"),
+        (
+            {"use_reentrant": True, "strategy": "sequential"},
+            "use_reentrant must be False with strategy 'sequential'",
+        ),
         ({"memory_treshold_mb": 3}, "did you mean 'memory_threshold_mb'"),
     ],
 )
@@ -325,7 +358,9 @@ def test_config_from_objects_and_defaults():
 
 
 def apply(model, report=None, *, batch=None, loss=None, **config):
-    checkpointer = SelectiveCheckpointer(CheckpointConfig(enabled=config.pop("enabled", True), **config))
+    checkpointer = SelectiveCheckpointer(
+        CheckpointConfig(enabled=config.pop("enabled", True), **config)
+    )
     assert checkpointer.apply(model, report, batch=batch, loss=loss) is model
     return checkpointer.get_checkpointed_layers()
 
@@ -342,7 +377,9 @@ def test_selective_takes_the_layers_above_the_threshold(batch):
 def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(batch):
     model = chain(3)
     assert apply(model, strategy="full", include_patterns=["[01]"], exclude_patterns=["0"]) == ["1"]
-    with pytest.raises(ValueError, match=r"exclude_patterns 'layers.\*' matches no module; there are 0, 1, 2"):
+    with pytest.raises(
+        ValueError, match=r"exclude_patterns 'layers.\*' matches no module; there are 0, 1, 2"
+    ):
         apply(chain(3), strategy="full", exclude_patterns=["layers.*"])
 
 
@@ -351,7 +388,10 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
     [
         ({"strategy": "selective"}, "needs a profile"),
         ({"strategy": "sequential"}, "needs a batch"),
-        ({"strategy": "plan"}, "plan must be the path of a plan with strategy 'plan', None with others; got None"),
+        (
+            {"strategy": "plan"},
+            "plan must be the path of a plan with strategy 'plan', None with others; got None",
+        ),
         ({"strategy": "plan", "plan": "none.json"}, "can't read the plan none.json"),
         ({"strategy": "full", "plan": "plan.json"}, "None with others; got 'plan.json'"),
     ],
@@ -386,19 +426,29 @@ def test_a_difference_in_a_model_without_blocks_is_a_failure_and_not_inapplicabl
         return ["0"]
 
     workload = Workload(
-        "flat", lambda: nn.Linear(8, 8), lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
+        "flat",
+        lambda: nn.Linear(8, 8),
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).sum(),
     )
-    verdict = Gate("a/parity", lambda case: same_training("a/parity", case, spoil)).run(Case(workload))
+    verdict = Gate("a/parity", lambda case: same_training("a/parity", case, spoil)).run(
+        Case(workload)
+    )
     assert verdict.passed is False, verdict
 
 
 @pytest.mark.parametrize("size", [1, 4, None])
 def test_timesteps_are_chunked_by_the_configuration(size):
     model = snn().build()
-    config = CheckpointConfig(enabled=True, strategy="none", snn_timestep_checkpoint=True, snn_chunk_size=size)
+    config = CheckpointConfig(
+        enabled=True, strategy="none", snn_timestep_checkpoint=True, snn_chunk_size=size
+    )
     checkpointer = SelectiveCheckpointer(config)
     checkpointer.apply(model)
     assert checkpointer.get_checkpointed_layers() == [""]
     bare, case = snn().build(), Case(snn(), batch_size=64)
-    held = [measure_memory(net, case.batch(), case.workload.mean_loss).held_bytes for net in (bare, model)]
+    held = [
+        measure_memory(net, case.batch(), case.workload.mean_loss).held_bytes
+        for net in (bare, model)
+    ]
     assert held[1] < 0.7 * held[0]

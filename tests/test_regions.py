@@ -28,7 +28,9 @@ TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
 
 def llama():
     size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size)
+    )
 
 
 def gpt2(dropout=0.1):
@@ -40,7 +42,9 @@ def gpt2(dropout=0.1):
 
 
 def lm_loss(model, tokens):
-    return F.cross_entropy(model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float(), tokens.flatten())
+    return F.cross_entropy(
+        model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float(), tokens.flatten()
+    )
 
 
 def autocast_loss(model, tokens):
@@ -67,7 +71,12 @@ def test_a_block_of_llamas_shape_holds_at_most_56_percent_with_no_product_again(
     rotations = torch.randn(64, 16)
     x = torch.randn(4, 64, 128, requires_grad=True)
     plain = figures(build, lambda model, x: model(x).sum(), batch=x)
-    changed = figures(build, lambda model, x: model(x).sum(), lambda model: apply_regions(model, blocks="0.block"), x)
+    changed = figures(
+        build,
+        lambda model, x: model(x).sum(),
+        lambda model: apply_regions(model, blocks="0.block"),
+        x,
+    )
     assert compare(plain[0], changed[0]).bit_equal
     assert changed[1].held_bytes / plain[1].held_bytes <= 0.56
     assert changed[1].peak_bytes < plain[1].peak_bytes
@@ -92,7 +101,9 @@ def test_regions_hold_what_torchs_own_policy_holds_for_a_fraction_of_its_calls()
     models = [case.build(), case.build()]
     apply_regions(models[0])
     gates.torch_sac(models[1], case)
-    held = [measure_memory(model, case.batch(), case.workload.mean_loss).held_bytes for model in models]
+    held = [
+        measure_memory(model, case.batch(), case.workload.mean_loss).held_bytes for model in models
+    ]
     assert held[0] == held[1]
     counts = [python_calls(case, change) for change in (nothing, regions, gates.torch_sac)]
     assert 0 < counts[1] - counts[0] <= 0.4 * (counts[2] - counts[0])
@@ -107,7 +118,9 @@ def regions(module, case):
 
 
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss])
-@pytest.mark.parametrize(("build", "also", "at_most"), [(llama, (), 0.6), (gpt2, ("*.mlp.act",), 0.65)])
+@pytest.mark.parametrize(
+    ("build", "also", "at_most"), [(llama, (), 0.6), (gpt2, ("*.mlp.act",), 0.65)]
+)
 def test_hugging_face_blocks_are_reached_without_an_edit(build, also, at_most, loss):
     plain = figures(build, loss)
     changed = figures(build, loss, lambda model: apply_regions(model, also=also))
@@ -133,7 +146,9 @@ def test_the_report_names_the_module_to_name_and_naming_it_frees_what_it_said():
     apply_regions(model)
     report = report_regions(model, TOKENS, lm_loss)
     free = sum(row.nbytes for row in report.unreached)
-    assert {row.module for row in report.unreached} == {f"transformer.h.{index}.mlp.act" for index in range(3)}
+    assert {row.module for row in report.unreached} == {
+        f"transformer.h.{index}.mlp.act" for index in range(3)
+    }
     assert all(row.edit.startswith('also=["*.act"]') for row in report.unreached)
     table = report.table()
     assert "MiB in transformer.h.*.mlp.act, made by TanhBackward0" in table
@@ -188,17 +203,23 @@ def test_an_expression_becomes_a_module_and_is_reached():
     apply_regions(model)
     (row, *others) = report_regions(model, x, square).unreached
     assert (row.module, row.made_by) == ("0", "AddBackward0")
-    assert row.edit == "make the input of down in a module of its own, and name that with also=[...]"
+    assert (
+        row.edit == "make the input of down in a module of its own, and name that with also=[...]"
+    )
     assert len(others) == 2
     edited = chain(Edited)
     apply_regions(edited, also=["*.wave"])
-    saved = measure_memory(model, x, square).held_bytes - measure_memory(edited, x, square).held_bytes
+    saved = (
+        measure_memory(model, x, square).held_bytes - measure_memory(edited, x, square).held_bytes
+    )
     assert saved == row.nbytes * 3 == 3 * 32 * 64 * 4
     assert compare(record_step(model, x, square), record_step(edited, x, square)).bit_equal
 
 
 def test_what_torch_computes_inside_of_its_own_modules_is_not_told_to_be_edited():
-    model = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)])
+    model = nn.Sequential(
+        *[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
+    )
     apply_regions(model)
     report = report_regions(model, torch.randn(2, 8, 16), square)
     assert report.unreached
@@ -217,7 +238,9 @@ def test_a_named_module_that_draws_is_refused():
 
 
 def test_a_glob_that_names_nothing_is_an_error():
-    with pytest.raises(ValueError, match=r"also '\*.act' matches no module; there are 0.up, 0.down"):
+    with pytest.raises(
+        ValueError, match=r"also '\*.act' matches no module; there are 0.up, 0.down"
+    ):
         apply_regions(chain(Functional), also=["*.act"])
 
 
@@ -232,7 +255,10 @@ def test_a_report_needs_regions():
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.gate, self.up, self.down = nn.LayerNorm(16), *(nn.Linear(16, 16) for _ in range(3))
+        self.norm, self.gate, self.up, self.down = (
+            nn.LayerNorm(16),
+            *(nn.Linear(16, 16) for _ in range(3)),
+        )
 
     def forward(self, x):
         n = self.norm(x)
@@ -249,7 +275,9 @@ def both():
 def test_names_state_and_copies_are_those_of_the_bare_model():
     plain, changed = both()
     assert list(plain.state_dict()) == list(changed.state_dict())
-    assert [name for name, _ in plain.named_parameters()] == [name for name, _ in changed.named_parameters()]
+    assert [name for name, _ in plain.named_parameters()] == [
+        name for name, _ in changed.named_parameters()
+    ]
     assert isinstance(changed[0], Gated)
     assert isinstance(changed[0].norm, nn.LayerNorm)
     x = torch.randn(4, 16)
@@ -257,7 +285,9 @@ def test_names_state_and_copies_are_those_of_the_bare_model():
         assert compare(record_step(plain, x, square), record_step(again, x, square)).bit_equal
         assert measure_memory(again, x, square) == measure_memory(changed, x, square)
     assert remove_regions(changed) == ["0", "1", "2"]
-    assert [type(module) for module in changed.modules()] == [type(module) for module in plain.modules()]
+    assert [type(module) for module in changed.modules()] == [
+        type(module) for module in plain.modules()
+    ]
 
 
 def test_nothing_runs_twice_in_eval_mode_and_without_grad():
@@ -274,7 +304,9 @@ def test_a_gradient_penalty_has_equal_gradients():
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
         (slope,) = torch.autograd.grad(square(model, x), x, create_graph=True)
         slope.square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        found.append(
+            [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        )
     assert all(map(torch.equal, *found))
 
 

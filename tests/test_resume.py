@@ -104,14 +104,19 @@ def test_nothing_whole_names_each_and_changes_nothing(run):
         damage(folder)
     state = new_state(1)
     before = tensors_of(state)
-    with pytest.raises(DamagedCheckpoint, match=r"nothing that was asked for is whole: .*00100.*00050.*00010.*00009"):
+    with pytest.raises(
+        DamagedCheckpoint,
+        match=r"nothing that was asked for is whole: .*00100.*00050.*00010.*00009",
+    ):
         load_chosen(run[0], state, "latest")
     assert equal(before, tensors_of(state))
 
 
 def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
     damage(run[0] / "rollback/step-00000100.dcp")
-    with pytest.raises(DamagedCheckpoint, match=r"another hash.*saved are the steps 9, 10, 50, 100"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"another hash.*saved are the steps 9, 10, 50, 100"
+    ):
         load_chosen(run[0], new_state(1), 100)
 
 
@@ -119,7 +124,11 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
     ("what", "error", "said"),
     [
         (11, NothingSaved, "has no step 11; saved are the steps 9, 10, 50, 100"),
-        ("newest", ValueError, "'newest' is no checkpoint and no run: give latest, best, a step such as 500"),
+        (
+            "newest",
+            ValueError,
+            "'newest' is no checkpoint and no run: give latest, best, a step such as 500",
+        ),
         ("{run}/rollback/step-00000012.dcp", NothingSaved, "is not there; saved are the steps 9"),
     ],
 )

@@ -26,9 +26,20 @@ def test_the_newest_by_number_stay_where_text_would_keep_others():
 
 
 def test_a_recovery_counts_as_a_rollback_and_outlives_it():
-    every = [saved("recovery" if step % 1000 == 0 else "rollback", step) for step in range(100, 4001, 100)]
+    every = [
+        saved("recovery" if step % 1000 == 0 else "rollback", step)
+        for step in range(100, 4001, 100)
+    ]
     gone = to_delete(every, PolicyConfig(), step=4000)
-    assert [one.step for one in every if one not in gone] == [2000, 3000, 3600, 3700, 3800, 3900, 4000]
+    assert [one.step for one in every if one not in gone] == [
+        2000,
+        3000,
+        3600,
+        3700,
+        3800,
+        3900,
+        4000,
+    ]
 
 
 def test_states_beyond_the_step_are_of_another_line_and_go_once_there_is_one_of_this():
@@ -52,7 +63,10 @@ def test_what_is_being_read_stays():
 
 
 def test_best_by_metric_and_direction_and_ties_go_to_the_earlier():
-    every = [saved("best-k", step, value) for step, value in ((1, 0.5), (2, 0.25), (3, 0.5), (4, 1e-5), (5, 30.0))]
+    every = [
+        saved("best-k", step, value)
+        for step, value in ((1, 0.5), (2, 0.25), (3, 0.5), (4, 1e-5), (5, 30.0))
+    ]
     assert [one.step for one in best_first(every, PolicyConfig())] == [4, 2, 1, 3, 5]
     up = PolicyConfig(best_k_direction="maximize")
     assert [one.step for one in best_first(every, up)] == [5, 1, 3, 2, 4]
@@ -87,7 +101,8 @@ def test_rollbacks_of_parameters_go_by_step():
 # Random histories
 
 HISTORIES = st.lists(
-    st.one_of(*(st.tuples(st.just(name), st.sampled_from(what)) for name, what in EVENTS)), max_size=60
+    st.one_of(*(st.tuples(st.just(name), st.sampled_from(what)) for name, what in EVENTS)),
+    max_size=60,
 )
 CONFIGS = st.builds(
     PolicyConfig,
@@ -120,7 +135,9 @@ def test_deleting_twice_deletes_nothing_more(kinds, config, step):
 
 def test_what_is_saved_at_a_multiple_stays_beside_the_newest():
     config = PolicyConfig(retention=Retention(rollback_keep=2, recovery_keep=1, keep_every=100))
-    there = [saved("recovery" if step in (120, 200) else "rollback", step) for step in range(80, 281, 20)]
+    there = [
+        saved("recovery" if step in (120, 200) else "rollback", step) for step in range(80, 281, 20)
+    ]
     there.append(saved("rollback", 200))  # the same state once more
     gone = to_delete(there, config, step=280)
     assert sorted((one.step, one.kind) for one in there if one not in gone) == [
@@ -164,7 +181,9 @@ def forgets_what_lasts(every, config, *, step, damaged=(), protected=()):
 def nan_is_best(value, step, every, config):
     """`value >= worst` is False for NaN, so NaN goes in."""
     ranked = best_first(every, config)
-    return config.best_k > 0 and (len(ranked) < config.best_k or not value >= ranked[-1].metric.value)
+    return config.best_k > 0 and (
+        len(ranked) < config.best_k or not value >= ranked[-1].metric.value
+    )
 
 
 def nothing(every, config, **_):

@@ -86,7 +86,9 @@ def test_where_no_revision_is_is_said(tmp_path):
         (FileNotFoundError("git"), "git is not installed"),
         (subprocess.TimeoutExpired("git", 10), "git took longer than 10 seconds"),
         (
-            subprocess.CalledProcessError(128, "git", stderr=b"fatal: dubious ownership in /home/a"),
+            subprocess.CalledProcessError(
+                128, "git", stderr=b"fatal: dubious ownership in /home/a"
+            ),
             "git ended with 128",
         ),
     ],

@@ -36,7 +36,10 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     assert run_to_resume(config(tmp_path), "run-001") == (runs[0], "latest")
     assert run_to_resume(config(tmp_path), str(runs[0])) == (runs[0], "latest")
     assert run_to_resume(config(tmp_path), "run-001@90") == (runs[0], "90")
-    assert run_to_resume(config(tmp_path), str(runs[1] / "recovery/step-00000100.dcp")) == (runs[1], "100")
+    assert run_to_resume(config(tmp_path), str(runs[1] / "recovery/step-00000100.dcp")) == (
+        runs[1],
+        "100",
+    )
 
 
 def test_from_the_best_parameters_a_new_run_begins(tmp_path):
@@ -46,17 +49,23 @@ def test_from_the_best_parameters_a_new_run_begins(tmp_path):
 
 
 def test_what_is_not_there_is_told_with_what_is(tmp_path):
-    with pytest.raises(ValueError, match=r"no saved state to resume from for 'latest': no run in .*runs has one"):
+    with pytest.raises(
+        ValueError, match=r"no saved state to resume from for 'latest': no run in .*runs has one"
+    ):
         run_to_resume(config(tmp_path), "latest")
     saved(new_run(config(tmp_path)), 1)
     with pytest.raises(ValueError, match=r"for 'run-7': did you mean run-001\?"):
         run_to_resume(config(tmp_path), "run-7")
     saved(new_run(config(tmp_path, "name=night")), 1)
-    with pytest.raises(ValueError, match=r"for 'nigth-001@5': did you mean night-001\? .*runs also has run-001"):
+    with pytest.raises(
+        ValueError, match=r"for 'nigth-001@5': did you mean night-001\? .*runs also has run-001"
+    ):
         run_to_resume(config(tmp_path), "nigth-001@5")
     with pytest.raises(ValueError, match=r"did you mean night-001\? .*runs also has run-001"):
         run_to_resume(load_config(None, ["runs=elsewhere"]), str(tmp_path / "runs/night-01"))
-    with pytest.raises(ValueError, match=r"for 'latest': .*runs has (night|run)-001, (night|run)-001"):
+    with pytest.raises(
+        ValueError, match=r"for 'latest': .*runs has (night|run)-001, (night|run)-001"
+    ):
         run_to_resume(config(tmp_path, "name=zzz"), "latest")
 
 

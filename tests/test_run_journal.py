@@ -129,7 +129,9 @@ def first_counts(folder):
 
 
 @pytest.mark.parametrize(
-    "parts", [{"journal": OneAttempt}, {"read": first_counts}], ids=["one attempt", "the first counts"]
+    "parts",
+    [{"journal": OneAttempt}, {"read": first_counts}],
+    ids=["one attempt", "the first counts"],
 )
 def test_attempts_fails_on(parts):
     verdict = gates.attempts(CASE, **parts)

@@ -17,7 +17,13 @@ from journals import plant
 from scaffold_case import scaffold, shell
 from store_models import new_state, train
 
-TINY = ["model=training_models:with_dropout", "batch_size=4", "microbatch=2", "evaluate.samples=4", "device=cpu"]
+TINY = [
+    "model=training_models:with_dropout",
+    "batch_size=4",
+    "microbatch=2",
+    "evaluate.samples=4",
+    "device=cpu",
+]
 
 
 @pytest.fixture
@@ -77,7 +83,10 @@ def test_a_rollback_of_parameters_is_listed_and_shown_as_one(tmp_path):
     _, said = call("list", tmp_path / "runs")
     assert said.splitlines()[1].split()[:5] == ["light-001", "none", "1", "0", "1"]
     _, said = call("show", tmp_path / "runs/light-001")
-    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [["rollback", "100"], ["best-k", "50"]]
+    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [
+        ["rollback", "100"],
+        ["best-k", "50"],
+    ]
     assert said.splitlines()[1].endswith("parameters only")
     assert said.splitlines()[-1] == "nothing to resume from"
     assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints whole\n")
@@ -106,13 +115,18 @@ def test_verify_reads_every_byte(runs):
         (["verify", "{run}", "step-3"], "is no checkpoint of"),
         (["estimate"], "give --parameters or --model"),
         (["estimate", "--parameters", "many"], "many"),
-        (["estimate", "--parameters", "7e9", "retention.rollback=1"], "checkpoint.retention.rollback is no key"),
+        (
+            ["estimate", "--parameters", "7e9", "retention.rollback=1"],
+            "checkpoint.retention.rollback is no key",
+        ),
         (["estimate", "--parameters", "7e9", "best_k"], "sets nothing: write key=value"),
         (["resume-check", "--steps", "5", "--kill-at", "5"], "1 <= save-every < kill-at < steps"),
     ],
 )
 def test_a_mistake_gets_its_message_and_status_2(runs, words, said):
-    done = CliRunner().invoke(main, ["runs", *(word.format(run=runs / "first-001") for word in words)])
+    done = CliRunner().invoke(
+        main, ["runs", *(word.format(run=runs / "first-001") for word in words)]
+    )
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
 
@@ -121,7 +135,10 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(runs, monkeypat
     """The likeliest first, at most ten, wherever a run is named."""
     monkeypatch.chdir(runs.parent)
     status, said = call("show", "frist-001")
-    assert (status, " ".join(said.split())) == (2, "Error: frist-001 is no run: did you mean first-001?")
+    assert (status, " ".join(said.split())) == (
+        2,
+        "Error: frist-001 is no run: did you mean first-001?",
+    )
     for number in range(2, 14):
         (runs / f"other-{number:03d}/rollback").mkdir(parents=True)
     for words in (["show", "first-01"], ["verify", "runs/first-01"]):
@@ -151,7 +168,9 @@ def test_estimate_of_a_policy(tmp_path):
     assert "rollback_parameters_only: true" in " ".join(said.split())
     assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
     assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
-    status, said = call("estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path)
+    status, said = call(
+        "estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path
+    )
     assert "MB" in said
     assert "0.00" not in said
     assert (status, "enough" in said) == (0, True)
@@ -159,13 +178,31 @@ def test_estimate_of_a_policy(tmp_path):
 
 def test_resume_check_of_a_training_that_resumes(tmp_path):
     paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
-    command = [sys.executable, "-m", "curry_train", "runs", "resume-check", "--steps", "6", "--kill-at", "5", *TINY]
+    command = [
+        sys.executable,
+        "-m",
+        "curry_train",
+        "runs",
+        "resume-check",
+        "--steps",
+        "6",
+        "--kill-at",
+        "5",
+        *TINY,
+    ]
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--json", "found.json"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [*command, "--json", "found.json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout.splitlines()[0] == "6 steps, killed in step 5, resumed from step 4: 1 done again"
+    assert (
+        done.stdout.splitlines()[0]
+        == "6 steps, killed in step 5, resumed from step 4: 1 done again"
+    )
     assert done.stdout.splitlines()[1].startswith("equal: ")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["equal"], found["resumed_from"]) == (True, 4)
@@ -175,26 +212,38 @@ def test_resume_check_of_a_training_that_resumes(tmp_path):
 
 
 def test_resume_check_says_why_a_training_does_not_run(tmp_path):
-    with pytest.raises(ValueError, match=r"the training did not run: .*stpes is no key; did you mean steps"):
+    with pytest.raises(
+        ValueError, match=r"the training did not run: .*stpes is no key; did you mean steps"
+    ):
         resume_check(tmp_path, ["stpes=3"], steps=6, kill_at=4, save_every=2)
 
 
 def test_one_bit_and_one_figure_are_enough_to_differ():
     first = {"weight": torch.ones(3), "nan": torch.tensor([float("nan")])}
     assert _different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
-    second = first | {"weight": torch.tensor([1.0, 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))])}
+    second = first | {
+        "weight": torch.tensor([1.0, 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))])
+    }
     assert _different_tensor(first, second) == "weight differs in the final state"
-    assert _different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)}) == "a differs in the final state"
+    assert (
+        _different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)})
+        == "a differs in the final state"
+    )
     assert _different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
     straight = [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
     assert _different_figure(straight, [straight[0], straight[0], straight[1]]) is None
     done_again = [straight[0], (1, {"loss": 0.1000001}), straight[1]]
-    assert _different_figure(straight, done_again) == "loss of step 1 is 0.1 straight and 0.1000001 resumed"
+    assert (
+        _different_figure(straight, done_again)
+        == "loss of step 1 is 0.1 straight and 0.1000001 resumed"
+    )
     assert _different_figure(straight, done_again[::-1]).startswith("loss of step 1")
     assert _different_figure(straight, straight[:1]) == "step 2 was not trained after the resume"
 
 
-def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(tmp_path, monkeypatch):
+def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     words = ["model=forgetful_model:forgetful", *TINY[1:]]
     found = resume_check(tmp_path, words, steps=6, kill_at=5, save_every=2)
@@ -226,7 +275,12 @@ def test_a_package_that_took_the_technique_has_its_commands(runs):
     folder = runs.parent
     (folder / "mylib").mkdir()
     (folder / "mylib/__init__.py").touch()
-    assert scaffold(ROOT, "add", "checkpoint-policy", "--into", "mylib/training", cwd=folder).returncode == 0
+    assert (
+        scaffold(
+            ROOT, "add", "checkpoint-policy", "--into", "mylib/training", cwd=folder
+        ).returncode
+        == 0
+    )
     listed = shell("python -m mylib.training.runs_command list", cwd=folder)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert listed.stdout.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
@@ -239,7 +293,8 @@ def test_a_package_that_took_the_technique_has_its_commands(runs):
     assert statuses == {"show": 0, "verify": 0, "estimate": 0, "diff": 0, "plot": 0} | trains
     assert said["verify"][1] == "1 of 1 checkpoints whole"
     assert (
-        "resume-check trains, so it needs the training project, which mylib.training has not" in said["resume-check"][1]
+        "resume-check trains, so it needs the training project, which mylib.training has not"
+        in said["resume-check"][1]
     )
     assert "scaffold.py add loss-spike --into" in said["spike-check"][1]
 

@@ -24,7 +24,9 @@ def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_
     told["environment"]["world_size"] = 2
     with Journal(tmp_path / "runs/second") as journal:
         journal.resume(20, from_run="first", facts=told)
-        train(journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0))
+        train(
+            journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
+        )
     ended = run("first", "second")
     assert ended.exit_code == 0
     assert ended.output == (
@@ -75,13 +77,24 @@ def test_attempts_of_a_run_are_named_with_at(run, tmp_path):
     assert run("run@1", "run@2").output.startswith("run@2 rolled run@1 back to step 10\n\n")
     assert run("run@2", "run").output.startswith("run resumed from run@2 at step 20\n\n")
     said = " ".join(run("run", "runs/run").output.split())
-    assert said == ("run and runs/run are the same journal, so nothing differs. To compare its attempts: run@1 run@2.")
+    assert said == (
+        "run and runs/run are the same journal, so nothing differs. To compare its attempts: run@1 run@2."
+    )
 
 
 def test_long_names_and_values_keep_to_80_columns(run, tmp_path):
     long = "n" * 100
-    plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}}, other={"a": 1})
-    plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step, **{f"key{k}": k for k in range(60)})
+    plant(
+        tmp_path / f"runs/{long}",
+        optimizer={"name": "x" * 200, long: {"deep": [1] * 50}},
+        other={"a": 1},
+    )
+    plant(
+        tmp_path / "runs/b",
+        last=50,
+        loss=lambda step: -1e300 * step,
+        **{f"key{k}": k for k in range(60)},
+    )
     ended = run(long, "b")
     assert ended.exit_code == 0
     assert max(map(len, ended.output.splitlines())) <= 80
@@ -94,7 +107,10 @@ def test_a_long_value_is_shown_to_where_it_differs(run, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         with Journal(tmp_path / "runs" / name) as journal:
-            journal.start(facts=facts() | {"command": f"python -m curry_train train --config config.yaml seed={name}"})
+            journal.start(
+                facts=facts()
+                | {"command": f"python -m curry_train train --config config.yaml seed={name}"}
+            )
     assert (
         "environment\n"
         "  command\n"
@@ -116,7 +132,13 @@ def test_json_has_all_and_is_alone_on_standard_output(run, tmp_path):
     plant(tmp_path / "runs/b", seed=3)
     ended = run("a", "b", "--json", "-")
     found = json.loads(ended.stdout, parse_constant=lambda word: pytest.fail(word))
-    assert found["losses"]["parted"] == {"step": 1, "a": "nan", "b": 5.0, "amount": "nan", "relative": "inf"}
+    assert found["losses"]["parted"] == {
+        "step": 1,
+        "a": "nan",
+        "b": 5.0,
+        "amount": "nan",
+        "relative": "inf",
+    }
     assert found["config"] == [{"name": "seed", "a": "(none)", "b": 3}]
     assert "losses: 20 of 20 common steps" in ended.stderr
     assert run("a", "b", "--json", "out.json").exit_code == 0
@@ -150,7 +172,10 @@ def test_damage_is_said(run, tmp_path):
         (None, "there is no run b; runs has a"),
         (b"", "holds no event: the run died as it began, or begins just now"),
         (b"\x89PNG\r\n" * 200, "is no journal of a run: line 1 is no text"),
-        (b'{"v":7}\n', "line 1 was written by a newer version (journal 7, and 1 is the last known here)"),
+        (
+            b'{"v":7}\n',
+            "line 1 was written by a newer version (journal 7, and 1 is the last known here)",
+        ),
     ],
 )
 def test_bad_input_is_status_2_and_no_traceback(run, tmp_path, content, message):

@@ -12,7 +12,16 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 from curry_train import runs_plot
 from curry_train.runs.journal import Journal
 from curry_train.runs.journal_history import read_history
-from curry_train.runs_plot import GREY, LONGEST, MOST_NAMED, MOST_POINTS, choose_looks, plot_runs, shorten, thinned
+from curry_train.runs_plot import (
+    GREY,
+    LONGEST,
+    MOST_NAMED,
+    MOST_POINTS,
+    choose_looks,
+    plot_runs,
+    shorten,
+    thinned,
+)
 from curry_train.runs_plot_command import plot_command
 from curry_train.runs_plot_events import MARKS
 from journals import loss_of, plant, plant_eventful, train
@@ -32,7 +41,11 @@ def figure(monkeypatch, tmp_path):
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
 
     def draw(folders, **options):
-        plot_runs([read_history(folder, name=folder.name) for folder in folders], tmp_path / "out.png", **options)
+        plot_runs(
+            [read_history(folder, name=folder.name) for folder in folders],
+            tmp_path / "out.png",
+            **options,
+        )
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
         return drawn[-1]
 
@@ -49,7 +62,9 @@ def lines_with(axes, marker):
 
 def test_what_counts_is_solid_and_what_was_rolled_back_is_faint(figure, tmp_path):
     loss = panel(figure([plant_eventful(tmp_path / "run")]), "loss")
-    curves = [line for line in loss.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"]
+    curves = [
+        line for line in loss.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"
+    ]
     spans = {(line.get_xdata()[0], line.get_xdata()[-1]): line.get_alpha() for line in curves}
     assert spans == {(11, 20): runs_plot.FAINT, (21, 30): runs_plot.FAINT, (1, 40): None}
 
@@ -66,7 +81,15 @@ def test_saves_spikes_rollbacks_and_resumes_are_marked_where_they_were(figure, t
     (arrow,) = loss.texts
     assert (arrow.xy, arrow.xyann) == ((10, loss_of(10)), (20, 9.0))
     said = [text.get_text() for text in drawn.legends[0].get_texts()]
-    assert said == ["save", "resume", "rollback", "spike", "skip", "stop", "rolled back or resumed over"]
+    assert said == [
+        "save",
+        "resume",
+        "rollback",
+        "spike",
+        "skip",
+        "stop",
+        "rolled back or resumed over",
+    ]
 
 
 def test_panels_are_those_that_the_journals_have_figures_for(figure, tmp_path):
@@ -85,12 +108,16 @@ def test_losses_over_a_decade_are_logarithmic_and_a_choice_is_kept(figure, tmp_p
     scales = [(wide, "auto"), (narrow, "auto"), (narrow, "log"), (wide, "linear"), (below, "auto")]
     found = [panel(figure([folder], scale=scale), "loss").get_yscale() for folder, scale in scales]
     assert found == ["log", "linear", "log", "linear", "linear"]
-    with pytest.raises(ValueError, match="a loss of -19 has no place on a logarithmic axis: take the linear one"):
+    with pytest.raises(
+        ValueError, match="a loss of -19 has no place on a logarithmic axis: take the linear one"
+    ):
         figure([below], scale="log")
 
 
 def test_a_spike_does_not_flatten_the_curve(figure, tmp_path):
-    folder = plant(tmp_path / "run", last=1000, loss=lambda step: 500.0 if step == 700 else loss_of(step) - 4.5)
+    folder = plant(
+        tmp_path / "run", last=1000, loss=lambda step: 500.0 if step == 700 else loss_of(step) - 4.5
+    )
     assert panel(figure([folder], scale="linear"), "loss").get_ylim()[1] < 2
 
 
@@ -107,7 +134,11 @@ def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     folders = []
     for number in range(80):
         name = f"sweep-{number:03d}-{'a-long-list-of-options-' * 4}seed={number}"
-        folders.append(plant(tmp_path / name, last=3, loss=lambda step, number=number: 1.0 + (number * 37) % 80))
+        folders.append(
+            plant(
+                tmp_path / name, last=3, loss=lambda step, number=number: 1.0 + (number * 37) % 80
+            )
+        )
     drawn = figure(folders)
     names = next(legend for legend in drawn.legends if "sweep" in legend.get_texts()[0].get_text())
     texts = [text.get_text() for text in names.get_texts()]
@@ -128,11 +159,17 @@ def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
 def test_names_are_told_apart_by_their_ends(tmp_path):
     assert shorten("run-001") == "run-001"
     long = shorten("sweep-001-" + "x" * 100 + "-seed=7")
-    assert (len(long), long.startswith("sweep-001-"), long.endswith("-seed=7")) == (LONGEST, True, True)
+    assert (len(long), long.startswith("sweep-001-"), long.endswith("-seed=7")) == (
+        LONGEST,
+        True,
+        True,
+    )
 
 
 def test_runs_that_share_a_colour_differ_in_style(tmp_path):
-    histories = [read_history(plant(tmp_path / f"run-{number}", last=2)) for number in range(MOST_NAMED + 2)]
+    histories = [
+        read_history(plant(tmp_path / f"run-{number}", last=2)) for number in range(MOST_NAMED + 2)
+    ]
     looks = choose_looks(histories)
     named = [look for look in looks if look.label]
     assert len({(look.colour, look.style) for look in named}) == MOST_NAMED
@@ -162,27 +199,44 @@ def test_journals_without_steps_are_left_out_and_nothing_at_all_is_an_error(figu
         journal.start()
     with pytest.raises(ValueError, match="nothing to draw: no journal has a step that counts"):
         figure([tmp_path / "begun"])
-    assert figure([tmp_path / "begun", plant(tmp_path / "run")]).get_suptitle() == "run: 20 steps in 1 attempt"
+    assert (
+        figure([tmp_path / "begun", plant(tmp_path / "run")]).get_suptitle()
+        == "run: 20 steps in 1 attempt"
+    )
 
 
 def test_the_command_draws_and_tells_in_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
-    ended = CliRunner().invoke(plot_command, ["one", "two", "one", "--out", "both.png", "--json", "-"])
+    ended = CliRunner().invoke(
+        plot_command, ["one", "two", "one", "--out", "both.png", "--json", "-"]
+    )
     assert ended.exit_code == 0, ended.output
     assert ended.stderr == "2 runs drawn as both.png\n"
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     one, two = json.loads(ended.stdout)["runs"]
-    assert (one["name"], one["attempts"], one["last_step"], one["superseded_steps"]) == ("one", 3, 40, 20)
-    assert (one["events"]["save"], one["metrics"]["dev_loss"]["last"], two["last_loss"]) == (6, 4.5, loss_of(20))
+    assert (one["name"], one["attempts"], one["last_step"], one["superseded_steps"]) == (
+        "one",
+        3,
+        40,
+        20,
+    )
+    assert (one["events"]["save"], one["metrics"]["dev_loss"]["last"], two["last_loss"]) == (
+        6,
+        4.5,
+        loss_of(20),
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["none"], "there is no run none; did you mean one?"),
-        (["one", "--out", "gone/x.png"], "the folder of 'gone/x.png' does not exist: create it first"),
+        (
+            ["one", "--out", "gone/x.png"],
+            "the folder of 'gone/x.png' does not exist: create it first",
+        ),
         (["one", "--smooth", "1"], "1 is not in the range x>=2"),
         ([], "Missing argument 'RUN...'"),
     ],

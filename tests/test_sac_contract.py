@@ -14,7 +14,11 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from curry_train.core import operations
 from curry_train.core.builtin import transformer
@@ -36,7 +40,11 @@ LOSS = CASE.workload.mean_loss
 def figures(apply, case=CASE):
     model, batch, loss = case.build(), case.batch(), case.workload.mean_loss
     apply(model)
-    return record_step(model, batch, loss), measure_memory(model, batch, loss), count_flops(model, batch, loss)
+    return (
+        record_step(model, batch, loss),
+        measure_memory(model, batch, loss),
+        count_flops(model, batch, loss),
+    )
 
 
 def nothing(model):
@@ -66,7 +74,9 @@ def test_policies_order_as_what_they_keep():
     assert sorted(order, key=held.__getitem__) == order
     assert sorted(order, key=again.__getitem__) == order[::-1]
     assert again["save_matmuls_and_attention"] == again["save_expensive"] == 0
-    assert held["save_matmuls_and_attention"] == held["save_expensive"]  # there is no convolution and no collective
+    assert (
+        held["save_matmuls_and_attention"] == held["save_expensive"]
+    )  # there is no convolution and no collective
     full = figures(recompute_blocks)
     assert full[1].held_bytes < held["save_attention"]
 
@@ -75,7 +85,11 @@ def test_a_list_and_a_function_say_what_a_name_says():
     named = figures(lambda model: apply_sac(model, "save_matmuls"))
 
     def policy(context, operation, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if operation is aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operation is aten.mm.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     for other in (["aten.mm"], [aten.mm.default], {"aten.mm", "aten.bmm"}, policy):
         assert figures(lambda model, other=other: apply_sac(model, other))[1:] == named[1:]
@@ -108,7 +122,9 @@ def test_dropout_inside_and_after_attention_is_drawn_alike(device, policy):
     if device == "cpu" and policy == "save_attention":
         pytest.skip("on CPU attention with dropout is products and elementwise operations")
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # flash attention takes no float32
+    dtype = (
+        torch.bfloat16 if device == "cuda" else torch.float32
+    )  # flash attention takes no float32
     model = nn.Sequential(*[Attending() for _ in range(2)]).to(device, dtype)
     x, records = torch.randn(2, 16, 32, device=device, dtype=dtype), []
     for apply in (nothing, lambda model: apply_sac(model, policy)):
@@ -130,7 +146,9 @@ def test_each_attention_kernel_of_cuda_is_kept(backend):
         model = case.build()
         before = count_flops(model, case.batch(), case.workload.mean_loss)
         apply_sac(model, "save_matmuls_and_attention")
-        assert recompute_flops(before, count_flops(model, case.batch(), case.workload.mean_loss)) == 0
+        assert (
+            recompute_flops(before, count_flops(model, case.batch(), case.workload.mean_loss)) == 0
+        )
 
 
 # What is refused.
@@ -152,7 +170,10 @@ def step(policy):
         (["aten.nm"], "no operation 'aten.nm'"),
         ([], "a policy is a name, a list of operations or a function"),
         (None, "a policy is a name, a list of operations or a function"),
-        (["aten.linear"], "keeps no output of layers.0.* Its operations are .*aten.mm, .*Composite ones such as"),
+        (
+            ["aten.linear"],
+            "keeps no output of layers.0.* Its operations are .*aten.mm, .*Composite ones such as",
+        ),
         (["aten.silu", "aten.mul"], "wrong way round for layers.0: it keeps 14 outputs"),
         (lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD, "MUST_CPU_OFFLOAD .* offload_blocks"),
         (lambda *_, **__: "save", "must answer with a CheckpointPolicy or a bool, got 'save'"),
@@ -189,7 +210,9 @@ def test_the_figures_that_a_refusal_quotes_are_measured():
     def apply(model):
         contexts = functools.partial(create_selective_checkpoint_contexts, backwards)
         for block in model.layers:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+            )
 
     bare, wrong, right = (figures(change, case) for change in (nothing, apply, apply_sac))
     held = [round(100 * memory.held_bytes / bare[1].held_bytes) for _, memory, _ in (wrong, right)]
@@ -203,14 +226,21 @@ def test_a_kept_output_that_is_written_over_unseen_is_refused_where_torch_is_sil
     for kept in (False, True):
         torch.manual_seed(0)
         layer = nn.GRU(4, 4)
-        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
-        out, _ = checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if kept else layer(x)
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+        )
+        out, _ = (
+            checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if kept else layer(x)
+        )
         out.square().sum().backward()
         weights.append(layer.weight_hh_l0.grad)
     assert not torch.equal(*weights)  # when torch sees it, this refusal can go
     model = nn.ModuleList([nn.GRU(4, 4)])
     apply_sac(model, blocks="0")
-    with pytest.raises(PolicyError, match=r"0 runs aten.unsafe_split.Tensor, as nn.GRU does .* use recompute_blocks"):
+    with pytest.raises(
+        PolicyError,
+        match=r"0 runs aten.unsafe_split.Tensor, as nn.GRU does .* use recompute_blocks",
+    ):
         model[0](x)
 
 
@@ -252,12 +282,16 @@ def test_nothing_is_kept_or_run_again_in_eval_mode():
     model = CASE.build()
     apply_sac(model)
     bare = CASE.build()
-    assert measure_memory(model.eval(), CASE.batch(), LOSS) == measure_memory(bare.eval(), CASE.batch(), LOSS)
+    assert measure_memory(model.eval(), CASE.batch(), LOSS) == measure_memory(
+        bare.eval(), CASE.batch(), LOSS
+    )
 
 
 def test_the_configuration_applies_it():
     model, other = CASE.build(), CASE.build()
-    checkpointer = SelectiveCheckpointer(CheckpointConfig(enabled=True, strategy="sac", include_patterns=("*.1",)))
+    checkpointer = SelectiveCheckpointer(
+        CheckpointConfig(enabled=True, strategy="sac", include_patterns=("*.1",))
+    )
     checkpointer.apply(model)
     assert checkpointer.get_checkpointed_layers() == ["layers.1"]
     apply_sac(other, blocks="layers.1")
@@ -301,13 +335,17 @@ def test_compiled_blocks_keep_what_the_policy_says():
     kept, none_again = compiled_step("save_expensive")
     every_second, some_again = compiled_step("every_second_matmul")
     assert none_again == products
-    assert some_again["backward"] == products["backward"] + 2 * 3  # of the seven of each block three run again
+    assert (
+        some_again["backward"] == products["backward"] + 2 * 3
+    )  # of the seven of each block three run again
     for record in (kept, every_second):
         assert compare(bare, record, tolerance=1e-5).holds
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_policy_that_keeps_nothing_is_an_error_of_compiled_code_too():
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"keeps no output of layers\.0"):
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"keeps no output of layers\.0"
+    ):
         compiled_step(["aten.linear"])
     torch._dynamo.reset()

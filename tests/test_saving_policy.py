@@ -72,7 +72,11 @@ def test_nan_is_saved_neither_as_latest_nor_as_best_and_rotates_nothing_out(tmp_
         nothing = train_on(policy, state, 40, losses=dict.fromkeys(range(9, 41), math.nan), dev=dev)
     assert before == ([2, 4], [6], [4])
     assert nothing == []
-    assert before == (steps(tmp_path, "rollback"), steps(tmp_path, "recovery"), steps(tmp_path, "best-k"))
+    assert before == (
+        steps(tmp_path, "rollback"),
+        steps(tmp_path, "recovery"),
+        steps(tmp_path, "best-k"),
+    )
     assert policy.notes[0] == "step 8 was not saved: dev_loss is nan"
     assert policy.notes[1] == "step 10 was not saved: loss is nan"
 
@@ -146,7 +150,10 @@ def test_a_kill_while_turning_back_does_not_bring_the_stale_back(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             policy.resume(state, 6)
     assert SavedRun(tmp_path).latest().step == 10
-    assert given_up(SavedRun(tmp_path).files) == {"rollback/step-00000008.dcp", "rollback/step-00000010.dcp"}
+    assert given_up(SavedRun(tmp_path).files) == {
+        "rollback/step-00000008.dcp",
+        "rollback/step-00000010.dcp",
+    }
     state = new_state(1)
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         assert policy.resume(state).saved.step == 6
@@ -166,7 +173,8 @@ def test_a_run_begun_anew_in_a_folder_of_another_is_refused_before_it_deletes(tm
         with Store(tmp_path) as store:
             policy = SavingPolicy(store, OFTEN)
             with pytest.raises(
-                RunError, match=rf"training is at step {first}: resume from it.*turn_back\({first - 1}\)"
+                RunError,
+                match=rf"training is at step {first}: resume from it.*turn_back\({first - 1}\)",
             ):
                 train_on(policy, state, first)
     assert before == (steps(tmp_path, "rollback"), steps(tmp_path, "recovery"))
@@ -215,8 +223,12 @@ def test_no_room_says_what_is_missing_and_writes_nothing(tmp_path, monkeypatch):
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 3)
         asked = []
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(str(path)) or usage(10**9, 10**9, 1000))
-        with pytest.raises(NoRoom, match=r"1,000 bytes free.*are missing.*lower retention.rollback_keep"):
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: asked.append(str(path)) or usage(10**9, 10**9, 1000)
+        )
+        with pytest.raises(
+            NoRoom, match=r"1,000 bytes free.*are missing.*lower retention.rollback_keep"
+        ):
             train_on(policy, state, 4)
         assert asked == [str(tmp_path / "rollback")]
         monkeypatch.undo()
@@ -227,10 +239,18 @@ def test_no_room_says_what_is_missing_and_writes_nothing(tmp_path, monkeypatch):
 
 def test_in_the_background_the_same_is_kept_and_what_was_committed_is_returned(tmp_path):
     state, dev = new_state(), {5: 0.5, 8: 0.4, 9: 0.3}
-    with Store(tmp_path) as store, BackgroundSaver(store) as saver, SavingPolicy(store, OFTEN, saver=saver) as policy:
+    with (
+        Store(tmp_path) as store,
+        BackgroundSaver(store) as saver,
+        SavingPolicy(store, OFTEN, saver=saver) as policy,
+    ):
         saved = train_on(policy, state, 20, dev=dev)
         saved += policy.save_now(20, state)
-    assert [(one.kind, one.step) for one in saved[:3]] == [("rollback", 2), ("rollback", 4), ("best-k", 5)]
+    assert [(one.kind, one.step) for one in saved[:3]] == [
+        ("rollback", 2),
+        ("rollback", 4),
+        ("best-k", 5),
+    ]
     assert saved[-1].step == 20
     found = steps(tmp_path, "rollback"), steps(tmp_path, "recovery"), steps(tmp_path, "best-k")
     assert found == ([16, 20], [12, 18], [8, 9])
@@ -248,7 +268,11 @@ def test_the_end_is_saved_once(tmp_path):
 
 
 LIGHT = PolicyConfig(
-    rollback_every=2, recovery_every=6, best_k=2, rollback_parameters_only=True, retention=Retention(2, 1)
+    rollback_every=2,
+    recovery_every=6,
+    best_k=2,
+    rollback_parameters_only=True,
+    retention=Retention(2, 1),
 )
 
 
@@ -268,7 +292,12 @@ def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
     held = SavedRun(folder).committed("best-k")
     assert [one.step for one in held if one.serves_as == "rollback"] == [8, 10]
     assert [one.step for one in best_first(held, LIGHT)] == [5, 7]
-    assert [one.step for one in saved if one.serves_as == "rollback"] == [2, 4, 8, 10]  # 6 is a recovery, which counts
+    assert [one.step for one in saved if one.serves_as == "rollback"] == [
+        2,
+        4,
+        8,
+        10,
+    ]  # 6 is a recovery, which counts
     recovery = SavedRun(folder).latest()
     assert all(one.num_bytes < recovery.num_bytes / 2 for one in held)
 
@@ -287,7 +316,9 @@ def test_a_run_does_not_go_on_from_parameters_and_what_is_missing_is_said(light)
     with pytest.raises(NothingSaved, match=said), Store(folder) as store:
         SavingPolicy(store, LIGHT).resume(new_state(1), 10)
     other = new_state(1)
-    resumed = load_chosen(folder, other, f"{folder}/best-k/rollback-10-step-00000010.dcp", config=LIGHT)
+    resumed = load_chosen(
+        folder, other, f"{folder}/best-k/rollback-10-step-00000010.dcp", config=LIGHT
+    )
     assert "parameters only: optimizer, generators and position are as they were" in resumed.words
     assert other.step == 0
     with pytest.raises(NothingSaved, match="has no step 9"):
@@ -313,7 +344,9 @@ def on_a_clock(tmp_path, monkeypatch):
     config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=0.1)
     with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
         plain, state = store.save, new_state()
-        monkeypatch.setattr(store, "save", lambda *a, **k: clock.__setitem__(0, clock[0] + 2.0) or plain(*a, **k))
+        monkeypatch.setattr(
+            store, "save", lambda *a, **k: clock.__setitem__(0, clock[0] + 2.0) or plain(*a, **k)
+        )
 
         def train_steps(number):
             saved = []

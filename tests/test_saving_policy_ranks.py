@@ -16,7 +16,9 @@ from curry_train.runs.policy_config import PolicyConfig, Retention
 from store_models import equal, new_state, tensors_of, train
 from test_store_ranks import sharded
 
-AUTOMATIC = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=1.0, retention=Retention(50, 3))
+AUTOMATIC = PolicyConfig(
+    rollback_every="auto", recovery_every=None, overhead=1.0, retention=Retention(50, 3)
+)
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=1, retention=Retention(2, 1))
 
 
@@ -41,12 +43,16 @@ def on_two_ranks(folder):
             state.model[0].weight.to_local().copy_(kept)
         found["notes"] = policy.notes
         found["kept"] = [
-            [kind, one.step] for kind in ("rollback", "recovery", "best-k") for one in store.committed(kind)
+            [kind, one.step]
+            for kind in ("rollback", "recovery", "best-k")
+            for one in store.committed(kind)
         ]
         state.step = 12
         train_on(policy, state, 14)
     if rank == 0:
-        path = next(Path(folder, "run/rollback/step-00000014.dcp").glob("__1_*.distcp"))  # the second rank reads it
+        path = next(
+            Path(folder, "run/rollback/step-00000014.dcp").glob("__1_*.distcp")
+        )  # the second rank reads it
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
@@ -55,10 +61,17 @@ def on_two_ranks(folder):
     with Store(f"{folder}/run") as store, BackgroundSaver(store) as saver:
         policy = SavingPolicy(store, AUTOMATIC, saver=saver)
         resumed = policy.resume(other)
-        found["resumed"] = [resumed.saved.step, list(resumed.damaged), equal(tensors_of(other), held)]
+        found["resumed"] = [
+            resumed.saved.step,
+            list(resumed.damaged),
+            equal(tensors_of(other), held),
+        ]
         train_on(policy, other, 26)
         policy.save_now(26, other)
-        found["automatic"] = [one.step for one in store.committed("rollback")][-1] > 14, store.latest().step
+        found["automatic"] = (
+            [one.step for one in store.committed("rollback")][-1] > 14,
+            store.latest().step,
+        )
         policy.turn_back(8)
         found["back"] = store.latest().step
     with Store(f"{folder}/run") as store:

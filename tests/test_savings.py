@@ -35,7 +35,10 @@ def chain(depth=4, width=16):
     return Workload(
         "chain",
         lambda: nn.Sequential(
-            *[nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)]
+            *[
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+                for _ in range(depth)
+            ]
         ),
         lambda size: torch.randn(size, width),
         lambda module, batch: module(batch).square().sum(),
@@ -84,7 +87,9 @@ def test_figures_of_full_recompute_are_those_that_can_be_counted():
     assert full.held_ratio == full.held_bytes / none.held_bytes
     forward = 4 * 2 * 64 * (16 * 64 + 64 * 16)
     assert none.forward_flops == forward
-    assert full.recompute_flops == forward // 2  # a block ends in a linear, which early stop leaves out
+    assert (
+        full.recompute_flops == forward // 2
+    )  # a block ends in a linear, which early stop leaves out
     assert full.recompute_ratio == 0.5
     assert (none.recompute_ratio, none.peak_ratio, none.held_ratio) == (0.0, 1.0, 1.0)
     assert {row.parity for row in (none, full)} == {"bit-equal"}
@@ -97,7 +102,9 @@ def test_steps_are_timed_in_turns_against_the_same_round(monkeypatch):
     def timed(module, batch, loss, *, repeats, warmup):
         assert (repeats, warmup) == (1, 0)
         order.append(models.setdefault(id(module), len(models)))
-        seconds = [1.0, 1.5, 1.25, 2.0][order[-1]] * (1 + len(order) // 4)  # a machine that gets slower
+        seconds = [1.0, 1.5, 1.25, 2.0][order[-1]] * (
+            1 + len(order) // 4
+        )  # a machine that gets slower
         return StepTime(seconds, seconds, seconds)
 
     monkeypatch.setattr(savings, "time_step", timed)
@@ -126,13 +133,20 @@ def test_weights_are_shared_and_left_as_they_were():
     with pytest.MonkeyPatch.context() as patch:
         register(patch, "look", lambda model, sample: seen.append(model) or [])
         measure_savings(case, ["look", "full"], repeats=1)
-    assert all(torch.equal(*pair) for pair in zip(seen[0].parameters(), case.build().parameters(), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(seen[0].parameters(), case.build().parameters(), strict=True)
+    )
 
 
 def test_batch_norm_and_dropout_are_still_bit_equal():
     workload = transformer(depth=2, dim=32, length=8, dropout=0.2)
-    assert {row.parity for row in measure_savings(Case(workload), RECOMPUTE, repeats=1)} == {"bit-equal"}
-    rows = measure_savings(Case(savings.load_with_depth("resnet", 2), batch_size=2), RECOMPUTE, repeats=1)
+    assert {row.parity for row in measure_savings(Case(workload), RECOMPUTE, repeats=1)} == {
+        "bit-equal"
+    }
+    rows = measure_savings(
+        Case(savings.load_with_depth("resnet", 2), batch_size=2), RECOMPUTE, repeats=1
+    )
     assert {row.parity for row in rows} == {"bit-equal"}
 
 
@@ -145,7 +159,9 @@ def test_batch_norm_and_dropout_are_still_bit_equal():
         (detach, "measured", "", True),
     ],
 )
-def test_a_strategy_that_does_not_work_is_a_row_that_says_so(monkeypatch, strategy, outcome, said, wrong):
+def test_a_strategy_that_does_not_work_is_a_row_that_says_so(
+    monkeypatch, strategy, outcome, said, wrong
+):
     register(monkeypatch, "planted", strategy)
     row = measure_savings(Case(chain()), ["planted"], repeats=1)[1]
     assert (row.outcome, row.why, row.is_wrong) == (outcome, said, wrong)
@@ -153,21 +169,35 @@ def test_a_strategy_that_does_not_work_is_a_row_that_says_so(monkeypatch, strate
 
 
 def test_a_model_that_cannot_take_a_plain_step_is_said():
-    norm = Workload("norm", lambda: nn.BatchNorm1d(4), lambda n: torch.randn(n, 4), lambda m, batch: m(batch).sum())
-    with pytest.raises(WorkloadError, match="norm, batch size 1: a step raised Expected more than 1 value"):
+    norm = Workload(
+        "norm",
+        lambda: nn.BatchNorm1d(4),
+        lambda n: torch.randn(n, 4),
+        lambda m, batch: m(batch).sum(),
+    )
+    with pytest.raises(
+        WorkloadError, match="norm, batch size 1: a step raised Expected more than 1 value"
+    ):
         measure_savings(Case(norm, batch_size=1))
 
 
 # The largest batch.
 
 
-@given(st.integers(0, 500), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 64), st.booleans())
+@given(
+    st.integers(0, 500),
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.booleans(),
+)
 def test_largest_is_measured_on_both_sides_for_any_bytes_that_grow(fixed, slopes, start, close):
     tried = []
 
     def bytes_of(size):
         tried.append(size)
-        return None if size > 900 else fixed + sum(slopes[step % len(slopes)] for step in range(size))
+        return (
+            None if size > 900 else fixed + sum(slopes[step % len(slopes)] for step in range(size))
+        )
 
     found = search(bytes_of, 1000, start=start, close=close)
     assert found == 0 or bytes_of(found) <= 1000
@@ -220,7 +250,9 @@ def test_a_limit_above_the_machine_is_refused():
 def made_row(strategy, ratio=1.0, peak=1.0, *, batch_size=8, workload="net", recompute=0.5, **more):
     seconds = StepSeconds(1.0, 0.9, 1.2, ratio, ratio - 0.1, ratio + 0.1)
     size = int(peak * 2**20)
-    values = dict(held_bytes=size, peak_bytes=size, held_ratio=peak / 9, peak_ratio=peak / 9, seconds=seconds)
+    values = dict(
+        held_bytes=size, peak_bytes=size, held_ratio=peak / 9, peak_ratio=peak / 9, seconds=seconds
+    )
     values |= dict(recompute_ratio=recompute, modules=["a"], parity="bit-equal", worst_error=0.0)
     return Row(workload, strategy, batch_size, None, **(values | more))
 
@@ -228,8 +260,19 @@ def made_row(strategy, ratio=1.0, peak=1.0, *, batch_size=8, workload="net", rec
 def test_table_fits_80_columns_with_large_numbers_and_long_names(monkeypatch):
     rows = [
         made_row("none", peak=70_000, largest_batch=123456),
-        made_row("memory_budget", 12.34, 71_000, largest_batch=123456, parity="worst 2.0e-07", worst_error=2e-7),
-        made_row("detached", parity="differs: gradient layers.0.weight: differs in kind", worst_error=None),
+        made_row(
+            "memory_budget",
+            12.34,
+            71_000,
+            largest_batch=123456,
+            parity="worst 2.0e-07",
+            worst_error=2e-7,
+        ),
+        made_row(
+            "detached",
+            parity="differs: gradient layers.0.weight: differs in kind",
+            worst_error=None,
+        ),
         made_row("segments", outcome="refused", why="the blocks of net are no chain " * 8),
     ]
     text = table(rows, limit=2**30)
@@ -250,7 +293,11 @@ def test_pareto_front_leaves_out_what_another_point_beats():
 
 
 def test_of_many_cases_the_last_of_each_workload_is_drawn():
-    rows = [made_row("none", workload=name, batch_size=size) for name in ("a", "b") for size in (1, 2, 4)]
+    rows = [
+        made_row("none", workload=name, batch_size=size)
+        for name in ("a", "b")
+        for size in (1, 2, 4)
+    ]
     assert [case[0].label for case in choose_cases(rows)] == ["a, batch size 4", "b, batch size 4"]
     assert len(choose_cases(rows[:4])) == 4
     with pytest.raises(ValueError, match="nothing was measured that could be drawn"):
@@ -267,7 +314,9 @@ def test_plot_labels_every_strategy_even_on_one_spot(tmp_path):
 def test_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch, tmp_path):
     genuine = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else genuine(name, *a)
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "matplotlib" else genuine(name, *a),
     )
     with pytest.raises(RuntimeError, match="pip install 'matplotlib"):
         plot_savings([made_row("none")], tmp_path / "x.png")
@@ -280,7 +329,9 @@ def test_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch,
 def run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return lambda *arguments: CliRunner().invoke(command.main, ["--out", "out", "--repeats", "1", *arguments])
+    return lambda *arguments: CliRunner().invoke(
+        command.main, ["--out", "out", "--repeats", "1", *arguments]
+    )
 
 
 def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkeypatch):
@@ -311,7 +362,9 @@ def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkey
 def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):
     register(monkeypatch, "planted", lambda model, sample: recompute_blocks(model))
     names = [part for name in (*RECOMPUTE, "planted") for part in ("--strategy", name)]
-    ended = run("--model", "mlp", "--depth", "2,3", "--batch-size", "1,2", "--batch-size", "4", *names)
+    ended = run(
+        "--model", "mlp", "--depth", "2,3", "--batch-size", "1,2", "--batch-size", "4", *names
+    )
     assert ended.exit_code == 0, ended.output
     assert ended.stderr == ""
     assert max(map(len, ended.output.splitlines())) <= 80
@@ -325,7 +378,9 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
     depths = {row["depth"]: len(row["modules"]) for row in rows if row["strategy"] == "full"}
     assert depths == {2: 2, 3: 3}
     assert (tmp_path / "out" / "savings.png").read_bytes().startswith(b"\x89PNG")
-    assert "savings.png, which leaves out 5 and shows\n  mlp, depth 3, batch size 4\n" in ended.output
+    assert (
+        "savings.png, which leaves out 5 and shows\n  mlp, depth 3, batch size 4\n" in ended.output
+    )
 
 
 def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path):
@@ -335,7 +390,16 @@ def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path)
         "def build(): return nn.Sequential(*[block() for _ in range(4)]), torch.randn(4, 8)\n"
     )
     ended = run(
-        "--model", "their_net:build", "--strategy", "full", "--limit", "1MiB", "--blocks", "[01]", "--json", "-"
+        "--model",
+        "their_net:build",
+        "--strategy",
+        "full",
+        "--limit",
+        "1MiB",
+        "--blocks",
+        "[01]",
+        "--json",
+        "-",
     )
     assert ended.exit_code == 0, ended.output
     none, full = json.loads(ended.stdout)["rows"]
@@ -359,7 +423,9 @@ def test_command_takes_a_hugging_face_model(run, tmp_path):
 
 
 def test_command_says_what_repeats_nothing_and_goes_on(run, tmp_path):
-    (tmp_path / "their_layer.py").write_text("from torch import nn\ndef build(): return nn.Linear(4, 4)\n")
+    (tmp_path / "their_layer.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(4, 4)\n"
+    )
     ended = run("--model", "their_layer:build", "--strategy", "full")
     assert ended.exit_code == 0, ended.output
     assert "full refused: Linear repeats no block" in ended.output

@@ -29,7 +29,9 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def test_add_into_src_layout_prints_the_command_that_runs_its_test(bundle: Path, repository: Path) -> None:
+def test_add_into_src_layout_prints_the_command_that_runs_its_test(
+    bundle: Path, repository: Path
+) -> None:
     added = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
     assert added.returncode == 0, added.stderr
     command = after(added.stdout, "Next:")
@@ -72,7 +74,9 @@ def test_add_into_a_scaffolded_project_that_lacks_it(bundle: Path, tmp_path: Pat
     assert (project / "curry_train/__init__.py").read_text() == '"""Mine now."""\n'
 
 
-def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(tmp_path: Path) -> None:
+def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(
+    tmp_path: Path,
+) -> None:
     work, other = _folder(tmp_path / "work/sub").parent, _folder(tmp_path / "other")
     inside = find_target(Path("sub/training"), working_directory=work)
     assert (inside.root, inside.package, inside.search_path) == (work, "training", work / "sub")
@@ -80,9 +84,13 @@ def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(tm
     assert (outside.root, outside.package, outside.search_path) == (other, "training", other)
 
 
-def test_add_leaves_an_init_of_the_user_and_brings_no_marker_for_it(bundle: Path, repository: Path) -> None:
+def test_add_leaves_an_init_of_the_user_and_brings_no_marker_for_it(
+    bundle: Path, repository: Path
+) -> None:
     write(repository / "src/mylib/training/__init__.py", "MINE = 1\n")
-    added = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", "--overwrite", cwd=repository)
+    added = scaffold(
+        bundle, "add", "grad-accum", "--into", "src/mylib/training", "--overwrite", cwd=repository
+    )
     assert "yours    src/mylib/training/__init__.py" in added.stdout
     made = tree(repository / "src/mylib/training")
     assert made["__init__.py"] == b"MINE = 1\n"
@@ -108,12 +116,16 @@ def test_add_refuses_a_foreign_file_before_it_writes(bundle: Path, repository: P
     assert "src/mylib/training/core/__init__.py: yours" in refused.stderr
     assert f"--into {repository}/src/mylib/training/curry_train" in refused.stderr
     assert tree(repository) == before
-    apart = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training/curry_train", cwd=repository)
+    apart = scaffold(
+        bundle, "add", "grad-accum", "--into", "src/mylib/training/curry_train", cwd=repository
+    )
     assert apart.returncode == 0, apart.stderr
     assert "1 passed" in shell(after(apart.stdout, "Next:"), cwd=repository).stdout
 
 
-def test_add_tells_an_edit_from_an_older_bundle_and_overwrites_on_request(bundle: Path, repository: Path) -> None:
+def test_add_tells_an_edit_from_an_older_bundle_and_overwrites_on_request(
+    bundle: Path, repository: Path
+) -> None:
     arguments = ("add", "recompute", "--into", "src/mylib/training")
     scaffold(bundle, *arguments, cwd=repository)
     package = repository / "src/mylib/training/primitives"
@@ -134,7 +146,9 @@ def test_add_tells_an_edit_from_an_older_bundle_and_overwrites_on_request(bundle
     done = scaffold(bundle, *arguments, "--overwrite", cwd=repository)
     assert planned.stdout.replace("Dry run: would write", "Wrote") == done.stdout
     changed = {path for path, content in tree(repository).items() if before[path] != content}
-    assert changed == {line.split()[1] for line in done.stdout.splitlines() if line.startswith("replace")}
+    assert changed == {
+        line.split()[1] for line in done.stdout.splitlines() if line.startswith("replace")
+    }
     assert (package / "offload.py").read_text() == newer
     assert (package / "offload.py").stat().st_mode & 0o777 == 0o640
 
@@ -155,10 +169,17 @@ def test_add_does_not_follow_a_link_out_of_the_project(
     assert tree(outside) == {}
 
 
-def test_add_writes_through_a_link_that_stays_in_the_project(bundle: Path, repository: Path) -> None:
+def test_add_writes_through_a_link_that_stays_in_the_project(
+    bundle: Path, repository: Path
+) -> None:
     _folder(repository / "elsewhere")
     (repository / "src/mylib/training").symlink_to(repository / "elsewhere")
-    assert scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository).returncode == 0
+    assert (
+        scaffold(
+            bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository
+        ).returncode
+        == 0
+    )
     assert "primitives/grad_accum.py" in tree(repository / "elsewhere")
 
 
@@ -173,7 +194,10 @@ def add_and_test(technique: Technique, repository: Path, *, chosen: str = "") ->
     """Add it, run its own test as the command says, or what is chosen of it, and use it; what the test printed."""
     added = scaffold(ROOT, "add", technique.name, "--into", "src/mylib/training", cwd=repository)
     assert added.returncode == 0, added.stderr
-    variables = {"PATH": f"{Path(warm_python()).parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {
+        "PATH": f"{Path(warm_python()).parent}{os.pathsep}{os.environ['PATH']}",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     ran = shell(after(added.stdout, "Next:") + chosen, cwd=repository, **variables)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     line = after(added.stdout, "Use it:")
@@ -182,7 +206,9 @@ def add_and_test(technique: Technique, repository: Path, *, chosen: str = "") ->
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_add_brings_a_technique_whose_gates_hold_there(technique: Technique, repository: Path) -> None:
+def test_add_brings_a_technique_whose_gates_hold_there(
+    technique: Technique, repository: Path
+) -> None:
     """Every gate on one model, and one on two ranks, which import the package anew; all of its test is a long one."""
     model = "snn" if technique.name == "snn-timesteps" else "mlp"
     ran = add_and_test(technique, repository, chosen=f' -k "gates_hold and {model} or ranks_hold"')
@@ -192,7 +218,9 @@ def test_add_brings_a_technique_whose_gates_hold_there(technique: Technique, rep
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_add_brings_a_technique_whose_own_test_passes_there(technique: Technique, repository: Path) -> None:
+def test_add_brings_a_technique_whose_own_test_passes_there(
+    technique: Technique, repository: Path
+) -> None:
     add_and_test(technique, repository)
 
 

@@ -27,7 +27,9 @@ def project(bundle: Path, tmp_path: Path) -> Path:
 
 
 def test_diff_tells_whose_change_each_file_has(bundle: Path, project: Path) -> None:
-    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith("22 files: 22 unchanged\n")
+    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith(
+        "22 files: 22 unchanged\n"
+    )
     package = "curry_train/primitives"
     write(project / "README.md", "# Mine\n")
     write(project / f"{package}/recompute.py", "class Recompute: mine = 1\n")
@@ -54,7 +56,10 @@ def test_diff_tells_whose_change_each_file_has(bundle: Path, project: Path) -> N
 def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Path, project: Path) -> None:
     write(project / "README.md", "# Mine")
     (project / "curry_train/benchmark.py").unlink()
-    write(bundle / "template/curry_train/primitives/grad_accum.py", "class Accumulation:\n    steps = 8")
+    write(
+        bundle / "template/curry_train/primitives/grad_accum.py",
+        "class Accumulation:\n    steps = 8",
+    )
     shown = scaffold(bundle, "diff", "--patch", cwd=project).stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
     subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
@@ -100,21 +105,32 @@ def test_list_ends_quietly_when_its_reader_goes_away(bundle: Path) -> None:
         (["new", ".", "--name", "run"], "exists and is not empty"),
         (["new", "x" * 300], "File name too long"),
         (["add", "Recompute2", "--into", "package"], "did you mean 'recompute'?"),
-        (["add", "recompute", "--into", "my-package"], "Python can't import a folder called 'my-package'"),
+        (
+            ["add", "recompute", "--into", "my-package"],
+            "Python can't import a folder called 'my-package'",
+        ),
         (["add", "recompute", "--into", "class"], "Python can't import a folder called 'class'"),
         (["add", "recompute", "--into", "file"], "file is a file"),
         (["add", "recompute", "--into", "file/package"], "file is not a folder"),
         (["add", "recompute", "--into", "gone/package"], "gone is not a folder"),
         (["add", "recompute", "--into", "/"], "Python can't import a folder called ''"),
         (["add", "recompute", "--into", "root"], "root is a project's root, not a package in it"),
-        (["add", "recompute", "--into", "blocked"], "blocked/core is a file, and a folder must go there"),
-        (["add", "recompute", "--into", "hole"], "core/lazy.py is a folder, and a file must go there"),
+        (
+            ["add", "recompute", "--into", "blocked"],
+            "blocked/core is a file, and a folder must go there",
+        ),
+        (
+            ["add", "recompute", "--into", "hole"],
+            "core/lazy.py is a folder, and a file must go there",
+        ),
         (["diff", "full"], "full has no curry-train.lock"),
         (["diff", "damaged"], "curry-train.lock is damaged"),
         (["diff", "hostile"], "names ../secret, which lies outside the project"),
     ],
 )
-def test_a_mistake_gets_one_line_and_status_2(bundle: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_gets_one_line_and_status_2(
+    bundle: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     place = tmp_path / "place"
     write(place / "full/notes.txt", "")
     write(place / "file", "")
@@ -124,7 +140,12 @@ def test_a_mistake_gets_one_line_and_status_2(bundle: Path, tmp_path: Path, argu
     write(place / "hole/core/lazy.py/notes.txt", "")
     write(place / "damaged/curry-train.lock", '{"bundle": 1}')
     record = {"../secret": {"sha256": "", "bundle": ""}}
-    hostile = {"bundle": "", "project": None, "package": {"directory": "a", "name": "a"}, "files": record}
+    hostile = {
+        "bundle": "",
+        "project": None,
+        "package": {"directory": "a", "name": "a"},
+        "files": record,
+    }
     write(place / "hostile/curry-train.lock", json.dumps(hostile))
     before = tree(tmp_path)
     refused = scaffold(bundle, *arguments, cwd=place)
@@ -164,7 +185,9 @@ def test_a_place_that_takes_no_file_gets_one_line_and_keeps_nothing(
     assert tree(tmp_path) == before
 
 
-def test_lock_of_a_copied_bundle_does_not_depend_on_where_the_bundle_is(bundle: Path, tmp_path: Path) -> None:
+def test_lock_of_a_copied_bundle_does_not_depend_on_where_the_bundle_is(
+    bundle: Path, tmp_path: Path
+) -> None:
     other = shutil.copytree(bundle, tmp_path / "other")
     scaffold(bundle, "new", "one", "--name", "run", cwd=tmp_path)
     scaffold(other, "new", "two", "--name", "run", cwd=tmp_path)

@@ -40,7 +40,9 @@ def send(
 ) -> subprocess.Popen[bytes]:
     """Start the command and send it `number` a moment after `when` holds."""
     command = [sys.executable, str(bundle / "scripts/scaffold.py"), *arguments]
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while process.poll() is None and not when():
         time.sleep(0.001)
     time.sleep(delay)
@@ -84,7 +86,9 @@ def test_add_that_is_killed_is_completed_by_running_it_again(bundle: Path, tmp_p
             when=begun,
             delay=chance.uniform(0, 0.05),
         )
-        there = {path: content for path, content in tree(place).items() if ".curry-train-" not in path}
+        there = {
+            path: content for path, content in tree(place).items() if ".curry-train-" not in path
+        }
         assert there.items() <= whole.items()
         hits += "curry-train.lock" not in there and len(there) > 1
     assert hits >= 2, "no kill came in the middle of the write, so this showed nothing"
@@ -93,10 +97,14 @@ def test_add_that_is_killed_is_completed_by_running_it_again(bundle: Path, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_new_that_is_asked_to_stop_cleans_up(bundle: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_new_that_is_asked_to_stop_cleans_up(
+    bundle: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     place = tmp_path / "place"
     place.mkdir()
-    stopped = send(number, bundle, "new", "run", cwd=place, when=lambda: bool(leftovers(place)), delay=0.005)
+    stopped = send(
+        number, bundle, "new", "run", cwd=place, when=lambda: bool(leftovers(place)), delay=0.005
+    )
     assert stopped.returncode == 128 + number
     assert list(place.iterdir()) == []
 

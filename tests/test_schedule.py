@@ -24,7 +24,14 @@ def test_warm_up_rises_in_a_line_to_the_peak_and_the_last_step_has_the_least():
 
 
 def test_a_line_and_a_constant():
-    assert [Schedule(5, least=0.5, shape="linear")(step) for step in range(6)] == [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    assert [Schedule(5, least=0.5, shape="linear")(step) for step in range(6)] == [
+        1.0,
+        0.875,
+        0.75,
+        0.625,
+        0.5,
+        0.5,
+    ]
     assert [Schedule(5, 2, shape="constant")(step) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
 
 

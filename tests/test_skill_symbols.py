@@ -18,19 +18,53 @@ FENCE = re.compile(r" *(`{3,}|~{3,})")
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 DOTTED = re.compile(r"(?<![\w./\\-])([A-Za-z_]\w*(?:\.\w+)+)(?![\w*/.-])")
 CALLED = re.compile(r"(?<![\w./-])([A-Za-z_]\w*)\(")
-NAMED = re.compile(r"[a-z]+(?:_[a-z0-9]+)+|[A-Z][a-z]+(?:[A-Z][a-z]+)+")  # the whole span: recompute_blocks, LockedRun
+NAMED = re.compile(
+    r"[a-z]+(?:_[a-z0-9]+)+|[A-Z][a-z]+(?:[A-Z][a-z]+)+"
+)  # the whole span: recompute_blocks, LockedRun
 TEST = re.compile(r"([\w/]+/test_\w+\.py)::(\w+)")
 FILE = re.compile(r".*\.(?:py|md|json|jsonl|yaml|toml|txt|distcp|safetensors|metadata)")
 
-MODULES = {"torch": "torch", "F": "torch.nn.functional", "nn": "torch.nn", "dcp": "torch.distributed.checkpoint"}
+MODULES = {
+    "torch": "torch",
+    "F": "torch.nn.functional",
+    "nn": "torch.nn",
+    "dcp": "torch.distributed.checkpoint",
+}
 PLACES = (
-    *("torch", "torch.nn", "torch.nn.functional", "torch.nn.utils.parametrizations", "torch.optim", "torch.amp"),
-    *("torch.utils.data", "torch.utils.checkpoint", "torch.utils.flop_counter", "torch.autograd.graph"),
-    *("torch.nn.parallel", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    *("torch.distributed.checkpoint", "torch.nn.attention.flex_attention", "torch._dynamo", "torch._dynamo.config"),
+    *(
+        "torch",
+        "torch.nn",
+        "torch.nn.functional",
+        "torch.nn.utils.parametrizations",
+        "torch.optim",
+        "torch.amp",
+    ),
+    *(
+        "torch.utils.data",
+        "torch.utils.checkpoint",
+        "torch.utils.flop_counter",
+        "torch.autograd.graph",
+    ),
+    *(
+        "torch.nn.parallel",
+        "torch.distributed",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ),
+    *(
+        "torch.distributed.checkpoint",
+        "torch.nn.attention.flex_attention",
+        "torch._dynamo",
+        "torch._dynamo.config",
+    ),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
 )
-CLASSES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+CLASSES = (
+    torch.Tensor,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+)
 ABSENT = {"torch._dynamo.config.activation_memory_budget": "the page says that it does not exist"}
 WORDS = {  # neither torch's nor ours
     "aot_eager": "a backend, which torch finds by its name",
@@ -47,7 +81,9 @@ WORDS = {  # neither torch's nor ours
     "numpy.random": "numpy's",
 }
 LOOKED_UP = {*MODULES, "aten", "curry_train"}
-OTHERS = {"trainers.md": "names other projects' things, which tests/test_trainers.py looks up there"}
+OTHERS = {
+    "trainers.md": "names other projects' things, which tests/test_trainers.py looks up there"
+}
 
 
 def prose(text):
@@ -82,7 +118,11 @@ def resolve(dotted):
 
 @functools.cache
 def of_operations():
-    return {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"}
+    return {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name[:6] == "aten::"
+    }
 
 
 @functools.cache
@@ -99,7 +139,11 @@ def ours():
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.isidentifier()
+            ):
                 found.add(node.value)
     return found
 
@@ -127,7 +171,9 @@ def exists(name):
         return name not in ABSENT
     if first == "aten":
         return name.split(".")[1] in of_operations()
-    return known(last) or len(last) == 1  # x.grad, window.train_step_kwargs: the variable is the reader's
+    return (
+        known(last) or len(last) == 1
+    )  # x.grad, window.train_step_kwargs: the variable is the reader's
 
 
 def unknown(page, text):
@@ -135,11 +181,17 @@ def unknown(page, text):
     for number, line in prose(text):
         for span in SPAN.findall(line):
             for test, name in TEST.findall(span):
-                if not (ROOT / test).is_file() or f"def {name}(" not in (ROOT / test).read_text(encoding="utf-8"):
+                if not (ROOT / test).is_file() or f"def {name}(" not in (ROOT / test).read_text(
+                    encoding="utf-8"
+                ):
                     yield f"{page}:{number} {test}::{name}"
             if TEST.search(span):
                 continue
-            dotted = [name for name in DOTTED.findall(span) if page not in OTHERS or name.split(".")[0] in LOOKED_UP]
+            dotted = [
+                name
+                for name in DOTTED.findall(span)
+                if page not in OTHERS or name.split(".")[0] in LOOKED_UP
+            ]
             yield from (f"{page}:{number} {name}" for name in dotted if not exists(name))
             if page in OTHERS:
                 continue
@@ -157,10 +209,19 @@ def test_what_a_page_names_exists(page):
 
 def test_enough_is_looked_at():
     spans = [
-        span for page in PAGES for _, line in prose(page.read_text(encoding="utf-8")) for span in SPAN.findall(line)
+        span
+        for page in PAGES
+        for _, line in prose(page.read_text(encoding="utf-8"))
+        for span in SPAN.findall(line)
     ]
     assert len(PAGES) >= 20
-    assert sum(bool(DOTTED.search(span) or CALLED.search(span) or NAMED.fullmatch(span)) for span in spans) >= 150
+    assert (
+        sum(
+            bool(DOTTED.search(span) or CALLED.search(span) or NAMED.fullmatch(span))
+            for span in spans
+        )
+        >= 150
+    )
     written = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in [*WORDS, *ABSENT] if name not in written] == []
 
@@ -168,8 +229,19 @@ def test_enough_is_looked_at():
 @pytest.mark.parametrize(
     "name",
     [
-        *("torch.gelu", "torch.utils.checkpoint.checkpoint_everything", "F.gelu_", "nn.Lienar", "dcp.store"),
-        *("aten.gelu_forward", "curry_train.runs.keep", "curry_train.primitives.recompute_all", "window.train_kwargs"),
+        *(
+            "torch.gelu",
+            "torch.utils.checkpoint.checkpoint_everything",
+            "F.gelu_",
+            "nn.Lienar",
+            "dcp.store",
+        ),
+        *(
+            "aten.gelu_forward",
+            "curry_train.runs.keep",
+            "curry_train.primitives.recompute_all",
+            "window.train_kwargs",
+        ),
         *("recompute_block(model)", "choose_segment", "RecomputeConfig", "HostMemoryMissing"),
         "tests/test_pitfalls.py::test_that_nobody_wrote",
     ],
@@ -180,7 +252,9 @@ def test_a_planted_name_that_is_not_there_is_caught(name):
     assert found == f"page.md:8 {name.split('(')[0]}"
 
 
-@pytest.mark.parametrize("name", ["torch.nn.functional.gelu", "aten.gelu.default", "Tensor.register_hook", "a.json"])
+@pytest.mark.parametrize(
+    "name", ["torch.nn.functional.gelu", "aten.gelu.default", "Tensor.register_hook", "a.json"]
+)
 def test_what_is_there_is_left_alone(name):
     assert list(unknown("page.md", f"Use `{name}`.\n")) == []
 
@@ -191,7 +265,13 @@ def test_each_number_of_a_page_has_its_test_and_each_test_its_number(name):
     body, listed = re.split(r"\n## (?:Shown by|The tests)\n", text)
     cells = [line.strip("|").split("|") for line in body.splitlines() if line.startswith("| ")]
     last = [row[-1:] if name == "pitfalls.md" else row[1:] for row in cells]
-    used = {int(number) for row in last for cell in row for number in re.findall(r"\d+", cell) if not cell.isspace()}
+    used = {
+        int(number)
+        for row in last
+        for cell in row
+        for number in re.findall(r"\d+", cell)
+        if not cell.isspace()
+    }
     if name == "test-matrix.md":
         (together,) = re.findall(r"^Two together:.*?(?=\n\n|\Z)", body, re.MULTILINE | re.DOTALL)
         used |= {int(number) for number in re.findall(r"\b\d+\b", together)}

@@ -46,7 +46,10 @@ from snn_models import WIDTH, Net, build, currents
 def trained(module, loop, x, state=None, **kept):
     """What one step leaves behind, with the gradients of input and initial state."""
     x = x.clone().requires_grad_()
-    state = [part.clone().requires_grad_() for part in (module.initial_state(x) if state is None else state)]
+    state = [
+        part.clone().requires_grad_()
+        for part in (module.initial_state(x) if state is None else state)
+    ]
     module.zero_grad()
     with seeded(3):
         outputs, after = loop(module.step, x, tuple(state), **kept)
@@ -100,20 +103,34 @@ class Trainer:
 def test_time_may_be_another_dimension_or_a_sequence(levels):
     module, x = build(), currents()
     wanted, _ = run_timesteps(module.step, x, module.initial_state(x))
-    for inputs, time_dim in ((x.transpose(0, 1), 1), (x.movedim(0, 2), -1), (list(x), 0), (tuple(x), 0)):
+    for inputs, time_dim in (
+        (x.transpose(0, 1), 1),
+        (x.movedim(0, 2), -1),
+        (list(x), 0),
+        (tuple(x), 0),
+    ):
         for loop in (run_timesteps, checkpoint_timesteps):
             kept = {} if loop is run_timesteps else {"chunk_size": 3, "levels": levels}
-            outputs, _ = loop(module.step, inputs, module.initial_state(x), time_dim=time_dim, **kept)
+            outputs, _ = loop(
+                module.step, inputs, module.initial_state(x), time_dim=time_dim, **kept
+            )
             assert torch.equal(outputs.movedim(time_dim, 0), wanted)
 
 
 def test_step_may_be_a_module_method_lambda_or_object():
     module, x = build(), currents()
     module.forward = module.step
-    for step in (module, module.step, lambda x, state: module.step(x, state), Trainer(module).advance):
+    for step in (
+        module,
+        module.step,
+        lambda x, state: module.step(x, state),
+        Trainer(module).advance,
+    ):
         module.zero_grad()
         rate, _ = checkpoint_timesteps(step, x, module.initial_state(x), outputs="mean")
-        assert torch.equal(rate, run_timesteps(module.step, x, module.initial_state(x), outputs="mean")[0])
+        assert torch.equal(
+            rate, run_timesteps(module.step, x, module.initial_state(x), outputs="mean")[0]
+        )
         rate.sum().backward()
         assert module.first.weight.grad.abs().sum() > 0
 
@@ -123,7 +140,10 @@ def test_state_and_outputs_may_be_nested():
 
     def step(x, state):
         spikes, (first, last) = module.step(x, (state["first"], state["last"][0]))
-        return {"spikes": spikes, "trace": [last, x.sum()]}, {"first": first, "last": [last, state["last"][1] + 1]}
+        return {"spikes": spikes, "trace": [last, x.sum()]}, {
+            "first": first,
+            "last": [last, state["last"][1] + 1],
+        }
 
     x, found = currents(), []
     for loop, kept in ((run_timesteps, {}), (checkpoint_timesteps, {"chunk_size": 3, "levels": 2})):
@@ -187,7 +207,9 @@ def test_autocast_is_the_same_in_backward():
         out.float().sum().backward()
         return record(module, out.detach())
 
-    assert compare(loop(run_timesteps), loop(checkpoint_timesteps, chunk_size=3, levels=2)).bit_equal
+    assert compare(
+        loop(run_timesteps), loop(checkpoint_timesteps, chunk_size=3, levels=2)
+    ).bit_equal
 
 
 def test_backward_may_come_twice_and_be_differentiated():
@@ -201,10 +223,14 @@ def test_backward_may_come_twice_and_be_differentiated():
 
     plain = gradients(run_timesteps)
     for levels in (1, 2):
-        assert all(map(torch.equal, plain, gradients(checkpoint_timesteps, chunk_size=3, levels=levels)))
+        assert all(
+            map(torch.equal, plain, gradients(checkpoint_timesteps, chunk_size=3, levels=levels))
+        )
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("what", ["step", "whole"])
 def test_compiled_it_is_the_same_up_to_rounding(what):
@@ -212,7 +238,9 @@ def test_compiled_it_is_the_same_up_to_rounding(what):
 
     def run(x):
         step = torch.compile(module.step, backend="aot_eager") if what == "step" else module.step
-        return checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4, outputs="sum")[0]
+        return checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4, outputs="sum")[
+            0
+        ]
 
     plain = run_timesteps(module.step, x, module.initial_state(x), outputs="sum")[0]
     plain.sum().backward()
@@ -243,7 +271,9 @@ def test_nothing_runs_twice_in_eval_mode_or_without_grad_mode():
     module.eval()
     assert run() == 10
     module.train()
-    assert run() > run() == 18  # the first call looks for hidden state; the last chunk is not computed again
+    assert (
+        run() > run() == 18
+    )  # the first call looks for hidden state; the last chunk is not computed again
 
 
 # What it holds, and what it costs.
@@ -254,13 +284,17 @@ def run(module, x, loop, **kept):
 
 
 STEPS = 40
-COSTS = Costs(2 * 64 * WIDTH * 4, 3 * 64 * WIDTH * 4)  # two potentials; an input, and two for the spikes
+COSTS = Costs(
+    2 * 64 * WIDTH * 4, 3 * 64 * WIDTH * 4
+)  # two potentials; an input, and two for the spikes
 
 
 def peak_of(levels, **kept):
     module, x = build(), currents(STEPS, 64)
     run(module, x[:2], checkpoint_timesteps)  # the first call looks for hidden state, and measures
-    return measure_memory(module, x, lambda *args: run(*args, checkpoint_timesteps, levels=levels, **kept)).peak_bytes
+    return measure_memory(
+        module, x, lambda *args: run(*args, checkpoint_timesteps, levels=levels, **kept)
+    ).peak_bytes
 
 
 def test_the_chosen_size_has_the_lowest_measured_peak():
@@ -279,19 +313,29 @@ def test_the_formula_predicts_the_peak_but_for_what_is_in_the_making():
     plain = measure_memory(module, x, lambda module, x: run(module, x, run_timesteps)).peak_bytes
     more = plain - STEPS * costs.step_bytes
     for levels, size in ((1, 4), (1, None), (1, 20), (2, 3), (2, None), (2, 10)):
-        schedule = even_schedule(STEPS, size, levels) if size else best_schedule(STEPS, costs, levels)
+        schedule = (
+            even_schedule(STEPS, size, levels) if size else best_schedule(STEPS, costs, levels)
+        )
         found = peak_of(levels, chunk_size=size) - peak_bytes(schedule, costs)
-        assert more - costs.boundary_bytes <= found <= more + costs.step_bytes  # one step is in the making
+        assert (
+            more - costs.boundary_bytes <= found <= more + costs.step_bytes
+        )  # one step is in the making
 
 
 @pytest.mark.parametrize("boundary", [1, 5, 40])
 def test_the_best_size_is_that_of_the_closed_form_and_not_the_root_of_the_number_of_steps(boundary):
     steps, costs = 10_000, Costs(boundary * 1000, 5000)
     ratio = boundary / 5
-    assert best_chunk_size(steps, costs, 1) == pytest.approx((steps * ratio) ** 0.5, rel=0.06, abs=2)
-    assert best_chunk_size(steps, costs, 2) == pytest.approx((steps * ratio**2) ** (1 / 3), rel=0.35, abs=2)
+    assert best_chunk_size(steps, costs, 1) == pytest.approx(
+        (steps * ratio) ** 0.5, rel=0.06, abs=2
+    )
+    assert best_chunk_size(steps, costs, 2) == pytest.approx(
+        (steps * ratio**2) ** (1 / 3), rel=0.35, abs=2
+    )
     peak = peak_bytes(even_schedule(steps, best_chunk_size(steps, costs, 1), 1), costs)
-    assert peak == pytest.approx(2 * (steps * costs.boundary_bytes * costs.step_bytes) ** 0.5, rel=0.02)
+    assert peak == pytest.approx(
+        2 * (steps * costs.boundary_bytes * costs.step_bytes) ** 0.5, rel=0.02
+    )
     assert (peak < 0.9 * peak_bytes(even_schedule(steps, 100, 1), costs)) == (boundary != 5)
 
 
@@ -311,7 +355,13 @@ def test_chunks_that_get_shorter_have_the_peak_of_the_closed_form(boundary):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps=integers(1, 60), boundary=integers(0, 9), step=integers(0, 9), levels=integers(1, 2), size=integers(1, 70))
+@given(
+    steps=integers(1, 60),
+    boundary=integers(0, 9),
+    step=integers(0, 9),
+    levels=integers(1, 2),
+    size=integers(1, 70),
+)
 def test_no_even_chunks_are_better_and_no_step_is_lost(steps, boundary, step, levels, size):
     costs = Costs(boundary, step)
     best, even = best_schedule(steps, costs, levels), even_schedule(steps, size, levels)
@@ -330,7 +380,9 @@ def total_of(schedule):
     [(10, 3, 1), (60, 7, 2), (1, 1, 2), (5, 9, 2), (16, 1, 2), (40, None, 1), (40, None, 2)],
 )
 def test_each_timestep_is_computed_again_once_for_each_level_at_most(steps, size, levels):
-    again = times_again(even_schedule(steps, size, levels) if size else best_schedule(steps, COSTS, levels))
+    again = times_again(
+        even_schedule(steps, size, levels) if size else best_schedule(steps, COSTS, levels)
+    )
     assert len(again) == steps
     assert max(again) <= levels
     assert again[-1] == 0
@@ -352,7 +404,12 @@ def test_only_stacked_outputs_are_held_for_each_timestep():
         for _ in range(2):
             with LiveStorages() as storages:
                 made = checkpoint_timesteps(
-                    module.step, x, module.initial_state(x), chunk_size=10, levels=1, outputs=outputs
+                    module.step,
+                    x,
+                    module.initial_state(x),
+                    chunk_size=10,
+                    levels=1,
+                    outputs=outputs,
                 )[0]
                 held[outputs] = storages.bytes_alive
             del made
@@ -379,7 +436,9 @@ def test_a_checkpoint_for_each_step_holds_several_times_as_much():
 def test_nothing_is_held_when_the_result_is_gone():
     module, x = build(), currents()
     for outputs in OUTPUTS:
-        out, after = checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=2, outputs=outputs)
+        out, after = checkpoint_timesteps(
+            module.step, x, module.initial_state(x), chunk_size=2, outputs=outputs
+        )
         alive = [weakref.ref(out), weakref.ref(after[0])]
         gc.disable()
         try:
@@ -394,7 +453,9 @@ def test_the_first_call_measures_and_leaves_no_trace_and_the_next_ones_do_not_me
     for name in ("check_step", "measure_costs"):
         plain = getattr(snn_timesteps, name)
         monkeypatch.setattr(
-            snn_timesteps, name, lambda *args, name=name, plain=plain: called.append(name) or plain(*args)
+            snn_timesteps,
+            name,
+            lambda *args, name=name, plain=plain: called.append(name) or plain(*args),
         )
     module, x = build(lambda: Net(lambda: nn.BatchNorm1d(WIDTH))), currents()
     module.first.weight.grad = torch.ones_like(module.first.weight)
@@ -420,8 +481,13 @@ def test_a_model_is_turned_in_place_and_back():
     assert recompute_timesteps(model, chunk_size=4) == [""]
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert list(other.state_dict()) == list(plain.state_dict())
-        assert compare(reference, record_step(other, case.batch(), case.workload.mean_loss)).bit_equal
-    flops = [count_flops(module, case.batch(), case.workload.mean_loss).total for module in (plain, model)]
+        assert compare(
+            reference, record_step(other, case.batch(), case.workload.mean_loss)
+        ).bit_equal
+    flops = [
+        count_flops(module, case.batch(), case.workload.mean_loss).total
+        for module in (plain, model)
+    ]
     assert flops[0] < flops[1] < 1.34 * flops[0]
     assert remove_timesteps(model) == [""]
     assert type(model) is type(plain)
@@ -439,7 +505,9 @@ def test_modules_with_a_loop_are_found_inside_others():
 @pytest.mark.parametrize("name", ["timesteps", "timesteps_nested"])
 def test_other_models_are_refused_with_the_line_to_write(name):
     case = Case(mlp())
-    with pytest.raises(ValueError, match=r"checkpoint_timesteps\(self.step, inputs, state, time_dim=0") as raised:
+    with pytest.raises(
+        ValueError, match=r"checkpoint_timesteps\(self.step, inputs, state, time_dim=0"
+    ) as raised:
         STRATEGIES[name].apply(case.build(), sample_of(case))
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="for the whole loop, and not for blocks"):

@@ -27,7 +27,10 @@ def pair_of(step_returns):
 @pytest.mark.parametrize(
     ("kept", "said"),
     [
-        ({"chunk_size": 0}, "chunk_size must be a whole number from 1 up, or None to measure it; got 0"),
+        (
+            {"chunk_size": 0},
+            "chunk_size must be a whole number from 1 up, or None to measure it; got 0",
+        ),
         ({"chunk_size": -3}, "chunk_size must be"),
         ({"chunk_size": True}, "chunk_size must be"),
         ({"chunk_size": 2.0}, "chunk_size must be"),
@@ -36,19 +39,46 @@ def pair_of(step_returns):
         ({"outputs": "all"}, "outputs must be one of stack, sum, mean, last; got 'all'"),
         ({"time_dim": 3}, r"inputs of shape \(10, 4, 6\) have no dimension 3"),
         ({"time_dim": None}, "time_dim must be a whole number, got None"),
-        ({"inputs": currents(0)}, r"inputs of shape \(0, 4, 6\) have no timestep in dimension 0: is time_dim right"),
+        (
+            {"inputs": currents(0)},
+            r"inputs of shape \(0, 4, 6\) have no timestep in dimension 0: is time_dim right",
+        ),
         ({"inputs": []}, "an empty sequence: there is no timestep to run"),
-        ({"inputs": iter(currents())}, "inputs must be a tensor, or a sequence .* got generator|iterator"),
+        (
+            {"inputs": iter(currents())},
+            "inputs must be a tensor, or a sequence .* got generator|iterator",
+        ),
         ({"inputs": torch.tensor(1.0)}, r"inputs of shape \(\) have no dimension 0"),
-        ({"inputs": pack_sequence([torch.ones(3, 6)])}, "a sequence with one entry for each timestep; got PackedSeq"),
-        ({"step": lambda x, state: LAZY(x)}, "LAZY has no parameters yet: run one batch through it first"),
-        ({"step": pair_of(lambda out, state, x: out)}, r"return a pair, \(output, state\), and returned Tensor"),
+        (
+            {"inputs": pack_sequence([torch.ones(3, 6)])},
+            "a sequence with one entry for each timestep; got PackedSeq",
+        ),
+        (
+            {"step": lambda x, state: LAZY(x)},
+            "LAZY has no parameters yet: run one batch through it first",
+        ),
+        (
+            {"step": pair_of(lambda out, state, x: out)},
+            r"return a pair, \(output, state\), and returned Tensor",
+        ),
         ({"step": pair_of(lambda out, state, x: (out, *state))}, "and returned 3 values"),
-        ({"step": pair_of(lambda out, state, x: (out, tuple(s.detach() for s in state)))}, "that step returns is deta"),
+        (
+            {"step": pair_of(lambda out, state, x: (out, tuple(s.detach() for s in state)))},
+            "that step returns is deta",
+        ),
         ({"step": grows}, "has another structure after the second"),
-        ({"step": pair_of(lambda out, state, x: (out, (*state, object())))}, "the state that step returns holds obj"),
-        ({"step": pair_of(lambda out, state, x: (out, (state[0], x.add_(1))))}, "step writes into the input"),
-        ({"step": pair_of(lambda out, state, x: (out > 1, state)), "outputs": "sum"}, "the sum of truth values"),
+        (
+            {"step": pair_of(lambda out, state, x: (out, (*state, object())))},
+            "the state that step returns holds obj",
+        ),
+        (
+            {"step": pair_of(lambda out, state, x: (out, (state[0], x.add_(1))))},
+            "step writes into the input",
+        ),
+        (
+            {"step": pair_of(lambda out, state, x: (out > 1, state)), "outputs": "sum"},
+            "the sum of truth values",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(kept, said):
@@ -64,7 +94,9 @@ def test_a_state_that_is_written_into_is_refused():
     def step(x, state):
         return module.first(x) + state[0].mul_(0.9), state
 
-    with pytest.raises(ValueError, match=r"writes into the state .*v = v \* decay, not v \*= decay"):
+    with pytest.raises(
+        ValueError, match=r"writes into the state .*v = v \* decay, not v \*= decay"
+    ):
         checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4)
 
 
@@ -94,7 +126,9 @@ def test_a_step_without_a_module_needs_a_chunk_size():
         return state, state
 
     x, zero = currents(), torch.zeros(4, WIDTH)
-    with pytest.raises(ValueError, match=r"give chunk_size, such as choose_chunk_size\(step, inputs, state\)"):
+    with pytest.raises(
+        ValueError, match=r"give chunk_size, such as choose_chunk_size\(step, inputs, state\)"
+    ):
         checkpoint_timesteps(step, x, zero)
     size = choose_chunk_size(step, x, zero)
     out, _ = checkpoint_timesteps(step, x, zero, chunk_size=size)

@@ -23,7 +23,9 @@ def figures(strategy):
     STRATEGIES[strategy].apply(module, sample_of(CASE))
     if strategy != "none":
         with untouched(module):
-            loss(module, (batch[0][:, :40], batch[1])).backward()  # the first call looks for hidden state, and measures
+            loss(
+                module, (batch[0][:, :40], batch[1])
+            ).backward()  # the first call looks for hidden state, and measures
     with FlopCount() as counted:
         record = record_step(module, batch, loss)
     return record, counted.flops, measure_memory(module, batch, loss).peak_bytes
@@ -43,10 +45,14 @@ def test_the_model_is_found_by_name():
     ("strategy", "levels", "less"),
     [("timesteps", 1, 19), pytest.param("timesteps_nested", 2, 30, marks=pytest.mark.long)],
 )
-def test_the_peak_is_so_many_times_less_within_one_more_forward_for_each_level(plain, strategy, levels, less):
+def test_the_peak_is_so_many_times_less_within_one_more_forward_for_each_level(
+    plain, strategy, levels, less
+):
     record, flops, peak = figures(strategy)
     assert compare(plain[0], record).bit_equal
-    forward = 1000 * 3 * 2 * 8 * 64 * 64 + 2 * 8 * 64 * 10  # timesteps, layers, multiply and add, and the head
+    forward = (
+        1000 * 3 * 2 * 8 * 64 * 64 + 2 * 8 * 64 * 10
+    )  # timesteps, layers, multiply and add, and the head
     assert 0.9 * levels * forward < flops - plain[1] <= levels * forward
     assert plain[2] >= less * peak
     assert plain[2] < 2.5 * less * peak  # and the plain step is no worse than it is

@@ -116,7 +116,9 @@ class Memory:
 
 
 def keeping(act, kept=0.0, **more):
-    return lambda: Net(lambda: Between(act, kept=kept() if callable(kept) else copy.copy(kept), **more))
+    return lambda: Net(
+        lambda: Between(act, kept=kept() if callable(kept) else copy.copy(kept), **more)
+    )
 
 
 def norms():
@@ -129,7 +131,9 @@ HIDDEN = {
     "buffer": keeping(integrates, lambda: torch.zeros(1)),
     "buffer in place": keeping(writes, lambda: torch.zeros(1)),
     "list": keeping(lists, list),
-    "deque": keeping(lambda self, x: (self.kept.append(x), sum(self.kept))[1], lambda: deque(maxlen=2)),
+    "deque": keeping(
+        lambda self, x: (self.kept.append(x), sum(self.kept))[1], lambda: deque(maxlen=2)
+    ),
     "counter": keeping(counts, 0),
     "now and then": keeping(acts_every_fifth_time, 0),
     "flag": keeping(takes_turns, False),
@@ -137,7 +141,9 @@ HIDDEN = {
     "object": keeping(asks_an_object, Memory),
     "last input": keeping(compares_with_the_last),
     "mask": keeping(drops_the_same, None),
-    "layer of the timestep": lambda: Net(lambda: Between(has_parameters_for_each_timestep, kept=0, layers=norms())),
+    "layer of the timestep": lambda: Net(
+        lambda: Between(has_parameters_for_each_timestep, kept=0, layers=norms())
+    ),
 }
 
 
@@ -145,11 +151,18 @@ HIDDEN = {
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_hidden_state_is_refused_by_name_even_where_no_spike_shows_it(kind, scale):
     module, x = build(HIDDEN[kind]), currents() * scale
-    before = copy.deepcopy(module.between.__dict__), {k: v.clone() for k, v in module.state_dict().items()}
-    with pytest.raises(HiddenState, match=r"between .* keeps state from one timestep to the next") as raised:
+    before = (
+        copy.deepcopy(module.between.__dict__),
+        {k: v.clone() for k, v in module.state_dict().items()},
+    )
+    with pytest.raises(
+        HiddenState, match=r"between .* keeps state from one timestep to the next"
+    ) as raised:
         chunks(module, x)
     assert (raised.value.module, raised.value.attribute) == ("between", "kept")
-    assert str(module.between.__dict__) == str(before[0]) or kind == "object"  # looked at, and put back
+    assert (
+        str(module.between.__dict__) == str(before[0]) or kind == "object"
+    )  # looked at, and put back
     assert all(torch.equal(value, before[1][name]) for name, value in module.state_dict().items())
 
 
@@ -202,7 +215,9 @@ def test_a_tensor_outside_of_modules_is_not_copied_and_may_not_be_written_into()
         total.add_(1)
         return module.step(x, state)
 
-    with pytest.raises(HiddenState, match="step writes into 'total' of step, which can't be put back"):
+    with pytest.raises(
+        HiddenState, match="step writes into 'total' of step, which can't be put back"
+    ):
         checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
 
 
@@ -221,7 +236,9 @@ def test_an_attribute_of_the_model_itself_is_found():
 def test_state_of_a_parametrization_and_weights_that_change_are_found():
     module, x = build(), currents()
     nn.utils.parametrizations.spectral_norm(module.last)
-    with pytest.raises(HiddenState, match=r"last\.parametrizations\.weight\.0 .* its buffer '_[uv]'"):
+    with pytest.raises(
+        HiddenState, match=r"last\.parametrizations\.weight\.0 .* its buffer '_[uv]'"
+    ):
         chunks(module, x)
     module = build()
 
@@ -255,7 +272,9 @@ def test_snntorch_neurons_are_refused_with_hidden_state_and_taken_without():
             return spikes, (first, *state[1:])
 
     x = currents()
-    with pytest.raises(HiddenState, match=r"leaky \(Leaky\) .* its buffer 'mem'.*snntorch: init_hidden=False"):
+    with pytest.raises(
+        HiddenState, match=r"leaky \(Leaky\) .* its buffer 'mem'.*snntorch: init_hidden=False"
+    ):
         chunks(build(lambda: Leaky(init_hidden=True)), x)
     for levels in (1, 2):
         plain = train(build(Leaky), run_timesteps, x)

@@ -11,7 +11,15 @@ import time
 import pytest
 
 from curry_train.plan import solve as solve_module
-from curry_train.plan.solve import Choice, Solution, Stage, least_peak, non_dominated, peak_of, solve
+from curry_train.plan.solve import (
+    Choice,
+    Solution,
+    Stage,
+    least_peak,
+    non_dominated,
+    peak_of,
+    solve,
+)
 
 GIB = 2**30
 
@@ -42,7 +50,9 @@ def large_chain(seed, *, num_blocks=None, num_choices=77):
         for number, part in enumerate(parts):
             again = whole - int(whole * part)
             cost = forward * (1 - part) ** 1.2 * draw.uniform(1.0, 1.02)
-            choices.append(Choice(str(number), int(whole * part), int(again * draw.uniform(0.8, 1.3)), cost))
+            choices.append(
+                Choice(str(number), int(whole * part), int(again * draw.uniform(0.8, 1.3)), cost)
+            )
         stages.append(Stage(tuple(choices), standing_bytes=draw.randint(0, 10**7)))
     return stages, draw.choice((0, 10**8, 2 * 10**9))
 
@@ -58,7 +68,9 @@ def all_plans(stages, head):
 
 
 def cheapest_cost(stages, head, budget):
-    return min((cost for peak, cost in all_plans(stages, head).items() if peak <= budget), default=None)
+    return min(
+        (cost for peak, cost in all_plans(stages, head).items() if peak <= budget), default=None
+    )
 
 
 def fault_of(solver, stages, head, budget):
@@ -70,8 +82,14 @@ def fault_of(solver, stages, head, budget):
         return f"says a peak of {found.peak_bytes}"
     if found.peak_bytes > budget:
         return f"a peak of {found.peak_bytes} with a budget of {budget}"
-    spent = sum(stage.choices[index].cost for stage, index in zip(stages, found.chosen, strict=True))
-    return None if spent == found.cost == cost else f"costs {spent}, says {found.cost}, and the least is {cost}"
+    spent = sum(
+        stage.choices[index].cost for stage, index in zip(stages, found.chosen, strict=True)
+    )
+    return (
+        None
+        if spent == found.cost == cost
+        else f"costs {spent}, says {found.cost}, and the least is {cost}"
+    )
 
 
 def faults(solver, num_chains=400):
@@ -97,7 +115,10 @@ def test_the_peak_of_a_step_by_hand():
 
 def test_small_chains_have_the_best_plan_there_is_and_none_only_where_there_is_none():
     assert faults(solve) == {}
-    answers = [solve(stages, budget, head_bytes=head) for stages, head, budget in map(small_chain, range(400))]
+    answers = [
+        solve(stages, budget, head_bytes=head)
+        for stages, head, budget in map(small_chain, range(400))
+    ]
     assert 100 < sum(answer is None for answer in answers) < 300  # both kinds are there
 
 
@@ -116,7 +137,9 @@ def test_few_quanta_stay_within_their_word(monkeypatch):
     for seed in range(300):
         stages, head, budget = small_chain(seed)
         stages = [
-            Stage(tuple(scaled(choice, 10**7 + 3) for choice in stage.choices), stage.standing_bytes)
+            Stage(
+                tuple(scaled(choice, 10**7 + 3) for choice in stage.choices), stage.standing_bytes
+            )
             for stage in stages
         ]
         head, budget = head * 10**7, budget * (10**7 + 3)
@@ -125,7 +148,9 @@ def test_few_quanta_stay_within_their_word(monkeypatch):
         if found is None:
             continue
         assert found.peak_bytes <= budget
-        quantum = sum(max(choice.held_bytes for choice in stage.choices) for stage in stages) // 64 + 1
+        quantum = (
+            sum(max(choice.held_bytes for choice in stage.choices) for stage in stages) // 64 + 1
+        )
         bound = cheapest_cost(stages, head, budget - quantum * len(stages))
         assert bound is None or best <= found.cost <= bound
         equal += found.cost == best
@@ -134,13 +159,17 @@ def test_few_quanta_stay_within_their_word(monkeypatch):
 
 def scaled(choice, factor):
     return dataclasses.replace(
-        choice, held_bytes=choice.held_bytes * factor, transient_bytes=choice.transient_bytes * factor
+        choice,
+        held_bytes=choice.held_bytes * factor,
+        transient_bytes=choice.transient_bytes * factor,
     )
 
 
 def test_sums_that_only_differ_in_their_last_bytes_are_told_apart():
     """A solver that rounds every block up to a quantum finds no plan here, or one that costs more."""
-    stages = [Stage((Choice("keep", GIB + 1, 0, 0.0), Choice("again", GIB, 0, 1.0))) for _ in range(20)]
+    stages = [
+        Stage((Choice("keep", GIB + 1, 0, 0.0), Choice("again", GIB, 0, 1.0))) for _ in range(20)
+    ]
     for num_kept in range(21):
         found = solve(stages, 20 * GIB + num_kept)
         assert (found.cost, found.peak_bytes) == (20 - num_kept, 20 * GIB + num_kept)
@@ -153,7 +182,10 @@ def test_sums_that_only_differ_in_their_last_bytes_are_told_apart():
 def ignores_transient(stages, budget_bytes, *, head_bytes=0):
     flat = [
         dataclasses.replace(
-            stage, choices=tuple(dataclasses.replace(choice, transient_bytes=0) for choice in stage.choices)
+            stage,
+            choices=tuple(
+                dataclasses.replace(choice, transient_bytes=0) for choice in stage.choices
+            ),
         )
         for stage in stages
     ]
@@ -170,7 +202,8 @@ def rounds_down(stages, budget_bytes, *, head_bytes=0):
         dataclasses.replace(
             stage,
             choices=tuple(
-                dataclasses.replace(choice, held_bytes=choice.held_bytes // 8 * 8) for choice in stage.choices
+                dataclasses.replace(choice, held_bytes=choice.held_bytes // 8 * 8)
+                for choice in stage.choices
             ),
         )
         for stage in stages
@@ -183,13 +216,16 @@ def ignores_head(stages, budget_bytes, *, head_bytes=0):
 
 
 def described(found, stages, head_bytes):
-    return found and dataclasses.replace(found, peak_bytes=peak_of(stages, found.chosen, head_bytes=head_bytes))
+    return found and dataclasses.replace(
+        found, peak_bytes=peak_of(stages, found.chosen, head_bytes=head_bytes)
+    )
 
 
 def greedy_by_cost_per_byte(stages, budget_bytes, *, head_bytes=0):
     """From the cheapest choices, the change with the least cost for each byte that it frees, until the step fits."""
     chosen = [
-        min(range(len(s.choices)), key=lambda i, s=s: (s.choices[i].cost, s.choices[i].held_bytes)) for s in stages
+        min(range(len(s.choices)), key=lambda i, s=s: (s.choices[i].cost, s.choices[i].held_bytes))
+        for s in stages
     ]
     while peak_of(stages, chosen, head_bytes=head_bytes) > budget_bytes:
         changes = []
@@ -208,7 +244,9 @@ def greedy_by_cost_per_byte(stages, budget_bytes, *, head_bytes=0):
     return Solution(tuple(chosen), peak_of(stages, chosen, head_bytes=head_bytes), cost)
 
 
-@pytest.mark.parametrize("saboteur", [ignores_transient, ignores_standing, ignores_head, rounds_down])
+@pytest.mark.parametrize(
+    "saboteur", [ignores_transient, ignores_standing, ignores_head, rounds_down]
+)
 def test_a_solver_that_forgets_bytes_is_above_the_budget(saboteur):
     assert any("with a budget of" in fault for fault in faults(saboteur, 100).values())
 
@@ -253,7 +291,10 @@ def least_cost_by_price(stages, room):
     what the blocks cost and hold at that price, less what the room is worth."""
 
     def bound(price):
-        cheapest = (min(choice.cost + price * choice.held_bytes for choice in stage.choices) for stage in stages)
+        cheapest = (
+            min(choice.cost + price * choice.held_bytes for choice in stage.choices)
+            for stage in stages
+        )
         return sum(cheapest) - price * room
 
     return max(bound(10 ** (exponent / 50)) for exponent in range(-600, -350))
@@ -283,7 +324,9 @@ def test_two_hundred_blocks_with_77_choices_take_at_most_a_second_and_leave_litt
 
 def test_equal_blocks_differ_only_as_far_as_they_must():
     """Equal menus meet the same price at once; a plan that moved all blocks together would leave half the budget."""
-    stage = Stage((Choice("keep", 600_000_007, 0, 0.0), Choice("again", 100_000_003, 400_000_001, 1.0)))
+    stage = Stage(
+        (Choice("keep", 600_000_007, 0, 0.0), Choice("again", 100_000_003, 400_000_001, 1.0))
+    )
     for num_kept in (0, 1, 57, 120):
         budget = num_kept * 600_000_007 + (120 - num_kept) * 100_000_003 + 400_000_001
         found = solve([stage] * 120, budget)
@@ -317,7 +360,12 @@ def test_choices_that_hold_least_may_not_be_those_with_the_least_peak():
 
 
 def test_a_single_block_takes_its_cheapest_choice_that_fits():
-    stages = [Stage((Choice("keep", 90, 5, 0.0), Choice("some", 50, 20, 1.0), Choice("again", 10, 90, 2.0)), 3)]
+    stages = [
+        Stage(
+            (Choice("keep", 90, 5, 0.0), Choice("some", 50, 20, 1.0), Choice("again", 10, 90, 2.0)),
+            3,
+        )
+    ]
     assert solve(stages, 98) == Solution((0,), 98, 0.0)
     assert solve(stages, 97) == solve(stages, 73) == Solution((1,), 73, 1.0)
     assert solve(stages, 72) is None
@@ -337,19 +385,39 @@ def test_a_chain_of_no_blocks_holds_its_head():
 
 
 def test_what_others_beat_in_everything_is_left_out():
-    choices = [Choice("a", 5, 5, 1.0), Choice("b", 5, 6, 1.0), Choice("c", 4, 9, 1.0), Choice("d", 5, 5, 1.0)]
+    choices = [
+        Choice("a", 5, 5, 1.0),
+        Choice("b", 5, 6, 1.0),
+        Choice("c", 4, 9, 1.0),
+        Choice("d", 5, 5, 1.0),
+    ]
     assert sorted(non_dominated(choices)) == [0, 2]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Choice("keep", -1, 0, 0.0), "held_bytes of the choice 'keep' must be a whole number .* 0, got -1"),
-        (lambda: Choice("keep", 0, 1.5, 0.0), "transient_bytes of the choice 'keep' must be .* got 1.5: give"),
-        (lambda: Choice("keep", 0, 0, float("inf")), "the cost of the choice 'keep' is inf: give a number"),
+        (
+            lambda: Choice("keep", -1, 0, 0.0),
+            "held_bytes of the choice 'keep' must be a whole number .* 0, got -1",
+        ),
+        (
+            lambda: Choice("keep", 0, 1.5, 0.0),
+            "transient_bytes of the choice 'keep' must be .* got 1.5: give",
+        ),
+        (
+            lambda: Choice("keep", 0, 0, float("inf")),
+            "the cost of the choice 'keep' is inf: give a number",
+        ),
         (lambda: Stage(()), "a stage has no choices: give at least one"),
-        (lambda: Stage((Choice("keep", 0, 0, 0.0),), -5), "standing_bytes of a stage must be .* got -5"),
-        (lambda: solve([], 0), "budget_bytes must be a whole number of at least 1, got 0: give it in bytes"),
+        (
+            lambda: Stage((Choice("keep", 0, 0, 0.0),), -5),
+            "standing_bytes of a stage must be .* got -5",
+        ),
+        (
+            lambda: solve([], 0),
+            "budget_bytes must be a whole number of at least 1, got 0: give it in bytes",
+        ),
         (lambda: solve([], 2.5e9), "budget_bytes must be .* got 2500000000.0"),
         (lambda: solve([], True), "budget_bytes must be .* got True"),
         (lambda: solve([], 1, head_bytes=-1), "head_bytes must be .* got -1"),

@@ -17,7 +17,11 @@ from curry_train.runs.spike_config import SpikeConfig
 
 def alarms(losses, **config):
     watchdog = SpikeWatchdog(SpikeConfig(**config))
-    return [spike for step, loss in enumerate(losses, start=1) if (spike := watchdog.observe(step, loss))]
+    return [
+        spike
+        for step, loss in enumerate(losses, start=1)
+        if (spike := watchdog.observe(step, loss))
+    ]
 
 
 def noisy(seed, shape, *, noise=0.1):
@@ -31,7 +35,8 @@ HEALTHY = {
     "a step down": numpy.where(STEPS < 200, 4.0, 2.0),
     "drifts up": 2 + STEPS / 400,
     "below nothing, as a log-density": -3 - 2 * (1 - numpy.exp(-STEPS / 60)),
-    "up in a warm-up, then down": 4 + numpy.where(STEPS < 60, STEPS / 60, numpy.exp(-(STEPS - 60) / 80)),
+    "up in a warm-up, then down": 4
+    + numpy.where(STEPS < 60, STEPS / 60, numpy.exp(-(STEPS - 60) / 80)),
     "waves": 3 + 0.3 * numpy.sin(STEPS / 15),
 }
 
@@ -117,7 +122,11 @@ def test_a_rise_is_found_wherever_the_first_losses_were(first):
 
 
 def test_a_spike_is_told_once_and_what_follows_is_the_new_baseline():
-    losses = [*noisy(0, numpy.full(100, 2.0)), *noisy(1, numpy.full(100, 6.0)), *noisy(2, numpy.full(40, 12.0))]
+    losses = [
+        *noisy(0, numpy.full(100, 2.0)),
+        *noisy(1, numpy.full(100, 6.0)),
+        *noisy(2, numpy.full(40, 12.0)),
+    ]
     assert [spike.step for spike in alarms(losses)] == [103, 203]
 
 
@@ -132,7 +141,15 @@ def test_the_noise_is_that_around_the_line():
 
 def test_its_state_is_all_there_is_of_it():
     """Taken after any step and put into a new one: also in the middle of a suspicion, and as JSON."""
-    losses = [*noisy(0, numpy.full(90, 2.0)), 7.0, 7.0, *noisy(1, numpy.full(30, 2.0)), 7.0, 7.0, 7.0]
+    losses = [
+        *noisy(0, numpy.full(90, 2.0)),
+        7.0,
+        7.0,
+        *noisy(1, numpy.full(30, 2.0)),
+        7.0,
+        7.0,
+        7.0,
+    ]
     whole = [spike.step for spike in alarms(losses)]
     assert whole == [125]
     for cut in (3, 50, 91, 92, 124):

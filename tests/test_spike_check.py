@@ -59,7 +59,9 @@ def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0] == "planted: bad samples in steps 34 to 37 of 44"
-    told = done.stderr.splitlines()  # where nobody looks: how long it will take, and a line for each training
+    told = (
+        done.stderr.splitlines()
+    )  # where nobody looks: how long it will take, and a line for each training
     assert re.fullmatch(r"three trainings of 44 steps, about \d+:\d\d in all", told[0])
     assert [re.sub(r"\d+:\d\d", "T", line) for line in told[1:]] == [
         f"{name}-001: 44 steps in T" for name in ("recovered", "without", "through")
@@ -126,9 +128,17 @@ def drawn_titles(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said", "advice"),
     [
-        (["--windows", "1"], ["enough for long enough", "in 3 steps in a row", "there were 1"], "spike.patience=1"),
+        (
+            ["--windows", "1"],
+            ["enough for long enough", "in 3 steps in a row", "there were 1"],
+            "spike.patience=1",
+        ),
         (["--windows", "4", "spike.threshold=100"], ["100 times the noise"], "spike.threshold="),
-        (["--windows", "4", "spike.least_rise=0.99", "spike.threshold=80"], ["0.99 of the level"], "spike.threshold="),
+        (
+            ["--windows", "4", "spike.least_rise=0.99", "spike.threshold=80"],
+            ["0.99 of the level"],
+            "spike.threshold=",
+        ),
     ],
 )
 def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_finds_it(
@@ -138,24 +148,34 @@ def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_fin
     monkeypatch.chdir(tmp_path)
     titles = drawn_titles(monkeypatch)
     base = ["spike-check", "--steps", "44", "--at", "34", *TINY, *words]
-    done = CliRunner().invoke(runs_command, [*base, "--plot", "x.png", "--json", "x.json", "--runs", "kept"])
+    done = CliRunner().invoke(
+        runs_command, [*base, "--plot", "x.png", "--json", "x.json", "--runs", "kept"]
+    )
     assert done.exit_code == 1
     text = " ".join(done.stdout.split())
     assert all(part in text for part in ["NOT found: the loss did not rise enough", *said]), text
     facts = json.loads((tmp_path / "x.json").read_text())
-    assert facts["missed"]["rises"][0] == pytest.approx(float(re.search(r"it rose by \+([\d.]+)", text)[1]), rel=0.01)
+    assert facts["missed"]["rises"][0] == pytest.approx(
+        float(re.search(r"it rose by \+([\d.]+)", text)[1]), rel=0.01
+    )
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
     assert facts["losses"].keys() == {"recovered"}
     (title,) = titles
     assert title[0].endswith("not found: one run, through them")
     assert title[1] <= 2  # its line, and marks of losses that are not finite
-    advised = [word for word in re.search(r"to find it: (.*?) drawn", text)[1].split() if word.startswith("spike.")]
+    advised = [
+        word
+        for word in re.search(r"to find it: (.*?) drawn", text)[1].split()
+        if word.startswith("spike.")
+    ]
     assert any(word.startswith(advice) for word in advised)
     assert CliRunner().invoke(runs_command, [*base, *advised]).exit_code == 0
 
 
 def test_what_no_setting_finds_is_not_blamed_on_one():
-    quiet = missed_spike(dict(enumerate([2.0, 2.1, 1.9] * 40, start=1)), SpikeConfig(), first=100, last=104)
+    quiet = missed_spike(
+        dict(enumerate([2.0, 2.1, 1.9] * 40, start=1)), SpikeConfig(), first=100, last=104
+    )
     assert quiet.advice == "no setting: these bad samples raise the loss by no more than its noise"
 
 
@@ -167,14 +187,20 @@ def test_a_training_that_is_stopped_is_no_answer(tmp_path, monkeypatch):
         return replace(trained, report=replace(trained.report, ended_by="SIGINT"))
 
     monkeypatch.setattr(check, "train_run", stopped)
-    with pytest.raises(RunError, match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked"):
+    with pytest.raises(
+        RunError,
+        match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked",
+    ):
         spike_check(tmp_path, TINY, **SIZES)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "40", "--at", "38", "--windows", "9"], "bad windows 38 to 46 are not all among the 40 steps"),
+        (
+            ["--steps", "40", "--at", "38", "--windows", "9"],
+            "bad windows 38 to 46 are not all among the 40 steps",
+        ),
         (["--steps", "30"], "begin in step 20, and the watchdog judges from step 33 on"),
         (["--steps", "40", "spike.lower_rate=0.5"], "no spike.lower_rate, which makes another run"),
         (["--steps", "40", "spike.action=warn"], "needs spike.action=rollback"),

@@ -62,10 +62,20 @@ def test_slower_rates_multiply_where_they_overlap(tmp_path):
         recovery(120, learning_rate=0.5, slower_until=150),  # from 110 on
         recovery(400),
     ]
-    assert [recoveries.factor(done) for done in (89, 90, 110, 149, 150, 200, 395)] == [1, 0.5, 0.25, 0.25, 0.5, 1, 1]
+    assert [recoveries.factor(done) for done in (89, 90, 110, 149, 150, 200, 395)] == [
+        1,
+        0.5,
+        0.25,
+        0.25,
+        0.5,
+        1,
+        1,
+    ]
 
 
-@pytest.mark.parametrize("text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": -1}]', '[{"spike": "1"}]', "\0\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": -1}]', '[{"spike": "1"}]', "\0\xff"]
+)
 def test_a_file_that_is_none_is_an_error_that_says_what_it_was_for(tmp_path, text):
     (tmp_path / NAME).write_text(text, encoding="latin-1")
     with pytest.raises(RunError, match="which samples are skipped, and can't be read"):
@@ -96,7 +106,15 @@ CONFIG = SpikeConfig(action="rollback", patience=3, skip_around=4, attempts=3)
 
 
 def went_back(loads, recoveries, what, config=CONFIG):
-    done = recover(what, config, state=loads, load=loads, after=line, recoveries=recoveries, go_on="--resume run-7@{}")
+    done = recover(
+        what,
+        config,
+        state=loads,
+        load=loads,
+        after=line,
+        recoveries=recoveries,
+        go_on="--resume run-7@{}",
+    )
     return done.recovery
 
 
@@ -109,7 +127,11 @@ def test_what_is_skipped_reaches_from_before_the_first_high_step_to_after_the_la
 def test_each_attempt_reaches_twice_as_far_and_the_last_is_an_error(tmp_path):
     recoveries, loads = Recoveries(LocalFiles(tmp_path)), Loads(50, 100, 150)
     spans = [went_back(loads, recoveries, spike(162, first=160)) for _ in range(3)]
-    assert [(one.start, one.stop, one.attempt) for one in spans] == [(1550, 1660, 1), (1510, 1700, 2), (1430, 1780, 3)]
+    assert [(one.start, one.stop, one.attempt) for one in spans] == [
+        (1550, 1660, 1),
+        (1510, 1700, 2),
+        (1430, 1780, 3),
+    ]
     with pytest.raises(SpikeNotRecovered, match=r"after 3 rollbacks.*--resume run-7@before-128"):
         went_back(loads, recoveries, spike(162, first=160))
 
@@ -134,7 +156,10 @@ def test_a_spike_in_the_first_steps_skips_from_the_first_on(tmp_path):
 
 def test_before_a_step_is_the_newest_state_that_is(tmp_path):
     state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, PolicyConfig(rollback_every=2, best_k=0)) as policy:
+    with (
+        Store(tmp_path) as store,
+        SavingPolicy(store, PolicyConfig(rollback_every=2, best_k=0)) as policy,
+    ):
         for step in range(1, 9):
             train(state, 1)
             state.step = step
@@ -142,7 +167,9 @@ def test_before_a_step_is_the_newest_state_that_is(tmp_path):
         assert policy.resume(state, "before-7").saved.step == 6
         assert policy.resume(state, "before-6").saved.step == 4
         assert policy.resume(state).saved.step == 4  # what was beyond is given up
-        with pytest.raises(NothingSaved, match=r"no state from before step 2; saved are the steps 2, 4"):
+        with pytest.raises(
+            NothingSaved, match=r"no state from before step 2; saved are the steps 2, 4"
+        ):
             policy.resume(state, "before-2")
 
 

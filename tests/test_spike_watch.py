@@ -36,7 +36,9 @@ def plant(run, steps=BAD, times=20.0):
     places = range((steps[0] - 1) * stream.batch_size, steps[1] * stream.batch_size)
     stream.dataset = Marked(stream.dataset, {int(one) for one in stream.order(list(places))}, times)
     sound = workload.loss
-    object.__setattr__(workload, "loss", lambda module, batch: sound(module, batch) * batch["times"])
+    object.__setattr__(
+        workload, "loss", lambda module, batch: sound(module, batch) * batch["times"]
+    )
 
 
 class Marked:
@@ -83,7 +85,11 @@ def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
     spike, rollback, skip = told(recovered, "spike", "rollback", "skip")
     assert (spike["first"], spike["step"]) == (34, 36)
     assert spike["loss"] > spike["limit"] > spike["baseline"]
-    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (30, 36, "rollback/step-00000030.dcp")
+    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
+        30,
+        36,
+        "rollback/step-00000030.dcp",
+    )
     assert (skip["start"], skip["stop"], skip["num_samples"]) == (31 * 4, 38 * 4, 28)
     assert len(set(skip["samples"])) == 28
     assert [line["attempt"] for line in (spike, rollback, skip)] == [1, 2, 2]
@@ -115,13 +121,19 @@ def test_again_it_is_the_same_to_the_bit(recovered, tmp_path):
     assert equal(recovered, again)
     facts = ("step", "kind", "loss", "reason", "start", "stop", "from_step")
     first, second = (
-        [[line.get(name) for name in facts] for line in lines_of(folder) if line["kind"] != "warning"]
+        [
+            [line.get(name) for name in facts]
+            for line in lines_of(folder)
+            if line["kind"] != "warning"
+        ]
         for folder in (recovered, again)
     )
     assert first == second
 
 
-@pytest.mark.parametrize("stop", [(35, 1), (31, 2), (40, 1)], ids=["in the spike", "after going back", "later"])
+@pytest.mark.parametrize(
+    "stop", [(35, 1), (31, 2), (40, 1)], ids=["in the spike", "after going back", "later"]
+)
 def test_stopped_and_resumed_it_is_the_same_to_the_bit(recovered, tmp_path, stop):
     """Stopped by a signal at the first or second time that it does a step."""
     at, times = stop
@@ -173,7 +185,9 @@ def test_none_does_not_watch(tmp_path):
 
 def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
     with pytest.raises(SpikeNotRecovered) as raised:
-        trained(tmp_path, "spike.attempts=2", "checkpoint.retention.rollback_keep=9", steps=(34, 400))
+        trained(
+            tmp_path, "spike.attempts=2", "checkpoint.retention.rollback_keep=9", steps=(34, 400)
+        )
     folder = tmp_path / "run-001"
     assert len(told(folder, "rollback")) == 2
     words = str(raised.value)
@@ -212,7 +226,11 @@ def on_ranks(runs, parallel):
 
         trained = train_run(run, watch=[watch])
         told = [[one.spike, one.back_to, one.start, one.stop] for one in run.recoveries.done]
-        return {"step": trained.report.step, "told": told, "skipped": list(run.parts.stream.skipped)}
+        return {
+            "step": trained.report.step,
+            "told": told,
+            "skipped": list(run.parts.stream.skipped),
+        }
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
@@ -234,9 +252,18 @@ def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["checkpoint={rollback_every: null, recovery_every: null}"], "spike.action must be warn or none, or"),
-        (["checkpoint={rollback_every: 1}"], r"rollback_every x \(checkpoint.retention.rollback_keep - 1\) at least 5"),
-        (["data.skip=[[400, 500]]"], r"data.skip must be of positions that the run comes to; 48 steps of 4 end at 192"),
+        (
+            ["checkpoint={rollback_every: null, recovery_every: null}"],
+            "spike.action must be warn or none, or",
+        ),
+        (
+            ["checkpoint={rollback_every: 1}"],
+            r"rollback_every x \(checkpoint.retention.rollback_keep - 1\) at least 5",
+        ),
+        (
+            ["data.skip=[[400, 500]]"],
+            r"data.skip must be of positions that the run comes to; 48 steps of 4 end at 192",
+        ),
         (["data.skip=[[5, 5]]"], r"data.skip must be pairs such as \[\[5760, 5888\]\]"),
         (["spike.action=off"], "spike.action must be none, warn or rollback; got False"),
         (["spike.patience=x"], "spike.patience must be a whole number; got 'x'"),

@@ -40,7 +40,10 @@ def goes_on_alike(store, make, *, steps=2, act=train):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.embed, self.head = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
         self.head.weight = self.embed.weight
 
     def forward(self, x):
@@ -102,7 +105,8 @@ def test_a_tied_weight_is_on_the_disk_once(store):
         return model
 
     with pytest.raises(
-        StateMismatch, match=r"head.weight was one tensor with model.embed.weight and is a tensor of its"
+        StateMismatch,
+        match=r"head.weight was one tensor with model.embed.weight and is a tensor of its",
     ):
         store.load(saved, new_state(build=untied))
 
@@ -126,7 +130,8 @@ def wrapped(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["compiled", "compiled block", "data parallel", "torch's checkpoint wrapper", "recompute"]
+    "kind",
+    ["compiled", "compiled block", "data parallel", "torch's checkpoint wrapper", "recompute"],
 )
 def test_no_wrapper_is_in_a_name(store, kind):
     """And so what was saved of one is loaded into any other."""
@@ -154,7 +159,9 @@ OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "groups": lambda p: torch.optim.AdamW([{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
+    ),
 }
 
 
@@ -242,7 +249,8 @@ def test_scaler_extra_parts_and_generators_go_on(store):
     assert equal(tensors_of(other), tensors_of(state))
     assert other.parts["scaler"].state_dict() == state.parts["scaler"].state_dict()
     assert torch.equal(
-        torch.rand(3, generator=other.generators["data"]), torch.rand(3, generator=state.generators["data"])
+        torch.rand(3, generator=other.generators["data"]),
+        torch.rand(3, generator=state.generators["data"]),
     )
     assert (other.step, other.position) == (2, 12)
 
@@ -252,7 +260,13 @@ def test_every_generator_goes_on(store):
     saved = store.save("rollback", 1, state)
 
     def drawn():
-        return torch.rand(1).item(), random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn()
+        return (
+            torch.rand(1).item(),
+            random.random(),
+            random.gauss(0, 1),
+            numpy.random.rand(),
+            numpy.random.randn(),
+        )
 
     random.gauss(0, 1)  # leaves a second number for later
     saved = store.save("rollback", 2, state)
@@ -291,7 +305,9 @@ def test_a_load_without_gradients_clears_those_that_are_there(store):
 
 
 def wider():
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)
+    )
 
 
 def shorter():
@@ -318,7 +334,9 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     saved = store.save(kind, 1, state, metric=metric)
     other = new_state(seed=1, build=build)
     before = tensors_of(other)
-    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ saved and present tensors match \(\d+%\).*{said}"):
+    with pytest.raises(
+        StateMismatch, match=rf"\d+ of \d+ saved and present tensors match \(\d+%\).*{said}"
+    ):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
     report = store.load(saved, other, strict=False)
@@ -330,7 +348,10 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     [
         (lambda s: s.optimizers.clear(), "only in the checkpoint: optimizer 0"),
         (lambda s: s.parts.clear(), "only in the checkpoint: scheduler-0"),
-        (lambda s: s.parts.update(scaler=torch.amp.GradScaler("cpu")), "missing in the checkpoint: scaler"),
+        (
+            lambda s: s.parts.update(scaler=torch.amp.GradScaler("cpu")),
+            "missing in the checkpoint: scaler",
+        ),
         (
             lambda s: s.optimizers.append(torch.optim.SGD(s.model.parameters())),
             "missing in the checkpoint: optimizer 1",
@@ -354,7 +375,9 @@ def test_another_optimizer_or_other_groups_are_refused(store):
     with pytest.raises(StateMismatch, match="the state is of AdamW, and the optimizer is SGD"):
         store.load(saved, other)
     other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
-    with pytest.raises(StateMismatch, match=r"groups of \[6\] parameters and has \[5\], such as 0.weight"):
+    with pytest.raises(
+        StateMismatch, match=r"groups of \[6\] parameters and has \[5\], such as 0.weight"
+    ):
         store.load(saved, other)
 
 
@@ -377,12 +400,17 @@ def test_state_that_json_can_not_hold_is_named():
             return {"inner": [object()]}
 
     state = new_state(extra={"odd": Odd()})
-    with pytest.raises(ValueError, match=r"part.extra-odd.inner.0 is a object, which JSON can't hold"):
+    with pytest.raises(
+        ValueError, match=r"part.extra-odd.inner.0 is a object, which JSON can't hold"
+    ):
         state.snapshot()
 
 
 def test_a_parameter_that_the_model_does_not_have_is_refused():
     state = new_state()
     state.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(3))])]
-    with pytest.raises(ValueError, match=r"group 0 of SGD has a parameter of shape \[3\] that the model does not have"):
+    with pytest.raises(
+        ValueError,
+        match=r"group 0 of SGD has a parameter of shape \[3\] that the model does not have",
+    ):
         state.snapshot()

@@ -16,16 +16,30 @@ from hypothesis import strategies as st
 from curry_train.runs import DamagedCheckpoint
 from curry_train.runs.plain_values import decode, encode
 
-plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=20)
+)
 values = st.recursive(
     plain,
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=20,
 )
 
 
 def there_and_back(value, tensors=None):
-    return decode(json.loads(json.dumps(encode(value, "v", tensors=tensors), allow_nan=False)), tensors=tensors)
+    return decode(
+        json.loads(json.dumps(encode(value, "v", tensors=tensors), allow_nan=False)),
+        tensors=tensors,
+    )
 
 
 @given(values)
@@ -74,7 +88,14 @@ def test_anything_else_is_refused_by_name(value):
 
 @pytest.mark.parametrize(
     "value",
-    [{"$call": 1}, {"$tuple": 3}, {"$array": ["object", [1]]}, {"$tensor": "gone"}, {"$bytes": "%%"}, {"$float": "x"}],
+    [
+        {"$call": 1},
+        {"$tuple": 3},
+        {"$array": ["object", [1]]},
+        {"$tensor": "gone"},
+        {"$bytes": "%%"},
+        {"$float": "x"},
+    ],
 )
 def test_marks_that_nothing_wrote_are_damage(value):
     with pytest.raises(DamagedCheckpoint):

@@ -124,7 +124,9 @@ def test_latest_follows_what_is_saved_and_discarded(store, tmp_path):
     state = new_state()
     first, second = store.save("rollback", 1, state), store.save("recovery", 2, state)
     store.save("best-k", 3, state, metric=("dev_loss", 1.0))
-    assert str((tmp_path / "latest").readlink()) == second.folder  # best-K holds nothing to resume from
+    assert (
+        str((tmp_path / "latest").readlink()) == second.folder
+    )  # best-K holds nothing to resume from
     store.discard(second)
     assert str((tmp_path / "latest").readlink()) == first.folder
     store.discard(first)
@@ -166,7 +168,11 @@ def test_torchs_own_load_reads_what_is_saved(store):
     found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about running without ranks
-        dcp.load(found, checkpoint_id=saved.location, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+        dcp.load(
+            found,
+            checkpoint_id=saved.location,
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+        )
     assert equal(found, expected)
 
 
@@ -183,7 +189,9 @@ def test_another_run_is_read_while_it_is_written(tmp_path):
             SavedRun(tmp_path / "second").load(saved.location, other)
 
 
-@pytest.mark.parametrize("path", ["../other/rollback/step-00000001.dcp", "rollback/../../x", "/etc/passwd", "best-k/x"])
+@pytest.mark.parametrize(
+    "path", ["../other/rollback/step-00000001.dcp", "rollback/../../x", "/etc/passwd", "best-k/x"]
+)
 def test_only_checkpoints_of_this_run_are_loaded(store, path):
     with pytest.raises(ValueError, match="no checkpoint of"):
         store.load(path, new_state())
@@ -211,7 +219,8 @@ def test_equal_states_are_equal_files(store, tmp_path):
     first, second = store.save("rollback", 1, state), store.save("rollback", 2, state)
     names = [".metadata", "__0_0.distcp", "state.json"]
     assert all(
-        (tmp_path / first.folder / name).read_bytes() == (tmp_path / second.folder / name).read_bytes()
+        (tmp_path / first.folder / name).read_bytes()
+        == (tmp_path / second.folder / name).read_bytes()
         for name in names
     )
     assert str(tmp_path).encode() not in (tmp_path / first.folder / ".metadata").read_bytes()
@@ -226,16 +235,18 @@ def test_state_beside_the_tensors_is_json(store, tmp_path):
 def test_a_save_without_room_for_it_says_so_before_it_writes(store, monkeypatch):
     first = store.save("rollback", 1, new_state())
     monkeypatch.setattr(store.files, "free_bytes", lambda: 1000)
-    with pytest.raises(SaveError, match=r"has 1,000 bytes left.*step 1 \(rollback\) is the newest that is whole"):
+    with pytest.raises(
+        SaveError, match=r"has 1,000 bytes left.*step 1 \(rollback\) is the newest that is whole"
+    ):
         store.save("rollback", 2, new_state())
     assert store.sweep() == []
     assert store.committed("rollback") == [first]
 
 
 def test_importing_the_package_imports_neither_torch_nor_fsspec():
-    code = (
-        "import sys, curry_train.runs; print([name for name in ('torch', 'fsspec', 'xxhash') if name in sys.modules])"
-    )
+    code = "import sys, curry_train.runs; print([name for name in ('torch', 'fsspec', 'xxhash') if name in sys.modules])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout.strip() == "[]"

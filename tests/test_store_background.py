@@ -28,7 +28,11 @@ def slowly(operation):
 
 
 def threads():
-    return {line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "Threads:" in line}
+    return {
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if "Threads:" in line
+    }
 
 
 @pytest.fixture
@@ -41,7 +45,10 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path):
     """The disk is slow, and every step that is trained meanwhile would tear a save that read the live tensors."""
     state = new_state()
     train(state, 2)
-    with Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store, BackgroundSaver(store) as saver:
+    with (
+        Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,
+        BackgroundSaver(store) as saver,
+    ):
         expected = tensors_of(state)
         saver.save("rollback", 2, state)
         trained = 0
@@ -215,7 +222,10 @@ def test_buffers_follow_tensors_that_change_their_shape():
 def test_best_and_sweep_while_a_save_runs(tmp_path):
     """What another call removes as a leftover must not be the save that is being written."""
     state = new_state()
-    with Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store, BackgroundSaver(store) as saver:
+    with (
+        Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,
+        BackgroundSaver(store) as saver,
+    ):
         saver.save("best-k", 1, state, metric=("dev_loss", 1.0))
         while saver.busy:
             assert store.sweep() == []

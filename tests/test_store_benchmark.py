@@ -12,7 +12,18 @@ from curry_train.store_benchmark import main
 
 
 def test_both_ratios_are_recorded_and_nothing_is_left(tmp_path, capsys):
-    main(["--mib", "12", "--pairs", "2", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")])
+    main(
+        [
+            "--mib",
+            "12",
+            "--pairs",
+            "2",
+            "--folder",
+            str(tmp_path),
+            "--json",
+            str(tmp_path / "found.json"),
+        ]
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["state_bytes"] > 12 * 2**20
     for what in ("integrity", "stall"):

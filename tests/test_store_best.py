@@ -31,7 +31,12 @@ def of_every_dtype():
     for letters, dtype in DTYPES.items():
         data = torch.randint(0, 2, (2, 3, 8), generator=generator, dtype=torch.uint8)
         found[f"t_{letters}"] = data.to(dtype)
-    return {**found, "scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "turned": torch.randn(4, 3).t()}
+    return {
+        **found,
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "turned": torch.randn(4, 3).t(),
+    }
 
 
 def test_the_safetensors_package_reads_every_dtype(tmp_path):
@@ -45,7 +50,8 @@ def test_the_safetensors_package_reads_every_dtype(tmp_path):
     for name, tensor in tensors.items():
         assert found[f"1.{name}"].dtype == tensor.dtype
         assert torch.equal(
-            found[f"1.{name}"].view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+            found[f"1.{name}"].view(-1).view(torch.uint8),
+            tensor.contiguous().view(-1).view(torch.uint8),
         )
     with safe_open(path, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -59,7 +65,9 @@ def test_what_the_safetensors_package_writes_is_read(tmp_path):
     targets = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in tensors.items()}
     reader.read_into(targets)
     for name, tensor in tensors.items():
-        assert torch.equal(targets[f"model.{name}"].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+        assert torch.equal(
+            targets[f"model.{name}"].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)
+        )
 
 
 def test_only_the_model_is_kept_and_loaded(tmp_path):
@@ -91,7 +99,12 @@ def test_the_hash_in_the_manifest_is_of_the_file(tmp_path):
 
 def test_what_safetensors_can_not_hold_is_named(tmp_path):
     state = new_state(
-        build=lambda: nn.Sequential(nn.Linear(1, 1), holding({"c": torch.zeros(2, dtype=torch.complex128)}))
+        build=lambda: nn.Sequential(
+            nn.Linear(1, 1), holding({"c": torch.zeros(2, dtype=torch.complex128)})
+        )
     )
-    with Store(tmp_path) as store, pytest.raises(ValueError, match=r"safetensors can't hold 1.c: torch.complex128"):
+    with (
+        Store(tmp_path) as store,
+        pytest.raises(ValueError, match=r"safetensors can't hold 1.c: torch.complex128"),
+    ):
         store.save("best-k", 1, state, metric=METRIC)

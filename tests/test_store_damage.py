@@ -73,7 +73,9 @@ def test_a_flip_is_found_by_load_before_anything_changes(saved):
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     refused(store, found, f"{path.name} is not what was saved")
-    assert store.committed(found.kind) == [found]  # its size is right, and only reading all of it shows more
+    assert store.committed(found.kind) == [
+        found
+    ]  # its size is right, and only reading all of it shows more
 
 
 def shortened(folder):
@@ -109,9 +111,15 @@ def piped(folder):
         (shortened, "bytes, and"),
         (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
         (lambda folder: (folder / "more.bin").touch(), "more.bin is not in the manifest"),
-        (lambda folder: (folder / "manifest.json").unlink(), "no manifest.json: its save was not finished"),
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            "no manifest.json: its save was not finished",
+        ),
         (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest can't be read"),
-        (lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000), "manifest can't be read"),
+        (
+            lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000),
+            "manifest can't be read",
+        ),
         (hidden_whitespace, "own hash does not match"),
         (swapped, "bytes, and|another hash"),
         (linked, "state.json is a link"),

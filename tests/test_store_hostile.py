@@ -112,7 +112,9 @@ def test_an_entry_that_is_a_pickle_is_refused(saved):
     refused(store, found, "BytesStorageMetadata|saved as a pickle")
 
 
-@pytest.mark.parametrize("path", ["../../../secret", "/etc/passwd", "secret", "../step-00000001.dcp/state.json"])
+@pytest.mark.parametrize(
+    "path", ["../../../secret", "/etc/passwd", "secret", "../step-00000001.dcp/state.json"]
+)
 def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
     store, found = saved
     metadata = metadata_of(store, found)
@@ -140,7 +142,9 @@ def test_a_transformation_named_in_the_index_is_refused(saved):
     refused(store, found, "to be run on it")
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04.", pickle.dumps(None), pickle.dumps({"a": 1}), b"cos\nsystem\n."])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04.", pickle.dumps(None), pickle.dumps({"a": 1}), b"cos\nsystem\n."]
+)
 def test_what_is_no_index_is_damage(saved, data):
     store, found = saved
     forge(store, found, ".metadata", data)
@@ -155,7 +159,10 @@ def test_a_pickle_in_the_place_of_a_tensor_is_not_run(saved, tmp_path):
     stream = io.BytesIO()
     torch.save(Runs(os.mkdir, str(tmp_path / "trace")), stream)
     index = next(index for index in metadata.storage_data if index.fqn == "model.0.bias")
-    metadata.storage_data[index].offset, metadata.storage_data[index].length = 0, len(stream.getvalue())
+    metadata.storage_data[index].offset, metadata.storage_data[index].length = (
+        0,
+        len(stream.getvalue()),
+    )
     forge(store, found, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
     forge(store, found, ".metadata", pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpoint):

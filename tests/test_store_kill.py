@@ -23,7 +23,9 @@ def test_no_kill_loses_or_mixes_what_was_committed():
     """Each seventh change here; the recorded run has every one, and many kills at random moments."""
     with tempfile.TemporaryDirectory(dir=QUICK) as folder:
         command = [sys.executable, "-m", "store_kills", folder, "--every", "7", "--random", "4"]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
+        }
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -63,7 +65,9 @@ def test_an_error_at_any_change_is_a_save_error_and_the_one_before_stays(make, t
                 break
             finally:
                 files.ask = lambda operation: None
-            if any(saved.step == step for saved in store.committed("rollback")):  # it failed once it was committed
+            if any(
+                saved.step == step for saved in store.committed("rollback")
+            ):  # it failed once it was committed
                 store.verify(store.latest())
                 step += 1
             other = new_state(seed=3)

@@ -32,8 +32,12 @@ time.sleep(600)
 
 
 def holder(root, then=""):
-    code = HOLDER.format(paths=[str(ROOT / "template"), str(ROOT / "tests")], root=str(root), then=then)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root)
+    code = HOLDER.format(
+        paths=[str(ROOT / "template"), str(ROOT / "tests")], root=str(root), then=then
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -66,7 +70,9 @@ def killed(process):
 @pytest.mark.parametrize("place", ["{folder}", "memory://"])
 def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_path, place):
     """Workers of a DataLoader are forked, and live on for seconds; a container may never wait for its dead."""
-    process = holder(tmp_path, then=FORK.format(then="print(os.getpid(), file=open('child', 'w'), flush=True)"))
+    process = holder(
+        tmp_path, then=FORK.format(then="print(os.getpid(), file=open('child', 'w'), flush=True)")
+    )
     try:
         killed(process)
         began = time.monotonic()
@@ -100,7 +106,9 @@ os.wait()
     process = holder(tmp_path, then=then)
     try:
         assert "was forked from the process that writes here" in (tmp_path / "said").read_text()
-        with pytest.raises(LockedRun, match=rf"held by process {process.pid} on .*which is running: end it"):
+        with pytest.raises(
+            LockedRun, match=rf"held by process {process.pid} on .*which is running: end it"
+        ):
             Store(tmp_path).open()
     finally:
         process.kill()
@@ -118,7 +126,9 @@ def test_two_stores_of_one_process_are_two_writers(tmp_path):
 def test_another_host_is_believed_to_be_alive(tmp_path):
     holder = {"pid": 1, "host": "elsewhere", "since": "2026-01-01", "started": "1"}
     (tmp_path / "writer.lock").write_text(json.dumps(holder))
-    with pytest.raises(LockedRun, match=r"process 1 on elsewhere .* can't be seen from here: if it is dead, delete"):
+    with pytest.raises(
+        LockedRun, match=r"process 1 on elsewhere .* can't be seen from here: if it is dead, delete"
+    ):
         Store(tmp_path).open()
 
 
@@ -130,7 +140,12 @@ def test_a_torn_claim_of_a_dead_writer_holds_nothing(tmp_path, text):
 
 
 def test_a_number_that_another_process_has_now_holds_nothing(tmp_path):
-    holder = {"pid": os.getppid(), "host": socket.gethostname(), "since": "2026-01-01", "started": "1"}
+    holder = {
+        "pid": os.getppid(),
+        "host": socket.gethostname(),
+        "since": "2026-01-01",
+        "started": "1",
+    }
     (tmp_path / "writer.lock").write_text(json.dumps(holder))
     with Store(tmp_path):
         pass
@@ -143,8 +158,15 @@ def test_where_no_kernel_locks_the_claim_counts(request):
         with pytest.raises(LockedRun, match=f"held by process {os.getpid()}"):
             Store(url).open()
     files = ObjectFiles(url)
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    claim = {"pid": int(dead.stdout), "host": socket.gethostname(), "since": "2026-01-01", "started": "1"}
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    claim = {
+        "pid": int(dead.stdout),
+        "host": socket.gethostname(),
+        "since": "2026-01-01",
+        "started": "1",
+    }
     files.write("writer.lock", json.dumps(claim).encode())
     with Store(url):
         pass

@@ -26,7 +26,10 @@ def test_every_kind_is_saved_found_and_loaded(url):
     state = new_state()
     train(state, 2)
     with Store(url) as store:
-        rollback, best = store.save("rollback", 2, state), store.save("best-k", 2, state, metric=("dev_loss", 0.5))
+        rollback, best = (
+            store.save("rollback", 2, state),
+            store.save("best-k", 2, state, metric=("dev_loss", 0.5)),
+        )
         assert rollback.location == f"{url}/rollback/step-00000002.dcp"
         assert store.files.read("latest") == b"rollback/step-00000002.dcp\n"
         for what in ("latest", best, rollback.location):
@@ -98,7 +101,11 @@ def test_an_error_at_any_change_leaves_what_was_committed(url, number):
             store.save("rollback", 2, state)
         except SaveError as error:
             said = str(error)
-        assert said is None or "step 1 (rollback) is the newest that is whole" in said or at.last == "point"
+        assert (
+            said is None
+            or "step 1 (rollback) is the newest that is whole" in said
+            or at.last == "point"
+        )
         at.number = None
     other = new_state(1)
     step = load_chosen(url, other, "latest").saved.step
@@ -133,5 +140,7 @@ def test_names_with_brackets_are_names_and_not_patterns():
 
 def test_without_fsspec_the_message_is_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(RuntimeError, match=r"memory://x needs fsspec, which is missing: pip install fsspec"):
+    with pytest.raises(
+        RuntimeError, match=r"memory://x needs fsspec, which is missing: pip install fsspec"
+    ):
         Store("memory://x")

@@ -35,8 +35,15 @@ BUILD = {"fsdp2": sharded, "ddp": lambda: DistributedDataParallel(network())}
 
 def hash_of(tensors):
     """The same on every world size: generators and copies of buffers are of each rank, and left out."""
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(("random.", "rank-"))}
-    return [[name, tensor.double().sum().item(), list(tensor.shape)] for name, tensor in sorted(kept.items())]
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("random.", "rank-"))
+    }
+    return [
+        [name, tensor.double().sum().item(), list(tensor.shape)]
+        for name, tensor in sorted(kept.items())
+    ]
 
 
 def on_two_ranks(folder):
@@ -57,7 +64,9 @@ def on_two_ranks(folder):
     found["background"] = in_background(f"{folder}/background")
     for rank in (0, 1):
         for background in (False, True):
-            found[f"error {rank} {background}"] = failing_rank(f"{folder}/error{rank}{background}", rank, background)
+            found[f"error {rank} {background}"] = failing_rank(
+                f"{folder}/error{rank}{background}", rank, background
+            )
     return found | {"agreed": one_sided()}
 
 
@@ -113,7 +122,9 @@ class Unreadable(LocalFiles):
 def unreadable(folder, kind, rank, after):
     """What a load says on each rank, and where a resume ends up, when one rank's disk fails after so many files."""
     found = {}
-    newest = "best-k/dev_loss-1-step-00000002.dcp" if kind == "best-k" else "rollback/step-00000002.dcp"
+    newest = (
+        "best-k/dev_loss-1-step-00000002.dcp" if kind == "best-k" else "rollback/step-00000002.dcp"
+    )
     for how in ("load", "resume"):
         state = new_state(9, build=sharded)
         files = Unreadable(folder, newest, after) if dist.get_rank() == rank else LocalFiles(folder)
@@ -172,13 +183,17 @@ def answers(folder):
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_two_ranks_go_on_to_the_bit(answers, folder, kind):
     """With batch statistics of each rank, under FSDP2 as well, which shares none of them."""
-    assert [(answer[kind]["exact"], answer[kind]["notes"]) for answer in answers] == [(True, [])] * 2
+    assert [(answer[kind]["exact"], answer[kind]["notes"]) for answer in answers] == [
+        (True, [])
+    ] * 2
     SavedRun(folder / kind).verify("latest")
 
 
 def test_ranks_save_in_the_background(answers, folder):
     assert [answer["background"] for answer in answers] == [{"exact": True, "threads": 1}] * 2
-    files = sorted(path.name for path in (folder / "background/rollback/step-00000002.dcp").iterdir())
+    files = sorted(
+        path.name for path in (folder / "background/rollback/step-00000002.dcp").iterdir()
+    )
     assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "state.json"]
 
 
@@ -188,7 +203,10 @@ def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
     found = [answer[f"error {rank} {background}"] for answer in answers]
     assert [answer["committed"] for answer in found] == [[1], [1]]
     assert "Input/output error" in found[0]["said"]
-    assert "Input/output error" in found[1]["said"] or "the first rank gave this save up" in found[1]["said"]
+    assert (
+        "Input/output error" in found[1]["said"]
+        or "the first rank gave this save up" in found[1]["said"]
+    )
 
 
 def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
@@ -205,7 +223,9 @@ def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
             assert other["load"].startswith(f"OtherRank: rank {rank}: DamagedCheckpoint: ")
             assert own["resume"][0] == other["resume"][0] == 1
         else:
-            assert own == other, case  # no file was left to fail, but for the look at manifests of a resume
+            assert own == other, (
+                case
+            )  # no file was left to fail, but for the look at manifests of a resume
     assert broken["rollback"] >= 10
     assert broken["best-k"] >= 8
 

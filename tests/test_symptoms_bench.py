@@ -40,7 +40,9 @@ class Machine:
 
 
 def figures(case, *levers, **options):
-    return measure_levers(case, [find_lever(name) for name in levers], **({"rounds": 1, "warmup": 0} | options))
+    return measure_levers(
+        case, [find_lever(name) for name in levers], **({"rounds": 1, "warmup": 0} | options)
+    )
 
 
 def ticking(*seconds):
@@ -53,12 +55,19 @@ def test_seconds_follow_the_machine_and_the_ratio_does_not():
     runs = []
     for busy in (1.0, 1.7):  # nobody else, and then somebody who comes and goes
         machine = Machine([busy] * 4 + [1.0] * 4 + [busy * 1.2] * 2)
-        steps = {"plain": lambda machine=machine: machine.step(1.0), "ours": lambda machine=machine: machine.step(1.3)}
-        runs.append(compare_steps(steps, rounds=20, warmup=0, clock=machine.clock, wait=lambda: None))
+        steps = {
+            "plain": lambda machine=machine: machine.step(1.0),
+            "ours": lambda machine=machine: machine.step(1.3),
+        }
+        runs.append(
+            compare_steps(steps, rounds=20, warmup=0, clock=machine.clock, wait=lambda: None)
+        )
     quiet, crowded = runs
     assert crowded["plain"].step.median > 1.2 * quiet["plain"].step.median
     assert crowded["ours"].ratio.median == pytest.approx(quiet["ours"].ratio.median, rel=1e-9)
-    machine = Machine([1.0] * 10 + [1.7] * 20)  # the wrong fix: one after the other, and the fastest of each
+    machine = Machine(
+        [1.0] * 10 + [1.7] * 20
+    )  # the wrong fix: one after the other, and the fastest of each
     fastest = []
     for seconds in (1.0, 1.3):
         taken = []
@@ -157,7 +166,9 @@ def test_accumulation_cuts_the_batch_that_plain_takes_at_once():
     assert "--batch-size 4 or more" in row.why
     plain, cut = figures(Case(SMALL, batch_size=4), "accumulate=4").rows
     assert cut.num_terms == plain.num_terms
-    larger = TrainingStep(Case(SMALL, batch_size=8), find_lever("accumulate=4"))  # the wrong fix: four batches for one
+    larger = TrainingStep(
+        Case(SMALL, batch_size=8), find_lever("accumulate=4")
+    )  # the wrong fix: four batches for one
     assert larger.num_terms == 2 * plain.num_terms
 
 

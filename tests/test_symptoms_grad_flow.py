@@ -66,7 +66,11 @@ def test_gradients_are_read_before_clipping():
 
 
 def _norm(model):
-    return torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()]).norm().item()
+    return (
+        torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+        .norm()
+        .item()
+    )
 
 
 @symptom("gradient norms are 65536 times too large")
@@ -123,7 +127,10 @@ def test_an_optimizer_of_other_parameters():
     with pytest.raises(ValueError, match="SGD holds no parameter of this model"):
         GradFlow(model, optimizer)
     assert one_step(model).layers["0.0"].update is None  # left out, there is no update to see
-    assert one_step(model, torch.optim.SGD(model.parameters(), lr=0.1)).layers["0.0"].update.distance > 0
+    assert (
+        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1)).layers["0.0"].update.distance
+        > 0
+    )
 
 
 @symptom("activations are `not called`, and the model is compiled")

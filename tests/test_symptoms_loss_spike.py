@@ -25,7 +25,13 @@ def test_what_is_not_the_data_is_not_helped_by_skipping_more_of_them(tmp_path):
             trained(tmp_path / str(attempts), f"spike.attempts={attempts}", KEPT, steps=FOREVER)
     where = tmp_path / "2" / "run-001"
     assert [line["number"] for line in told(where, "rollback")] == [1, 2]
-    sound = trained(tmp_path / "2", KEPT, "optimizer.learning_rate=5e-4", resume="run-001@before-30", planted=False)
+    sound = trained(
+        tmp_path / "2",
+        KEPT,
+        "optimizer.learning_rate=5e-4",
+        resume="run-001@before-30",
+        planted=False,
+    )
     assert sound.report.finished
 
 
@@ -44,5 +50,9 @@ def test_one_high_loss_of_small_batches_is_no_spike_with_patience(tmp_path):
     noisy = next(losses for losses in trainings if spike_runs.first_alarm(losses, patience=1))
     assert spike_runs.first_alarm(noisy, patience=3) is None
     assert spike_runs.first_alarm(noisy, patience=1, threshold=40.0) is None
-    assert spike_runs.first_alarm([*noisy, *[1e4] * 3], patience=3) is not None  # and a real one is still found
-    assert told(trained(tmp_path, "spike.action=none").folder, "spike") == []  # none finds nothing at all
+    assert (
+        spike_runs.first_alarm([*noisy, *[1e4] * 3], patience=3) is not None
+    )  # and a real one is still found
+    assert (
+        told(trained(tmp_path, "spike.action=none").folder, "spike") == []
+    )  # none finds nothing at all

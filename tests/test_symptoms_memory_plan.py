@@ -18,7 +18,12 @@ from curry_train.gates.memory_plan_fit import measured_peak
 from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
 from curry_train.plan.selective import SelectiveCheckpointer
 from curry_train.plan.sharding import Sharding
-from curry_train.primitives import CheckpointConfig, apply_chunked_loss, chunked_loss_report, recompute_blocks
+from curry_train.primitives import (
+    CheckpointConfig,
+    apply_chunked_loss,
+    chunked_loss_report,
+    recompute_blocks,
+)
 from plan_models import ROUTED, net
 from symptoms import rows_of, rows_with_a_test, symptom
 
@@ -38,8 +43,12 @@ def test_where_nothing_fits_a_lever_of_the_message_does_what_it_says():
     with pytest.raises(Infeasible, match="nothing fits 180 KiB: the least peak is") as refused:
         plan(SMALL, budget, **QUICK)
     assert "parameters and optimizer state" in str(refused.value)
-    (ranks,) = re.findall(r"FSDP2 on (\d+) ranks: a peak of [^,]*, which fits", " ".join(str(refused.value).split()))
-    found = plan(SMALL, budget, sharding=Sharding("fsdp2", int(ranks)), global_batch=int(ranks), **QUICK)
+    (ranks,) = re.findall(
+        r"FSDP2 on (\d+) ranks: a peak of [^,]*, which fits", " ".join(str(refused.value).split())
+    )
+    found = plan(
+        SMALL, budget, sharding=Sharding("fsdp2", int(ranks)), global_batch=int(ranks), **QUICK
+    )
     assert found.peak_bytes <= budget
     with pytest.raises(Infeasible):  # the wrong fix: every block recomputed, one sample
         plan(SMALL, budget, **QUICK | {"without": ["sac", "regions"]}, microbatch=1)
@@ -57,11 +66,15 @@ def test_where_the_optimizers_step_is_the_peak_recompute_changes_nothing_and_a_p
 def test_a_plan_for_another_model_is_refused_and_an_edited_one_is_over_its_budget():
     found = plan(SMALL, 2**30, **QUICK)
     wider = net(256, 256)
-    with pytest.raises(PlanMismatch, match=r"block blocks\.0 is a Block with .*, and the plan is for one with"):
+    with pytest.raises(
+        PlanMismatch, match=r"block blocks\.0 is a Block with .*, and the plan is for one with"
+    ):
         found.apply(wider.build())
     edited = replace(found, fingerprint=plan(wider, 2**30, **QUICK).fingerprint)
     edited.apply(wider.build())  # the wrong fix: it is applied
-    assert measured_peak(Case(wider, batch_size=1), edited.apply) > 2 * found.peak_bytes  # and predicts nothing
+    assert (
+        measured_peak(Case(wider, batch_size=1), edited.apply) > 2 * found.peak_bytes
+    )  # and predicts nothing
     assert plan(wider, 2**30, **QUICK).apply(wider.build()) == []
 
 
@@ -88,12 +101,17 @@ class Classifier(nn.Module):
 def peak_of_loss(loss, **options):
     model, batch = Classifier(), (torch.randn(256, 16), torch.zeros(256, dtype=torch.int64))
     workload = Workload(
-        "classifier", Classifier, lambda size: batch, lambda module, batch: loss(module(batch[0]), batch[1])
+        "classifier",
+        Classifier,
+        lambda size: batch,
+        lambda module, batch: loss(module(batch[0]), batch[1]),
     )
     apply_chunked_loss(model, **options)
     workload.mean_loss(model, batch).backward()
     case = Case(workload, batch_size=256)
-    peak = measured_peak(case, lambda module: apply_chunked_loss(module, **options) if options else None)
+    peak = measured_peak(
+        case, lambda module: apply_chunked_loss(module, **options) if options else None
+    )
     return peak, str(chunked_loss_report(model)["proj"])
 
 
@@ -117,7 +135,11 @@ def test_a_loss_that_reads_the_logits_makes_them_whole():
 def test_a_head_that_is_not_the_widest_is_named():
     with pytest.raises(ValueError, match="has no output layer: no Linear is wider than all others"):
         apply_chunked_loss(Classifier(twice=True))
-    model, rows, targets = Classifier(twice=True), torch.randn(8, 16), torch.zeros(8, dtype=torch.int64)
+    model, rows, targets = (
+        Classifier(twice=True),
+        torch.randn(8, 16),
+        torch.zeros(8, dtype=torch.int64),
+    )
     apply_chunked_loss(model, head="body")  # the wrong fix: the loss does not take its output
     F.cross_entropy(model(rows), targets).backward()
     assert "in chunks" not in str(chunked_loss_report(model)["body"])
@@ -134,9 +156,14 @@ def test_every_row_has_a_test_and_every_test_a_row():
 def test_a_plan_is_a_file_that_a_configuration_names(tmp_path):
     with Planner(SMALL, **QUICK) as planner:
         budget = planner.sketch.step(8).peak_bytes
-    found, path = plan(SMALL, budget * 3 // 4, global_batch=8, microbatch=8, **QUICK), tmp_path / "plan.json"
+    found, path = (
+        plan(SMALL, budget * 3 // 4, global_batch=8, microbatch=8, **QUICK),
+        tmp_path / "plan.json",
+    )
     path.write_text(json.dumps(found.to_json()))
-    checkpointer = SelectiveCheckpointer(CheckpointConfig(enabled=True, strategy="plan", plan=str(path)))
+    checkpointer = SelectiveCheckpointer(
+        CheckpointConfig(enabled=True, strategy="plan", plan=str(path))
+    )
     checkpointer.apply(SMALL.build())
     changed = [name for name, option in found.options.items() if option.kind != "none"]
     assert checkpointer.get_checkpointed_layers() == changed

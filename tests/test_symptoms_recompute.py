@@ -11,14 +11,26 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from curry_train.core.parity import compare
 from curry_train.core.workload import Case, Workload
 from curry_train.gates import recompute as gates
 from curry_train.primitives.recompute import CheckpointWrapper, Recompute, recompute_blocks
-from symptoms import blocks, linear, mean_square, rows, rows_of, rows_with_a_test, seeded, step, symptom
+from symptoms import (
+    blocks,
+    linear,
+    mean_square,
+    rows,
+    rows_of,
+    rows_with_a_test,
+    seeded,
+    step,
+    symptom,
+)
 
 
 def test_every_row_of_the_table_has_a_test_and_every_test_a_row():
@@ -79,7 +91,11 @@ class Route(nn.Module):
 
     def __init__(self, *takes):
         super().__init__()
-        self.short, self.long, self.takes = linear(), nn.Sequential(linear(), nn.GELU(), linear()), list(takes)
+        self.short, self.long, self.takes = (
+            linear(),
+            nn.Sequential(linear(), nn.GELU(), linear()),
+            list(takes),
+        )
 
     def forward(self, x, go_long=None):
         if go_long is None:
@@ -118,7 +134,12 @@ class FrozenStart(nn.Module):
 
     def __init__(self, run=lambda block, x: block(x)):
         super().__init__()
-        self.stem, self.block, self.head, self.run = linear(), nn.Sequential(linear(), nn.GELU()), linear(), run
+        self.stem, self.block, self.head, self.run = (
+            linear(),
+            nn.Sequential(linear(), nn.GELU()),
+            linear(),
+            run,
+        )
         self.stem.requires_grad_(False)
 
     def forward(self, x):
@@ -161,7 +182,10 @@ def test_a_gradient_penalty_needs_checkpointing_that_is_not_reentrant(batch):
     block, x = blocks(linear, nn.Tanh, depth=1)[0], batch.requires_grad_()
     with pytest.raises(RuntimeError, match=r"incompatible with \.grad"):
         torch.autograd.grad(reentrant(block, x).sum(), x)
-    with warned_always(), pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):
+    with (
+        warned_always(),
+        pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"),
+    ):
         reentrant(block, x).sum().backward(create_graph=True)
     assert not x.grad.requires_grad  # so a penalty on it trains nothing
     block.zero_grad()
@@ -176,7 +200,9 @@ def test_a_gradient_penalty_needs_checkpointing_that_is_not_reentrant(batch):
 
 
 @symptom("`ValueError`: ... compiled already")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at each block's input
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # the compiler looks at each block's input
 def test_the_order_is_recompute_and_then_compile(batch):
     compiled, model = blocks(linear, nn.GELU, depth=2), blocks(linear, nn.GELU, depth=2)
     compiled[0].compile(backend="aot_eager")
@@ -185,7 +211,9 @@ def test_the_order_is_recompute_and_then_compile(batch):
     recompute_blocks(model)
     for block in model:
         block.compile(backend="aot_eager")
-    found = compare(step(blocks(linear, nn.GELU, depth=2), batch), step(model, batch), tolerance=1e-6)
+    found = compare(
+        step(blocks(linear, nn.GELU, depth=2), batch), step(model, batch), tolerance=1e-6
+    )
     assert found.holds, found.describe()  # a compiler may add in another order
 
 
@@ -196,7 +224,9 @@ def through_torch(model, **options):
     """Torch's own function around each block, as people write it."""
     for block in model:
         run = block.forward
-        block.forward = lambda *args, run=run: checkpoint(run, *args, use_reentrant=False, **options)
+        block.forward = lambda *args, run=run: checkpoint(
+            run, *args, use_reentrant=False, **options
+        )
     return model
 
 
@@ -206,7 +236,10 @@ def test_running_statistics_are_updated_twice(batch):
     reference, twice = step(build(), batch), step(through_torch(build()), batch)
     assert twice.buffers["0.1.num_batches_tracked"] == 2
     assert compare(reference, twice).worst > 0.1
-    assert all(torch.equal(reference.gradients[name], twice.gradients[name]) for name in reference.gradients)
+    assert all(
+        torch.equal(reference.gradients[name], twice.gradients[name])
+        for name in reference.gradients
+    )
     halved = through_torch(build())
     for block in halved:
         block[1].momentum /= 2
@@ -308,8 +341,12 @@ def test_state_inside_a_block_is_seen_by_the_gate_only(batch):
 def test_names_are_those_of_the_bare_model(batch):
     theirs, ours = blocks(linear, nn.GELU, depth=2), blocks(linear, nn.GELU, depth=2)
     names = [name for name, _ in ours.named_parameters()]
-    apply_activation_checkpointing(theirs, check_fn=lambda module: module in list(theirs.children()))
+    apply_activation_checkpointing(
+        theirs, check_fn=lambda module: module in list(theirs.children())
+    )
     assert "0._checkpoint_wrapped_module.0.weight" in dict(theirs.named_parameters())
-    assert list(theirs.state_dict()) == names  # so a saved state looks right, and groups by name are wrong
+    assert (
+        list(theirs.state_dict()) == names
+    )  # so a saved state looks right, and groups by name are wrong
     recompute_blocks(ours)
     assert [name for name, _ in ours.named_parameters()] == list(ours.state_dict()) == names

@@ -9,7 +9,17 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compiled_models import TRACING, block_class, bounded, build, by_torch_alone, dropout, loss, rows, step
+from compiled_models import (
+    TRACING,
+    block_class,
+    bounded,
+    build,
+    by_torch_alone,
+    dropout,
+    loss,
+    rows,
+    step,
+)
 from curry_train.core.allocated import count_executed_flops, saved_bytes
 from curry_train.core.compiled import with_own_code
 from curry_train.core.parity import compare
@@ -23,7 +33,9 @@ def saved(model):
     return saved_bytes(model, rows(), loss)
 
 
-@symptom("`torch._dynamo.config.activation_memory_budget does not exist`, or a budget that changes nothing")
+@symptom(
+    "`torch._dynamo.config.activation_memory_budget does not exist`, or a budget that changes nothing"
+)
 def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks():
     with pytest.raises(AttributeError, match=r"activation_memory_budget does not exist"):
         torch._dynamo.config.activation_memory_budget = 0.2
@@ -41,15 +53,26 @@ def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks(
 def test_another_budget_or_seed_leaves_the_mask_wrong_until_draws_are_kept():
     reference = step(build(block_class(dropout)))
     for budget in (0.0, 0.9):
-        found = compare(reference, step(by_torch_alone(block_class(dropout), budget)))  # with a seed before each step
-        assert max(difference.error for difference in found.differences if difference.kind == "gradient") > 0.05
+        found = compare(
+            reference, step(by_torch_alone(block_class(dropout), budget))
+        )  # with a seed before each step
+        assert (
+            max(
+                difference.error
+                for difference in found.differences
+                if difference.kind == "gradient"
+            )
+            > 0.05
+        )
     for budget in (0.0, 0.5, 0.9):
         assert compare(reference, step(bounded(block_class(dropout), budget))).bit_equal
 
 
 def sequential_blocks():
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU()) for _ in range(3)]
+    layers = [
+        nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU()) for _ in range(3)
+    ]
     return nn.Sequential(*layers)
 
 

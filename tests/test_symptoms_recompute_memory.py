@@ -53,7 +53,9 @@ def test_linear_and_relu_save_nothing_alone_and_something_in_runs(batch):
     recompute_blocks(model, preserve_rng_state=False)
     assert memory(model, batch) == plain
     recompute_blocks(smooth, preserve_rng_state=False)
-    assert memory(smooth, batch) == plain  # GELU held twice as much: what recompute takes off is what it put on
+    assert (
+        memory(smooth, batch) == plain
+    )  # GELU held twice as much: what recompute takes off is what it put on
     model = build()
     recompute_segments(model, 3, preserve_rng_state=False)
     assert memory(model, batch).held_bytes < 0.7 * plain.held_bytes
@@ -99,7 +101,11 @@ def test_logits_own_the_peak_until_the_loss_is_chunked():
     model = CASE.build()
     recompute_blocks(model)
     assert memory(model, batch, loss=loss_in_chunks).peak_bytes < 0.4 * plain.peak_bytes
-    found = compare(record_step(CASE.build(), batch, loss), record_step(model, batch, loss_in_chunks), tolerance=1e-6)
+    found = compare(
+        record_step(CASE.build(), batch, loss),
+        record_step(model, batch, loss_in_chunks),
+        tolerance=1e-6,
+    )
     assert found.holds, found.describe()  # the loss is summed in another order
 
 
@@ -146,7 +152,11 @@ def test_fine_tuning_in_eval_mode_recomputes_nothing(batch):
 @symptom("it fits with room to spare, and each step costs up to a third more")
 def test_only_as_many_layers_as_the_budget_needs_are_recomputed():
     case = Case(transformer())
-    loss, batch, plain, full, model = case.workload.mean_loss, case.batch(), *(case.build() for _ in range(3))
+    loss, batch, plain, full, model = (
+        case.workload.mean_loss,
+        case.batch(),
+        *(case.build() for _ in range(3)),
+    )
     before, held = count_flops(plain, batch, loss), memory(plain, batch, loss=loss).held_bytes
     recompute_blocks(full)
     spent = recompute_flops(before, count_flops(full, batch, loss))
@@ -155,5 +165,7 @@ def test_only_as_many_layers_as_the_budget_needs_are_recomputed():
     names = MemoryProfiler(model).profile(batch, loss=loss).recommend_layers(budget / 2**20)
     recompute_blocks(model, blocks=names)
     assert 0 < recompute_flops(before, count_flops(model, batch, loss)) < 0.6 * spent
-    assert memory(model, batch, loss=loss).held_bytes <= budget * 1.01  # a generator's state is kept for each layer
+    assert (
+        memory(model, batch, loss=loss).held_bytes <= budget * 1.01
+    )  # a generator's state is kept for each layer
     assert compare(record_step(plain, batch, loss), record_step(model, batch, loss)).bit_equal

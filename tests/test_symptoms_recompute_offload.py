@@ -37,12 +37,16 @@ def everything_copied(module, batch, loss):
 
 
 @symptom("`HostMemoryShort`, or the host ends the process once offload is on")
-def test_host_memory_is_counted_before_a_step_and_fewer_blocks_or_larger_tensors_fit(batch, monkeypatch):
+def test_host_memory_is_counted_before_a_step_and_fewer_blocks_or_larger_tensors_fit(
+    batch, monkeypatch
+):
     case = Case(transformer(), batch_size=16)
     batch, loss = case.batch(), case.workload.mean_loss
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 24 * 2**20)
     model = case.build()
-    with pytest.raises(HostMemoryShort, match=r"needs 31.6 MiB more of host memory and 24.0 MiB is available"):
+    with pytest.raises(
+        HostMemoryShort, match=r"needs 31.6 MiB more of host memory and 24.0 MiB is available"
+    ):
         offload_blocks(model, batch=batch, loss=loss)
     assert everything_copied(model, batch, loss) > 1.9 * 31.6 * 2**20  # and would have said nothing
     plain = memory(model, batch, loss=loss)

@@ -23,7 +23,11 @@ from symptoms import blocks, linear, mean_square, rows, seeded, symptom
 def every_gradient(model, batch):
     model.zero_grad()
     mean_square(model, batch).backward()
-    return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters() if p.grad is not None]
+    return [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+        for p in model.parameters()
+        if p.grad is not None
+    ]
 
 
 def equal(gradients, others):
@@ -56,7 +60,11 @@ class Shared(nn.Module):
 def ready_once():
     """What DDP says of each setting, and whether the gradients are those without recompute."""
     batch, said = rows().chunk(2)[dist.get_rank()], []
-    settings = [(2, {}), (2, {"find_unused_parameters": True}), (1, {"find_unused_parameters": True})]
+    settings = [
+        (2, {}),
+        (2, {"find_unused_parameters": True}),
+        (1, {"find_unused_parameters": True}),
+    ]
     for times, options in [*settings, (2, {"static_graph": True})]:
         models = [seeded(Shared, run, times=times) for run in (plainly, reentrant, plainly)]
         models[2].block = Recompute(models[2].block)
@@ -69,7 +77,9 @@ def ready_once():
             except RuntimeError as error:
                 gradients.append(str(error))
         plain, theirs, ours = gradients
-        said.append([theirs if isinstance(theirs, str) else equal(plain, theirs), equal(plain, ours)])
+        said.append(
+            [theirs if isinstance(theirs, str) else equal(plain, theirs), equal(plain, ours)]
+        )
     return said
 
 
@@ -100,7 +110,11 @@ def orders():
     dist.all_gather_object(gathered, every_gradient(Recompute(wrapped.module), batch)[0])
     # The order to keep, against DDP without recompute, and against one rank with the whole batch.
     plain, found, collectives = every_gradient(DistributedDataParallel(build()), batch), {}, {}
-    techniques = {"none": list, "blocks": recompute_blocks, "segments": partial(recompute_segments, num_segments=2)}
+    techniques = {
+        "none": list,
+        "blocks": recompute_blocks,
+        "segments": partial(recompute_segments, num_segments=2),
+    }
     for name, technique in techniques.items():
         for kind in ("ddp", "fsdp2"):
             model = build()
@@ -117,7 +131,9 @@ def orders():
         "beside is synced": torch.equal(*gathered),
         "differ": [name for name, same in found.items() if not same],
         # The mean over two ranks adds in another order, so the last bits differ.
-        "as one rank": all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(one, plain, strict=True)),
+        "as one rank": all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(one, plain, strict=True)
+        ),
         "counts of collectives": [len(counts) for counts in collectives.values()],
     }
 

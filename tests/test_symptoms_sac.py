@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from curry_train.core.builtin import transformer
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
@@ -32,7 +36,9 @@ def torchs(model, policy, **options):
     changed = copy.deepcopy(model)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy, **options)
     for block in changed:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
     return changed
 
 
@@ -75,7 +81,9 @@ def test_a_list_of_composite_operations():
     plain, full = chain(), torchs(chain(), [])
     batch, flops = rows(), functools.partial(count_flops, batch=rows(), loss=mean_square)
     again = recompute_flops(flops(plain), flops(torchs(plain, named)))
-    assert again == recompute_flops(flops(plain), flops(full)) > 0  # torch recomputes everything without a word
+    assert (
+        again == recompute_flops(flops(plain), flops(full)) > 0
+    )  # torch recomputes everything without a word
     with pytest.raises(PolicyError, match="keeps no output of 0"):
         ours(plain, named)(batch)
     with pytest.raises(PolicyError, match="keeps no output of 0"):  # one composite for another
@@ -83,7 +91,9 @@ def test_a_list_of_composite_operations():
     assert recompute_flops(flops(plain), flops(ours(plain, ["aten.mm", "aten.addmm"]))) == 0
 
 
-@symptom("`PolicyError`: ... the wrong way round; or torch's own takes more memory than none at all")
+@symptom(
+    "`PolicyError`: ... the wrong way round; or torch's own takes more memory than none at all"
+)
 def test_keeping_all_but_products():
     class Normed(nn.Module):
         def __init__(self):
@@ -104,7 +114,9 @@ def test_keeping_all_but_products():
     assert held(torchs(plain, backwards)) > held(plain)
     with pytest.raises(PolicyError, match="wrong way round"):
         ours(plain, backwards)(batch)
-    with pytest.raises(PolicyError, match="wrong way round"):  # less of it is still all the products again
+    with pytest.raises(
+        PolicyError, match="wrong way round"
+    ):  # less of it is still all the products again
         ours(plain, ["aten.silu", "aten.mul"])(batch)
     assert held(ours(plain)) < held(plain)
 
@@ -129,7 +141,9 @@ def test_a_policy_that_counts():
     assert compare(expected, step(ours(plain, every_third()[0]), batch)).bit_equal
     policy, seen = every_third()
     model = torchs(plain, policy)
-    for _ in range(2):  # the count is set back before each step, and backward counts on all the same
+    for _ in range(
+        2
+    ):  # the count is set back before each step, and backward counts on all the same
         seen[0] = 0
         assert compare(expected, step(model, batch)).bit_equal != old
 
@@ -149,7 +163,9 @@ def test_a_kept_operation_that_draws():
     plain, batch = chain(Noisy), rows()
     kept = [aten.mm.default, aten.randn_like.default]  # what attention with dropout is on CUDA
     assert not equal(plain, torchs(plain, kept), batch)
-    assert not equal(plain, torchs(plain, [*kept, aten.native_dropout.default]), batch)  # a list of more that draw
+    assert not equal(
+        plain, torchs(plain, [*kept, aten.native_dropout.default]), batch
+    )  # a list of more that draw
     assert equal(plain, ours(plain, kept), batch)
 
 
@@ -244,7 +260,9 @@ def test_the_overhead_is_that_of_every_operation():
 
     plain, expensive = calls(lambda module: None), calls(apply_sac)
     fewer = calls(lambda module: apply_sac(module, "save_attention"))
-    assert fewer - plain > 0.8 * (expensive - plain)  # the mode sees each operation, whatever it keeps
+    assert fewer - plain > 0.8 * (
+        expensive - plain
+    )  # the mode sees each operation, whatever it keeps
     assert calls(apply_regions) - plain < 0.4 * (expensive - plain)
 
 
@@ -274,7 +292,10 @@ def test_an_activation_of_ones_own():
         apply(model)
         held[name] = measure_memory(model, batch, mean_square).held_bytes
         if name == "regions":
-            assert any('also=["*.wave"]' in row.edit for row in report_regions(model, batch, mean_square).unreached)
+            assert any(
+                'also=["*.wave"]' in row.edit
+                for row in report_regions(model, batch, mean_square).unreached
+            )
     assert held["sac"] < held["regions"]
     assert held["also"] < held["regions"]
     model = chain(Handmade)

@@ -12,7 +12,11 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record
 from curry_train.core.timesteps import run_timesteps
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.snn_timesteps import HiddenState, checkpoint_timesteps, recompute_timesteps
+from curry_train.primitives.snn_timesteps import (
+    HiddenState,
+    checkpoint_timesteps,
+    recompute_timesteps,
+)
 from snn_models import WIDTH, Keeper, KeeperNet, Net, build, currents
 from symptoms import rows_of, rows_with_a_test, symptom
 
@@ -96,7 +100,9 @@ def naive_chunks(module, x, *, reset=False):
 @symptom("`HiddenState`: ... keeps state from one timestep to the next")
 def test_a_neuron_with_its_potential_inside_is_refused_until_the_step_hands_it_over(x):
     reference, refused = trained(build(KeeperNet), plain_keepers, x), build(KeeperNet)
-    with pytest.raises(HiddenState, match=r"layers\.1 \(Keeper\) keeps state from one timestep to the next"):
+    with pytest.raises(
+        HiddenState, match=r"layers\.1 \(Keeper\) keeps state from one timestep to the next"
+    ):
         checkpoint_timesteps(refused.step, x, None)
     found = trained(build(KeeperNet), naive_chunks, x)  # without the check
     assert torch.equal(found.loss, reference.loss)
@@ -110,7 +116,9 @@ def test_a_neuron_with_its_potential_inside_is_refused_until_the_step_hands_it_o
 
 @symptom("gradients are off by some percent with chunks, and no error")
 def test_chunks_start_again_from_the_last_potential_of_the_neurons(x):
-    reference, found = (trained(build(KeeperNet), loss, x) for loss in (plain_keepers, naive_chunks))
+    reference, found = (
+        trained(build(KeeperNet), loss, x) for loss in (plain_keepers, naive_chunks)
+    )
     assert torch.equal(found.loss, reference.loss)
     assert compare(reference, found).worst > 0.01
     forgetful = trained(build(KeeperNet), lambda module, x: naive_chunks(module, x, reset=True), x)
@@ -134,13 +142,17 @@ def test_the_state_of_the_last_batch_is_detached_before_it_goes_in(x):
 
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
         train(build(), detach=False)
-    retained = train(build(), detach=False, retain_graph=True)  # and every batch so far stays in memory
+    retained = train(
+        build(), detach=False, retain_graph=True
+    )  # and every batch so far stays in memory
     whole = build()
     made, state = run_timesteps(whole.step, x[:20], whole.initial_state(x))
     more, _ = run_timesteps(whole.step, x[20:], tuple(part.detach() for part in state))
     (made.square().sum() + more.square().sum()).backward()
     wanted = record(whole, more.detach())
-    assert compare(wanted, train(build(), detach=True), tolerance=1e-5).holds  # added in another order
+    assert compare(
+        wanted, train(build(), detach=True), tolerance=1e-5
+    ).holds  # added in another order
     assert compare(wanted, retained).worst > 0.01
 
 
@@ -167,7 +179,9 @@ def test_windows_are_cut_between_the_calls(x):
 
     cut = trained(build(), windows(run_timesteps), x)
     assert compare(cut, trained(build(), windows(checkpoint_timesteps), x)).bit_equal
-    without_time = trained(build(Detaching), windows(run_timesteps), x)  # what detaching inside the step comes to
+    without_time = trained(
+        build(Detaching), windows(run_timesteps), x
+    )  # what detaching inside the step comes to
     assert compare(cut, without_time).worst > 0.01
 
 
@@ -230,7 +244,9 @@ def test_each_checkpoint_keeps_a_state():
     def whole(module, x):
         return checkpoint(rate(), module, x, use_reentrant=False, preserve_rng_state=False)
 
-    assert peak(build(), whole, x) >= plain  # one checkpoint around all is computed again as a whole
+    assert (
+        peak(build(), whole, x) >= plain
+    )  # one checkpoint around all is computed again as a whole
 
 
 class Loop(nn.Module):
@@ -276,7 +292,9 @@ def test_a_loop_in_forward_becomes_one_line():
         recompute_timesteps(build(Loop))
     reference, plain = trained(build(Loop), loss, x), peak(build(Loop), loss, x)
     by_block, method = build(Loop), build(OneMethod)
-    recompute_blocks(by_block, blocks="blocks.*")  # keeps the input of every block at every timestep
+    recompute_blocks(
+        by_block, blocks="blocks.*"
+    )  # keeps the input of every block at every timestep
     assert peak(by_block, loss, x) > 0.7 * plain
     recompute_timesteps(method)
     for module in (build(OneLine), method):
@@ -315,7 +333,9 @@ def test_spikes_are_counted_in_single_precision():
             state = state + 0 * weight
             return (x * weight).float() if cast else x * weight, state
 
-        return checkpoint_timesteps(step, spikes, weight.detach() * 0, chunk_size=20, outputs=outputs)[0].item()
+        return checkpoint_timesteps(
+            step, spikes, weight.detach() * 0, chunk_size=20, outputs=outputs
+        )[0].item()
 
     assert count("sum") == 256
     assert count("mean") == pytest.approx(256 / 600, rel=0.01)  # the sum is divided afterwards
@@ -332,7 +352,9 @@ def test_time_is_the_dimension_that_is_said():
     with pytest.raises(RuntimeError, match="must match the size") as raised:
         checkpoint_timesteps(module.step, batch_first, state)
     assert "is time_dim right?" in raised.value.__notes__[0]
-    cropped, _ = checkpoint_timesteps(module.step, batch_first[:, :4], state)  # no error, and through the samples
+    cropped, _ = checkpoint_timesteps(
+        module.step, batch_first[:, :4], state
+    )  # no error, and through the samples
     assert not torch.equal(cropped, wanted[:4])
     assert not torch.equal(cropped.transpose(0, 1), wanted[:4])
     found, _ = checkpoint_timesteps(module.step, batch_first, state, time_dim=1)

@@ -35,7 +35,9 @@ def square_sum(module, batch):
 def small_step(optimizer=None):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
-    return measure_timeline(module, torch.randn(4, 8), square_sum, optimizer=optimizer and optimizer(module))
+    return measure_timeline(
+        module, torch.randn(4, 8), square_sum, optimizer=optimizer and optimizer(module)
+    )
 
 
 def case_of(name):
@@ -58,12 +60,24 @@ def test_a_small_step_by_hand():
     ends = {point.phase: point for point in timeline.points}
     assert timeline.after == {phase: point.bytes_alive for phase, point in ends.items()}
     held = {"parameters": weight, "buffers and batch": batch, "optimizer state": moments}
-    assert at(timeline, ends["forward"]) == held | {"gradients": 0, "activations": matrix + 4, "temporaries": 0}
+    assert at(timeline, ends["forward"]) == held | {
+        "gradients": 0,
+        "activations": matrix + 4,
+        "temporaries": 0,
+    }
     # The loss is still alive after backward, as in a training loop.
-    assert at(timeline, ends["backward"]) == held | {"gradients": weight, "activations": 4, "temporaries": 0}
+    assert at(timeline, ends["backward"]) == held | {
+        "gradients": weight,
+        "activations": 4,
+        "temporaries": 0,
+    }
     assert at(timeline, ends["step"]) == at(timeline, ends["backward"])
     assert timeline.peak.phase == "step"  # the optimizer's temporaries on top of all gradients
-    assert timeline.peak.owners == held | {"gradients": weight, "activations": 4, "temporaries": 2 * weight}
+    assert timeline.peak.owners == held | {
+        "gradients": weight,
+        "activations": 4,
+        "temporaries": 2 * weight,
+    }
     assert timeline.peak.layers == {REST: 4}
 
 
@@ -74,7 +88,11 @@ def check_adds_up(name="transformer"):
         assert sum(figures[place] for figures in timeline.owners.values()) == point.bytes_alive
         assert all(figures[place] >= 0 for figures in timeline.owners.values())
     peak = timeline.peak
-    assert sum(peak.owners.values()) == peak.bytes_alive == max(point.bytes_alive for point in timeline.points)
+    assert (
+        sum(peak.owners.values())
+        == peak.bytes_alive
+        == max(point.bytes_alive for point in timeline.points)
+    )
     assert sum(peak.layers.values()) == peak.owners["activations"]
 
 
@@ -132,12 +150,18 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     timeline = measure_timeline(module, torch.randn(4, 8), square_sum)
     own = (64 + 8) * 4
     end = at(timeline, timeline.points[-1])
-    assert (end["parameters"], end["gradients"], end["optimizer state"]) == (2 * own, own, 2 * own + 8)
+    assert (end["parameters"], end["gradients"], end["optimizer state"]) == (
+        2 * own,
+        own,
+        2 * own + 8,
+    )
 
 
 def test_a_loss_that_holds_the_model_itself_is_measured():
     module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
-    timeline = measure_timeline(module, torch.randn(4, 8), lambda _, batch: square_sum(module, batch))
+    timeline = measure_timeline(
+        module, torch.randn(4, 8), lambda _, batch: square_sum(module, batch)
+    )
     assert timeline.peak == small_step().peak
 
 
@@ -153,9 +177,14 @@ def test_tied_weights_and_buffers_count_once():
 def test_sparse_gradients_are_gradients():
     module = nn.Sequential(nn.Embedding(50, 8, sparse=True))
     timeline = measure_timeline(
-        module, torch.tensor([[1, 2]]), square_sum, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
+        module,
+        torch.tensor([[1, 2]]),
+        square_sum,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
     )
-    assert at(timeline, timeline.points[-1])["gradients"] == 2 * 8 * 4 + 2 * 8  # two rows, and their numbers
+    assert (
+        at(timeline, timeline.points[-1])["gradients"] == 2 * 8 * 4 + 2 * 8
+    )  # two rows, and their numbers
 
 
 @pytest.mark.parametrize("way", ["recompute_blocks", "checkpoint"])
@@ -166,7 +195,9 @@ def test_what_is_recomputed_in_backward_is_the_layers_activation(way):
     else:
         for layer in module.layers:
             forward = layer.forward
-            layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+            layer.forward = lambda *args, forward=forward: checkpoint(
+                forward, *args, use_reentrant=False
+            )
     timeline = measure_timeline(module, batch, loss)
     peak = timeline.peak
     assert peak.phase == "backward"
@@ -188,12 +219,18 @@ def test_weights_gradients_and_the_optimizer_stay_as_they_were():
     module, batch, loss = case_of("resnet")
     module.eval()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
-    before, state = {name: value.clone() for name, value in module.state_dict().items()}, torch.get_rng_state()
+    before, state = (
+        {name: value.clone() for name, value in module.state_dict().items()},
+        torch.get_rng_state(),
+    )
     next(module.parameters()).grad = torch.ones_like(next(module.parameters()))
     gradients = [parameter.grad for parameter in module.parameters()]
     measure_timeline(module, batch, loss, optimizer=optimizer)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(parameter.grad is gradient for parameter, gradient in zip(module.parameters(), gradients, strict=True))
+    assert all(
+        parameter.grad is gradient
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True)
+    )
     assert torch.equal(gradients[0], torch.ones_like(gradients[0]))
     assert not optimizer.state
     assert not module.training
@@ -220,7 +257,11 @@ def test_an_optimizer_that_has_stepped_keeps_its_state():
         (nn.ReLU(), {}, "ReLU has no parameter that requires grad"),
         (nn.Linear(8, 8), {"loss": lambda m, x: m(x)}, r"one number.*it has shape \(4, 8\)"),
         (nn.Linear(8, 8), {"loss": lambda m, x: m(x).sum().detach()}, "depends on no parameter"),
-        (nn.Linear(8, 8), {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "holds no parameter of Linear"),
+        (
+            nn.Linear(8, 8),
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            "holds no parameter of Linear",
+        ),
     ],
 )
 def test_wrong_input_is_said(module, options, said):
@@ -230,7 +271,9 @@ def test_wrong_input_is_said(module, options, said):
 
 def test_a_loss_that_uses_another_module_is_told():
     module, other = nn.Linear(8, 8), nn.Linear(8, 8)
-    with pytest.raises(ValueError, match="no gradient in Linear: let the loss use the module that it is given"):
+    with pytest.raises(
+        ValueError, match="no gradient in Linear: let the loss use the module that it is given"
+    ):
         measure_timeline(module, torch.randn(4, 8), lambda _, batch: other(batch).sum())
 
 
@@ -245,7 +288,9 @@ def test_on_cuda_the_points_are_the_allocators():
     there = timeline.points[0].bytes_alive
     memory = measure_memory(module, batch, loss)
     assert timeline.after["forward"] - there == pytest.approx(memory.held_bytes, rel=0.05)
-    assert sum(timeline.peak.owners.values()) == timeline.peak.bytes_alive >= there + memory.peak_bytes
+    assert (
+        sum(timeline.peak.owners.values()) == timeline.peak.bytes_alive >= there + memory.peak_bytes
+    )
     assert timeline.peak.owners["allocator"] < 0.2 * timeline.peak.bytes_alive
 
 
@@ -276,7 +321,9 @@ def parameters_are_forgotten(monkeypatch):
         (parameters_are_forgotten, test_a_small_step_by_hand),
         (
             recompute_is_a_temporary,
-            lambda: test_what_is_recomputed_in_backward_is_the_layers_activation("recompute_blocks"),
+            lambda: test_what_is_recomputed_in_backward_is_the_layers_activation(
+                "recompute_blocks"
+            ),
         ),
     ],
     ids=["gradients", "parameters", "recompute"],
@@ -323,7 +370,13 @@ def run(*arguments):
 def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path):
     ended = run("--model", "transformer", "--plot", str(tmp_path / "step.png"), "--device", "cpu")
     assert ended.exit_code == 0, ended.output
-    for said in ("layers.3", "(rest)", "after forward 21.362", "peak 22.362 in backward", "optimizer state"):
+    for said in (
+        "layers.3",
+        "(rest)",
+        "after forward 21.362",
+        "peak 22.362 in backward",
+        "optimizer state",
+    ):
         assert said in ended.output
     assert max(map(len, ended.output.splitlines())) <= 80
     assert read_size(tmp_path / "step.png")
@@ -334,7 +387,9 @@ def test_memory_writes_json_with_where_it_comes_from():
     data = json.loads(ended.stdout)
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
     assert (data["workload"], data["batch_size"]) == ("mlp", 8)
-    assert data["profile"]["held_bytes"] == sum(layer["bytes"] for layer in data["profile"]["layers"])
+    assert data["profile"]["held_bytes"] == sum(
+        layer["bytes"] for layer in data["profile"]["layers"]
+    )
     peak = data["timeline"]["peak"]
     assert peak["bytes_alive"] == sum(peak["owners"].values())
     assert "held after forward" in ended.stderr
@@ -345,7 +400,10 @@ def test_memory_writes_json_with_where_it_comes_from():
     [
         (["--model", "bert"], "no workload is called 'bert'"),
         (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
-        (["--model", "mlp", "--plot", "/absent/step.png"], "the folder of '/absent/step.png' does not exist"),
+        (
+            ["--model", "mlp", "--plot", "/absent/step.png"],
+            "the folder of '/absent/step.png' does not exist",
+        ),
         ([], "Missing option '--model'"),
     ],
 )

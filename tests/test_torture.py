@@ -27,13 +27,17 @@ def run(*words):
     paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT
+    )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
 def test_kills_of_one_and_of_two_ranks():
-    status, found = run("torture", "--kills", "8", "--only", "kills.one_rank", "kills.two_ranks", "--json", "-")
+    status, found = run(
+        "torture", "--kills", "8", "--only", "kills.one_rank", "kills.two_ranks", "--json", "-"
+    )
     assert (wrongs(found), status) == ([], 0)
     assert found["kills"]["one_rank"]["kills"] >= 4
     assert found["kills"]["two_ranks"]["kills"] >= 1
@@ -44,7 +48,11 @@ def test_damage_failing_disks_and_hostile_files():
     only = ("flips", "swaps", "disk.each_read", "disk.read_only", "hostile")
     status, found = run("torture", "--flips", "32", "--every", "43", "--only", *only, "--json", "-")
     assert (wrongs(found), status) == ([], 0)
-    assert (found["flips"]["flips"], found["flips"]["files"], found["flips"]["each_file"]) == (32, 16, 2)
+    assert (found["flips"]["flips"], found["flips"]["files"], found["flips"]["each_file"]) == (
+        32,
+        16,
+        2,
+    )
     assert found["swaps"]["swaps"] >= 12
     assert found["disk"]["each_read"]["errors"] >= 10
     assert found["disk"]["read_only"]["how"][-1].startswith("folder of mode 0555")

@@ -57,7 +57,9 @@ WRONG = {
     "one too few": dict(to_delete=keeps_one_less),
     "the best": dict(to_delete=deletes_the_best),
     "what is guarded": dict(to_delete=guards_nothing),
-    "nothing is given up": dict(give_up=lambda store, folders: None, given_up=lambda files: frozenset()),
+    "nothing is given up": dict(
+        give_up=lambda store, folders: None, given_up=lambda files: frozenset()
+    ),
     "given up without a note": dict(give_up=removes_one_by_one),
     "NaN is saved": dict(what_is_wrong=lambda state, metrics: None),
 }
@@ -74,4 +76,6 @@ def test_a_damaged_state_that_is_saved_again_before_a_crash_is_whole_again():
     """The older one below it may go then."""
     config = PolicyConfig(rollback_every=1, recovery_every=5, best_k=0, retention=Retention(1, 1))
     sound = [("train", (number, None, True)) for number in (1, 4)]
-    run_history(config, [*sound, ("rot", 1), ("train", (2, None, True)), ("crash", (5, (2, None, True)))])
+    run_history(
+        config, [*sound, ("rot", 1), ("train", (2, None, True)), ("crash", (5, (2, None, True)))]
+    )

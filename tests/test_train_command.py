@@ -13,16 +13,33 @@ import pytest
 from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["model=training_models:tiny", "batch_size=4", "microbatch=2", "evaluate.samples=4", "device=cpu"]
+TINY = [
+    "model=training_models:tiny",
+    "batch_size=4",
+    "microbatch=2",
+    "evaluate.samples=4",
+    "device=cpu",
+]
 TRAIN = [sys.executable, "-m", "curry_train", "train"]
-RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "curry_train", "train"]
+RANKS = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "curry_train",
+    "train",
+]
 
 
 def start(*words, cwd, command=TRAIN, folders=()):
     paths = os.pathsep.join(map(str, [*folders, ROOT / "template", ROOT / "tests"]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *words], cwd=cwd, env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen(
+        [*command, *words], cwd=cwd, env=environment, start_new_session=True, **pipes
+    )
 
 
 def command(*words, cwd, command=None, **options):
@@ -43,7 +60,9 @@ def wait_for(path, text, process):
 
 def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
-    status, out, error = command(*TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path, command=TRAIN)
+    status, out, error = command(
+        *TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path, command=TRAIN
+    )
     assert (status, error) == (0, "")
     assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp"
     ended = json.loads((tmp_path / "end.json").read_text())
@@ -52,7 +71,9 @@ def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
     assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()
     status, out, _ = command(*TINY, "--resume", "latest", cwd=tmp_path)
     assert status == 0
-    assert out.splitlines()[-1] == "nothing to do: runs/mine-001 has its 4 steps; set steps= to more"
+    assert (
+        out.splitlines()[-1] == "nothing to do: runs/mine-001 has its 4 steps; set steps= to more"
+    )
 
 
 def test_json_on_standard_output_is_alone_there(tmp_path):
@@ -65,7 +86,10 @@ def test_json_on_standard_output_is_alone_there(tmp_path):
     ("words", "message"),
     [
         (["stpes=3"], "Error: stpes is no key; did you mean steps?"),
-        (["--config", "none.yaml"], "Error: can't read the configuration none.yaml: No such file or directory"),
+        (
+            ["--config", "none.yaml"],
+            "Error: can't read the configuration none.yaml: No such file or directory",
+        ),
         (["--resume", "latest"], "Error: there is no saved state to resume from for 'latest'"),
         (["parallel=ddp"], "this is one process alone: start it with torchrun"),
         (["model=nothing"], "Error: no workload is called 'nothing'"),
@@ -87,7 +111,9 @@ def test_configuration_is_shown_as_it_was_understood(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
-    status, _, error = command(*TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9", cwd=tmp_path)
+    status, _, error = command(
+        *TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9", cwd=tmp_path
+    )
     assert status == 1
     assert "The weights were not changed" in " ".join(error.split())
     assert "Traceback" not in error
@@ -124,15 +150,22 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     status, out, error = command(*TINY, "--resume", "run-001", f"steps={step + 2}", cwd=tmp_path)
     assert status == 0, error
     assert f"from step {step}\n" in out
-    lines = [json.loads(line) for line in (tmp_path / "runs/run-001/journal.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs/run-001/journal.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
-    process = start(*TINY, "steps=100000", "parallel=fsdp2", "log.every=1000", cwd=tmp_path, command=RANKS)
+    process = start(
+        *TINY, "steps=100000", "parallel=fsdp2", "log.every=1000", cwd=tmp_path, command=RANKS
+    )
     wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":2,', process)
-    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    ranks = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert len(ranks) == 2
     os.kill(int(ranks[1]), signal.SIGTERM)
     out, error = process.communicate(timeout=200)

@@ -11,7 +11,9 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn import functional as F
@@ -27,13 +29,23 @@ TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def package(name):
-    return pytest.importorskip(name, reason=f"{name} is not installed; pip install {name}", exc_type=ImportError)
+    return pytest.importorskip(
+        name, reason=f"{name} is not installed; pip install {name}", exc_type=ImportError
+    )
 
 
 def llama():
     torch.manual_seed(0)
-    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "use_cache": False}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size))
+    size = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "use_cache": False,
+    }
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
+    )
 
 
 def labelled(model, tokens):
@@ -68,7 +80,12 @@ NAMES = {
         *(
             f"TrainingArguments.{field}"
             for field in (
-                *("gradient_accumulation_steps", "max_grad_norm", "average_tokens_across_devices", "ignore_data_skip"),
+                *(
+                    "gradient_accumulation_steps",
+                    "max_grad_norm",
+                    "average_tokens_across_devices",
+                    "ignore_data_skip",
+                ),
                 *("logging_nan_inf_filter", "gradient_checkpointing"),
             )
         ),
@@ -97,7 +114,10 @@ NAMES = {
 
 @pytest.mark.parametrize(("owner", "names"), NAMES.items(), ids=list(NAMES))
 def test_what_the_page_names_is_there(owner, names):
-    found, page = package(owner), (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8")
+    found, page = (
+        package(owner),
+        (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8"),
+    )
     for name in names:
         *path, last = name.split(".")
         parent = functools.reduce(getattr, path, found)
@@ -147,7 +167,10 @@ def hugging_face(model, tmp_path, *, samples, microbatches, **options):
 
 
 def change(model, tmp_path, **options):
-    return hugging_face(model, tmp_path, **options)[1] - nn.utils.parameters_to_vector(llama().parameters()).detach()
+    return (
+        hugging_face(model, tmp_path, **options)[1]
+        - nn.utils.parameters_to_vector(llama().parameters()).detach()
+    )
 
 
 def off(found, wanted):
@@ -157,7 +180,11 @@ def off(found, wanted):
 def test_trainer_has_the_same_losses_and_weights_with_its_switch_and_with_ours(tmp_path):
     setting = {"samples": 1, "microbatches": 2}
     fields = transformers.TrainingArguments.__dataclass_fields__
-    switch = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+    switch = (
+        "activation_checkpointing"
+        if "activation_checkpointing" in fields
+        else "gradient_checkpointing"
+    )
     plain = hugging_face(llama(), tmp_path, **setting)
     theirs = hugging_face(llama(), tmp_path, **setting, **{switch: True})
     model = llama()
@@ -207,7 +234,9 @@ ONES = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=1)
 def test_accelerate_divides_a_short_window_by_the_full_number_of_steps():
     accelerator = package("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=4)
     layer = nn.Linear(4, 1, bias=False)
-    layer, optimizer, loader = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), ONES)
+    layer, optimizer, loader = accelerator.prepare(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.0), ONES
+    )
     gradients = []
     for (batch,) in loader:
         with accelerator.accumulate(layer):
@@ -216,14 +245,19 @@ def test_accelerate_divides_a_short_window_by_the_full_number_of_steps():
                 gradients.append(float(layer.weight.grad[0, 0]))
             optimizer.step()
             optimizer.zero_grad()
-    assert gradients == [1.0, 0.5]  # of a mean over the window's own microbatches it would be 1.0 as well
+    assert gradients == [
+        1.0,
+        0.5,
+    ]  # of a mean over the window's own microbatches it would be 1.0 as well
 
 
 def test_our_windows_under_accelerate_divide_by_what_is_there():
     accelerator = package("accelerate").Accelerator(cpu=True)
     accelerator.gradient_accumulation_steps = 1
     layer = nn.Linear(4, 1, bias=False)
-    layer, optimizer, loader = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.0), ONES)
+    layer, optimizer, loader = accelerator.prepare(
+        layer, torch.optim.SGD(layer.parameters(), lr=0.0), ONES
+    )
     gradients = []
     for window in GradientAccumulation(steps=4).windows(loader, count=lambda batch: len(batch[0])):
         for index, (batch,) in enumerate(window):
@@ -260,7 +294,9 @@ def test_accelerate_under_fsdp2_draws_another_dropout_mask_in_backward():
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
     plugin = types.SimpleNamespace(
-        auto_wrap_policy=policy, transformer_cls_names_to_wrap=["Block"], activation_checkpointing_offload=False
+        auto_wrap_policy=policy,
+        transformer_cls_names_to_wrap=["Block"],
+        activation_checkpointing_offload=False,
     )
     accelerator = types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin))
     _, plain = dropout_step(lambda model: None)
@@ -275,7 +311,10 @@ def test_accelerate_finds_recomputed_blocks_by_the_name_of_their_class():
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
     def found(model, names):
-        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": names}
+        wrap = {
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": names,
+        }
         plugin = utilities.FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
         plugin.set_auto_wrap_policy(model)
         policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
@@ -308,12 +347,18 @@ def test_lightning_clips_once_and_divides_a_short_window_by_the_full_number_of_b
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             self.clipped.append(float(self.layer.weight.grad[0, 0]))
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     module = Module()
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, accumulate_grad_batches=4, **quiet)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, accumulate_grad_batches=4, **quiet
+    )
     trainer.fit(module, ONES)
     assert module.clipped == [1.0, 0.5]
 
@@ -335,8 +380,13 @@ def test_lightning_syncs_every_microbatch_of_a_model_that_fully_shard_divided():
 
     held_back = ParallelStrategy.block_backward_sync
     assert ModelParallelStrategy.block_backward_sync is held_back
-    with pytest.raises(Asked), held_back(types.SimpleNamespace(model=types.SimpleNamespace(no_sync=ask))):
+    with (
+        pytest.raises(Asked),
+        held_back(types.SimpleNamespace(model=types.SimpleNamespace(no_sync=ask))),
+    ):
         pass
-    with held_back(types.SimpleNamespace(model=types.SimpleNamespace(set_requires_gradient_sync=ask))):
+    with held_back(
+        types.SimpleNamespace(model=types.SimpleNamespace(set_requires_gradient_sync=ask))
+    ):
         pass  # nobody asks what fully_shard gives a model instead of no_sync
     assert not hasattr(FSDPModule, "no_sync")

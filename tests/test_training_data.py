@@ -11,7 +11,9 @@ from curry_train.datasets import open_datasets
 
 
 def opened(model, *words, vocabulary=None):
-    return open_datasets(load_config(None, words).data, Case(load_workload(model)), vocabulary=vocabulary)
+    return open_datasets(
+        load_config(None, words).data, Case(load_workload(model)), vocabulary=vocabulary
+    )
 
 
 def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
@@ -38,7 +40,9 @@ def test_files_of_tokens_are_read(tmp_path):
 
 
 def test_a_dataset_of_ones_own_is_found_by_its_name():
-    train, dev = opened("training_models:line", "data.source=training_models:points", "data.dev_fraction=0.1")
+    train, dev = opened(
+        "training_models:line", "data.source=training_models:points", "data.dev_fraction=0.1"
+    )
     assert (len(train), len(dev)) == (180, 20)
     points, halves = train.batch([0, 199 - 20])
     assert points.shape == (2, 2)
@@ -47,23 +51,31 @@ def test_a_dataset_of_ones_own_is_found_by_its_name():
 
 def test_batches_of_the_workload_itself_are_the_same_each_time():
     train, _ = opened("mlp", "data.source=workload")
-    assert all(torch.equal(a, b) for a, b in zip(train.batch([5, 2]), train.batch([5, 9]), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(train.batch([5, 2]), train.batch([5, 9]), strict=True)
+    )
     assert not torch.equal(train.batch([5])[0], train.batch([6])[0])
 
 
 def test_text_for_a_model_that_knows_fewer_tokens_is_refused():
-    with pytest.raises(WorkloadError, match="text is 256 different bytes, and transformer knows 100 tokens"):
+    with pytest.raises(
+        WorkloadError, match="text is 256 different bytes, and transformer knows 100 tokens"
+    ):
         opened("training_models:few_tokens", vocabulary=100)
 
 
 def test_so_few_samples_that_none_is_left_is_told(tmp_path):
     numpy.save(tmp_path / "0.npy", numpy.arange(20))
     with pytest.raises(
-        ValueError, match=r"data\.dev_fraction=0\.05 of 1 samples leaves none to train on or to measure"
+        ValueError,
+        match=r"data\.dev_fraction=0\.05 of 1 samples leaves none to train on or to measure",
     ):
         opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
 
 
 def test_a_factory_that_fails_is_told_as_the_users():
-    with pytest.raises(WorkloadError, match="training_models:broken: the factory raised RuntimeError: no weights here"):
+    with pytest.raises(
+        WorkloadError,
+        match="training_models:broken: the factory raised RuntimeError: no weights here",
+    ):
         opened("training_models:tiny", "data.source=training_models:broken")

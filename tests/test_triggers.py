@@ -21,7 +21,9 @@ BASELINES = [Words, Vectors]
 
 
 def test_every_skill_has_prompts():
-    assert {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()} <= set(DATA["prompts"])
+    assert {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()} <= set(
+        DATA["prompts"]
+    )
     assert set(DATA["prompts"]) == set(DATA["held_out"]) == OURS
     assert all(len(prompts) >= 15 for prompts in DATA["prompts"].values())
     assert all(len(prompts) >= 8 for prompts in DATA["held_out"].values())
@@ -29,13 +31,17 @@ def test_every_skill_has_prompts():
 
 
 def test_no_prompt_is_there_twice_or_repeats_a_description():
-    every = [text for part in ("prompts", "held_out") for each in DATA[part].values() for text in each]
+    every = [
+        text for part in ("prompts", "held_out") for each in DATA[part].values() for text in each
+    ]
     assert len(every + DATA["near_misses"]) == len(set(every + DATA["near_misses"]))
     for prompt, text in itertools.product(every, TEXTS.values()):
         words = stems(prompt)
         runs = {tuple(words[start : start + 6]) for start in range(len(words) - 5)}
         described = stems(text)
-        assert not runs & {tuple(described[start : start + 6]) for start in range(len(described) - 5)}, prompt
+        assert not runs & {
+            tuple(described[start : start + 6]) for start in range(len(described) - 5)
+        }, prompt
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

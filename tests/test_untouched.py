@@ -39,12 +39,16 @@ def cuda_generators(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", [None, *KERNELS])
-def test_generators_of_cuda_are_put_back_also_where_cuda_stands_for_the_cpu(kernels, cuda_generators):
+def test_generators_of_cuda_are_put_back_also_where_cuda_stands_for_the_cpu(
+    kernels, cuda_generators
+):
     with pretended(kernels=kernels) if kernels else contextlib.nullcontext():
         with seeded(7):
             assert cuda_generators == [7, 7]
             if kernels:
-                assert torch.empty(1, device="cuda").device.type == "cpu"  # CUDA is the CPU, as before
+                assert (
+                    torch.empty(1, device="cuda").device.type == "cpu"
+                )  # CUDA is the CPU, as before
         assert cuda_generators == [3, 5]
         with contextlib.suppress(KeyError), generators_kept():
             cuda_generators[1] = 9

@@ -28,20 +28,39 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("how", [["program.py"], ["-m", "program"], ["-c", SEES]], ids=lambda how: how[0])
+@pytest.mark.parametrize(
+    "how", [["program.py"], ["-m", "program"], ["-c", SEES]], ids=lambda how: how[0]
+)
 def test_it_sees_and_says_what_a_new_interpreter_does(folder, how):
-    options = dict(cwd=folder, env=os.environ | {"MINE": "1"}, input="in\n", capture_output=True, text=True)
-    warm, new = (subprocess.run([python, *how, "a", "--b"], **options) for python in (warm_python(), sys.executable))
+    options = dict(
+        cwd=folder, env=os.environ | {"MINE": "1"}, input="in\n", capture_output=True, text=True
+    )
+    warm, new = (
+        subprocess.run([python, *how, "a", "--b"], **options)
+        for python in (warm_python(), sys.executable)
+    )
     assert (warm.returncode, warm.stdout, warm.stderr) == (new.returncode, new.stdout, new.stderr)
-    assert json.loads(warm.stdout.splitlines()[0]) == [["a", "--b"], str(folder), "1", "__main__", False]
+    assert json.loads(warm.stdout.splitlines()[0]) == [
+        ["a", "--b"],
+        str(folder),
+        "1",
+        "__main__",
+        False,
+    ]
     assert warm.stdout.splitlines()[1:] == ["in", "beside"]
 
 
 def test_modules_of_pythonpath_come_before_what_is_installed(folder):
     (folder / "yes").mkdir()
     (folder / "yes" / "curry_train.py").write_text("print('mine')\n")
-    words, environment = [warm_python(), "-c", "import curry_train"], os.environ | {"PYTHONPATH": "yes"}
-    assert subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True).stdout == "mine\n"
+    words, environment = (
+        [warm_python(), "-c", "import curry_train"],
+        os.environ | {"PYTHONPATH": "yes"},
+    )
+    assert (
+        subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True).stdout
+        == "mine\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +114,10 @@ def test_a_script_is_found_by_the_processes_that_it_spawns(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "spawns.py").write_text(SPAWNS)
         done = subprocess.run(
-            [warm_python(), "spawns.py"], cwd=tmp_path / name, capture_output=True, text=True, timeout=60
+            [warm_python(), "spawns.py"],
+            cwd=tmp_path / name,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.stdout == "[6]\n", done.stderr

@@ -27,7 +27,9 @@ def factory(tmp_path, monkeypatch):
     name = f"theirs_{abs(hash(str(tmp_path)))}"
 
     def write(source):
-        (tmp_path / f"{name}.py").write_text("import torch\nfrom torch import nn\n" + textwrap.dedent(source))
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\nfrom torch import nn\n" + textwrap.dedent(source)
+        )
         return f"{name}:build"
 
     return write
@@ -37,7 +39,9 @@ def factory(tmp_path, monkeypatch):
 def test_built_in_workloads_are_the_same_each_time(name):
     case = Case(load_workload(name), seed=3)
     first, second = case.build(), case.build()
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     value = case.workload.mean_loss(first, case.batch())
     assert torch.equal(value, case.workload.mean_loss(second, case.batch()))
     value.backward()
@@ -79,7 +83,11 @@ def test_masking_leaves_uneven_counts_and_no_empty_row():
 
 
 def test_a_batch_is_cut_without_losing_samples():
-    batch = {"x": torch.arange(6), "pair": (torch.arange(12).view(6, 2), "flag"), "shared": torch.ones(3)}
+    batch = {
+        "x": torch.arange(6),
+        "pair": (torch.arange(12).view(6, 2), "flag"),
+        "shared": torch.ones(3),
+    }
     parts = Case(load_workload("mlp")).split(batch, [1, 3, 2])
     assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
     assert [part["pair"][0].shape[0] for part in parts] == [1, 3, 2]
@@ -92,7 +100,10 @@ def test_a_batch_is_cut_without_losing_samples():
 def test_batches_of_any_nesting():
     assert batch_size([("text", torch.zeros(5, 2))]) == 5
     assert take([torch.arange(4)], slice(1, 3))[0].tolist() == [1, 2]
-    assert map_tensors({"a": [torch.ones(1), None]}, lambda tensor: tensor + 1)["a"] == [torch.tensor([2.0]), None]
+    assert map_tensors({"a": [torch.ones(1), None]}, lambda tensor: tensor + 1)["a"] == [
+        torch.tensor([2.0]),
+        None,
+    ]
     with pytest.raises(ValueError, match="at least one tensor with a batch dimension, got str"):
         batch_size("text")
 
@@ -129,7 +140,12 @@ def build():
     return {name}{head}({name}Config(**{arguments!r}))
 """
 LLAMA = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
 )
 GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
 
@@ -138,14 +154,18 @@ GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
     ("name", "head", "arguments"), [("Llama", "ForCausalLM", LLAMA), ("GPT2", "LMHeadModel", GPT2)]
 )
 def test_a_hugging_face_causal_model_is_trained_on_its_tokens(factory, name, head, arguments):
-    workload = load_workload(factory(HUGGING_FACE.format(name=name, head=head, arguments=arguments)))
+    workload = load_workload(
+        factory(HUGGING_FACE.format(name=name, head=head, arguments=arguments))
+    )
     case = Case(workload, batch_size=4)
     module, batch = case.build().eval(), case.batch()
     ours = workload.mean_loss(module, batch)
     assert ours.item() == pytest.approx(module(**batch).loss.item(), rel=1e-6)
     masked = workload.mask(batch)
     assert workload.count(masked) < workload.count(batch)
-    assert workload.mean_loss(module, masked).item() == pytest.approx(module(**masked).loss.item(), rel=1e-6)
+    assert workload.mean_loss(module, masked).item() == pytest.approx(
+        module(**masked).loss.item(), rel=1e-6
+    )
 
 
 def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
@@ -157,13 +177,28 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("def build(): raise RuntimeError('no weights here')", "the factory raised RuntimeError: no weights here"),
+        (
+            "def build(): raise RuntimeError('no weights here')",
+            "the factory raised RuntimeError: no weights here",
+        ),
         ("def build(): return 3", "the factory returned int; return an nn.Module"),
         ("def build(): return nn.ReLU()", "can't tell what ReLU takes as input"),
-        ("def build(): return nn.Linear(4, 1), torch.randn(2, 3)", "a forward on the batch raised RuntimeError"),
-        ("def build(): return nn.Linear(4, 1), 'text'", "at least one tensor with a batch dimension, got str"),
-        ("def build(): return nn.Linear(4, 1).requires_grad_(False), torch.randn(2, 4)", "does not depend on any"),
-        ("class Text(nn.Linear):\n    forward = lambda s, x: 'a'\ndef build(): return Text(4, 1)", "returned str"),
+        (
+            "def build(): return nn.Linear(4, 1), torch.randn(2, 3)",
+            "a forward on the batch raised RuntimeError",
+        ),
+        (
+            "def build(): return nn.Linear(4, 1), 'text'",
+            "at least one tensor with a batch dimension, got str",
+        ),
+        (
+            "def build(): return nn.Linear(4, 1).requires_grad_(False), torch.randn(2, 4)",
+            "does not depend on any",
+        ),
+        (
+            "class Text(nn.Linear):\n    forward = lambda s, x: 'a'\ndef build(): return Text(4, 1)",
+            "returned str",
+        ),
         ("built = 1", "has no callable 'build'"),
     ],
 )
@@ -188,7 +223,10 @@ def build():
     [
         ("def build():\n    raise RuntimeError('no weights here')", 4),
         (NESTED, 6),  # the user's own line, and not the one in torch that raised
-        ("class Net(nn.Linear):\n    def forward(self, x): return x @ x\ndef build(): return Net(4, 1)", 4),
+        (
+            "class Net(nn.Linear):\n    def forward(self, x): return x @ x\ndef build(): return Net(4, 1)",
+            4,
+        ),
         ("def build(size): return nn.Linear(4, 1)", 3),  # where it begins, since it never ran
         ("built = nn.Linear('wide', 3)", 3),  # while it is imported
         ("def build(: pass", 3),
@@ -209,7 +247,9 @@ def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkey
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(WorkloadError) as raised:
         load_workload(f"{tmp_path / name}.py:build")
-    assert str(raised.value).endswith(f"the factory raised KeyError: 'weights' ({tmp_path / name}.py:3)")
+    assert str(raised.value).endswith(
+        f"the factory raised KeyError: 'weights' ({tmp_path / name}.py:3)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +284,9 @@ def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
 def test_a_file_is_never_taken_for_another_of_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "shlex.py").write_text(OWN_FILE)  # the standard library's is there already
-    with pytest.raises(WorkloadError, match=r"Python knows another shlex already, .*: give the file another name"):
+    with pytest.raises(
+        WorkloadError, match=r"Python knows another shlex already, .*: give the file another name"
+    ):
         load_workload(f"{tmp_path / 'shlex.py'}:build")
     with pytest.raises(WorkloadError, match=r"there is no file .*absent\.py"):
         load_workload(f"{tmp_path / 'absent.py'}:build")

@@ -35,7 +35,9 @@ WORLDS = {
     "two_ranks": (2, 0.25),
     "three_ranks": (3, 0.15),
 }  # and what part of the kills is theirs
-Part = tuple[str, int | None, Callable[[Callable[[int], None]], dict[str, Any]]]  # dotted key, how many, what does it
+Part = tuple[
+    str, int | None, Callable[[Callable[[int], None]], dict[str, Any]]
+]  # dotted key, how many, what does it
 SHOW_SECONDS = 30.0
 
 
@@ -46,7 +48,14 @@ def kills(folder: Path, options: argparse.Namespace) -> list[Part]:
         def act(progress: Callable[[int], None]) -> dict[str, Any]:
             expected = straight(world, folder / f"straight-{world}")
             number = round(options.kills * share)
-            return kill_many(folder / name, world, number, expected=expected, seed=options.seed, progress=progress)
+            return kill_many(
+                folder / name,
+                world,
+                number,
+                expected=expected,
+                seed=options.seed,
+                progress=progress,
+            )
 
         return act
 
@@ -56,7 +65,10 @@ def kills(folder: Path, options: argparse.Namespace) -> list[Part]:
         )
 
     return [
-        *((f"kills.{name}", round(options.kills * share), of_world(name)) for name, (_, share) in WORLDS.items()),
+        *(
+            (f"kills.{name}", round(options.kills * share), of_world(name))
+            for name, (_, share) in WORLDS.items()
+        ),
         ("kills.at_each_change.with_rename", None, at_each_change(True)),
         ("kills.at_each_change.without_rename", None, at_each_change(False)),
     ]
@@ -71,15 +83,29 @@ def others(folder: Path, options: argparse.Namespace) -> list[Part]:
         ("cuts", None, lambda progress: cut(every, 10 // step, stride=min(step, 3))),
         ("swaps", None, lambda progress: swapped(every, stride=min(step, 3))),
         ("disk.each_read", None, lambda progress: errors_at_each_read(folder / "reads", expected)),
-        ("disk.small_files", None, lambda progress: small_files(expected, folder / "small", every=step)),
+        (
+            "disk.small_files",
+            None,
+            lambda progress: small_files(expected, folder / "small", every=step),
+        ),
         ("disk.read_only", None, lambda progress: read_only(expected)),
         ("disk.full", None, lambda progress: full_disk(expected, most=max(2, 40 // step))),
-        ("hostile", None, lambda progress: hostile(folder / "hostile", every=step, progress=progress)),
-        ("histories", options.histories, lambda progress: histories(options.histories, seed=seed, progress=progress)),
+        (
+            "hostile",
+            None,
+            lambda progress: hostile(folder / "hostile", every=step, progress=progress),
+        ),
+        (
+            "histories",
+            options.histories,
+            lambda progress: histories(options.histories, seed=seed, progress=progress),
+        ),
         (
             "disk.each_change",
             None,
-            lambda progress: errors_at_each_change(folder / "changes", expected, every=2 * step, progress=progress),
+            lambda progress: errors_at_each_change(
+                folder / "changes", expected, every=2 * step, progress=progress
+            ),
         ),
     ]
 
@@ -103,7 +129,9 @@ def in_a_process(
                     continue
                 began, shown = time.monotonic(), [0.0]
 
-                def progress(done: int, key: str = key, total: int | None = total, shown: list[float] = shown) -> None:
+                def progress(
+                    done: int, key: str = key, total: int | None = total, shown: list[float] = shown
+                ) -> None:
                     if time.monotonic() - shown[0] > 1:
                         shown[0] = time.monotonic()
                         print(json.dumps([key, done, total, None]), file=stream, flush=True)
@@ -131,10 +159,16 @@ def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
             shown = time.monotonic()
             lines = [_last(told) for told in left.values()]
             said = "   ".join(
-                f"{key} {done}{f'/{total}' if total else ''}" for key, done, total, _ in filter(None, lines)
+                f"{key} {done}{f'/{total}' if total else ''}"
+                for key, done, total, _ in filter(None, lines)
             )
             said = f"{(shown - began) / 60:4.1f} min   {said}"
-            print(f"\r\033[K{said}" if terminal else said, end="" if terminal else "\n", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{said}" if terminal else said,
+                end="" if terminal else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(0.2)
     if sys.stderr.isatty():
         print(file=sys.stderr)
@@ -181,12 +215,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--flips", type=int, default=1120)
     parser.add_argument("--histories", type=int, default=10_000)
-    parser.add_argument("--every", type=int, default=1, help="of changes on the disk and of hostile shapes")
-    parser.add_argument("--only", nargs="*", default=[], help="keys of the result, such as kills.one_rank or disk")
+    parser.add_argument(
+        "--every", type=int, default=1, help="of changes on the disk and of hostile shapes"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="keys of the result, such as kills.one_rank or disk"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="evidence/checkpoint_torture.json")
     options = parser.parse_args()
-    logging.disable(logging.WARNING)  # what is damaged is passed over with a warning, some thousand times
+    logging.disable(
+        logging.WARNING
+    )  # what is damaged is passed over with a warning, some thousand times
     torch.set_num_threads(1)
     facts = provenance(torch.device("cpu"))
     found, ended = torture(options)

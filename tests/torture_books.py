@@ -30,25 +30,37 @@ class Books:
         """What is wrong, in words."""
         run = SavedRun(self.folder)
         there = {one.folder: one for kind in KINDS for one in run.committed(kind)}
-        wrong = [f"{folder} is half there: {why}" for kind in KINDS for folder, why in run.damaged(kind).items()]
+        wrong = [
+            f"{folder} is half there: {why}"
+            for kind in KINDS
+            for folder, why in run.damaged(kind).items()
+        ]
         wrong += [words for one in there.values() if (words := self._different(run, one))]
         gone = given_up(run.files)
-        line = [one.step for one in there.values() if one.kind in RESUMABLE and one.folder not in gone]
+        line = [
+            one.step for one in there.values() if one.kind in RESUMABLE and one.folder not in gone
+        ]
         newest, reached = max(line, default=0), self._take(said)
         wrong += [
-            f"rank {one.rank} was not as the straight run at step {one.what}" for one in said if one.word == "differs"
+            f"rank {one.rank} was not as the straight run at step {one.what}"
+            for one in said
+            if one.word == "differs"
         ]
         before = max((one.step for one in self.needed.values() if one.kind in RESUMABLE), default=0)
         if newest < before:
             wrong.append(f"step {before} was committed, and {newest} is the newest")
         if reached is not None and newest > reached:
-            wrong.append(f"step {newest} of a line that was given up came back: training was at {reached}")
+            wrong.append(
+                f"step {newest} of a line that was given up came back: training was at {reached}"
+            )
         wrong += [
             f"{name} was committed and is gone"
             for name in self.needed
             if name not in there and not self._superseded(name, there)
         ]
-        if finished and any(one.word == "committed" and one.what for one in said):  # retention has had a turn
+        if finished and any(
+            one.word == "committed" and one.what for one in said
+        ):  # retention has had a turn
             wrong += self._at_the_end(run, there)
         self.needed = {name: one for name, one in there.items() if name not in gone}
         return wrong
@@ -56,8 +68,12 @@ class Books:
     def _different(self, run: SavedRun, one: Saved) -> str | None:
         self.checked += 1
         try:
-            text = run.verify(one).render()  # every file again; one with the same hashes has been compared before
-            same = self.compared.get(one.folder) == text or self.expected.is_as_saved(one, contents(run, one))
+            text = run.verify(
+                one
+            ).render()  # every file again; one with the same hashes has been compared before
+            same = self.compared.get(one.folder) == text or self.expected.is_as_saved(
+                one, contents(run, one)
+            )
             if same:
                 self.compared[one.folder] = text
         except (RunError, OSError) as error:
@@ -72,14 +88,18 @@ class Books:
                 continue
             if one.word == "resuming" and one.what is not None:
                 self.needed = {
-                    name: held for name, held in self.needed.items() if held.step <= one.what or held.kind == BEST
+                    name: held
+                    for name, held in self.needed.items()
+                    if held.step <= one.what or held.kind == BEST
                 }
             elif one.word in ("resumed", "step"):
                 reached = one.what
             elif one.word == "committed":
                 for name in one.what:
                     kind, _, rest = name.partition("/")
-                    self.needed[name] = Saved(kind, int(rest.removesuffix(".dcp").rpartition("step-")[2]), name, name)
+                    self.needed[name] = Saved(
+                        kind, int(rest.removesuffix(".dcp").rpartition("step-")[2]), name, name
+                    )
         return reached
 
     def _superseded(self, name: str, there: dict[str, Saved]) -> bool:
@@ -87,25 +107,47 @@ class Books:
         one, keep = self.needed[name], self.config.retention
         if one.kind == BEST:
             mine = (dev_loss(one.step), one.step)
-            better = [held for held in there.values() if held.kind == BEST and (dev_loss(held.step), held.step) < mine]
+            better = [
+                held
+                for held in there.values()
+                if held.kind == BEST and (dev_loss(held.step), held.step) < mine
+            ]
             return len(better) >= self.config.best_k
-        newer = {held.step for held in there.values() if held.kind in RESUMABLE and held.step > one.step}
-        recoveries = {held.step for held in there.values() if held.kind == "recovery" and held.step > one.step}
+        newer = {
+            held.step for held in there.values() if held.kind in RESUMABLE and held.step > one.step
+        }
+        recoveries = {
+            held.step for held in there.values() if held.kind == "recovery" and held.step > one.step
+        }
         same = f"recovery/{name.partition('/')[2]}" in there and one.kind == "rollback"
         return same or (
-            len(newer) >= keep.rollback_keep and (one.kind == "rollback" or len(recoveries) >= keep.recovery_keep)
+            len(newer) >= keep.rollback_keep
+            and (one.kind == "rollback" or len(recoveries) >= keep.recovery_keep)
         )
 
     def _at_the_end(self, run: SavedRun, there: dict[str, Saved]) -> list[str]:
-        every, recovery, keep = self.config.rollback_every, self.config.recovery_every, self.config.retention
+        every, recovery, keep = (
+            self.config.rollback_every,
+            self.config.recovery_every,
+            self.config.retention,
+        )
         recoveries = [step for step in range(1, STEPS + 1) if step % recovery == 0]
         states = [step for step in range(1, STEPS + 1) if step % every == 0 or step in recoveries]
         wanted = sorted({*states[-keep.rollback_keep :], *recoveries[-keep.recovery_keep :]})
         found = sorted(one.step for one in there.values() if one.kind in RESUMABLE)
         best = sum(one.kind == BEST for one in there.values())
-        left = [path.name for kind in KINDS for path in (self.folder / kind).iterdir() if path.name.startswith(".")]
+        left = [
+            path.name
+            for kind in KINDS
+            for path in (self.folder / kind).iterdir()
+            if path.name.startswith(".")
+        ]
         return [
-            *([f"at the end the steps {found} are there, and {wanted} should be"] if found != wanted else []),
+            *(
+                [f"at the end the steps {found} are there, and {wanted} should be"]
+                if found != wanted
+                else []
+            ),
             *([f"at the end {best} of the best are there"] if best != self.config.best_k else []),
             *([f"at the end there still are {left}"] if left else []),
             *([f"{NOTE} is still there"] if (self.folder / NOTE).exists() else []),

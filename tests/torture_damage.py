@@ -70,7 +70,11 @@ class Subject:
             return [f"nothing loads: {type(error).__name__}: {error}"]
         if step != newest:
             return [f"step {step} was loaded, and {newest} is the newest that is whole"]
-        return [] if self.hash_of(training) == self.loaded[step] else [f"step {step} is not what was saved"]
+        return (
+            []
+            if self.hash_of(training) == self.loaded[step]
+            else [f"step {step} is not what was saved"]
+        )
 
 
 def _forget(training: Training) -> None:
@@ -91,7 +95,9 @@ def subjects(root: Path) -> list[Subject]:
             if any(ranks.statuses.values()):
                 raise RuntimeError(f"two ranks could not save: {ranks.said}")
         else:
-            save_all(0, 1, lambda word, what: said.update({what[0]: what[1:]}), folder=folder, kind=name)
+            save_all(
+                0, 1, lambda word, what: said.update({what[0]: what[1:]}), folder=folder, kind=name
+            )
         subject, run = Subject(name, folder, {}), SavedRun(folder)
         for saved in run.committed("rollback" if name == TWO_RANKS else name):
             training = Training()
@@ -99,7 +105,9 @@ def subjects(root: Path) -> list[Subject]:
             run.load(saved, training.state)
             subject.loaded[saved.step] = subject.hash_of(training)
             if name != TWO_RANKS and subject.loaded[saved.step] not in said[saved.step]:
-                raise RuntimeError(f"{saved.location} is not what was saved, and nothing was damaged yet")
+                raise RuntimeError(
+                    f"{saved.location} is not what was saved, and nothing was damaged yet"
+                )
         found.append(subject)
     return found
 
@@ -110,7 +118,12 @@ def save_all(rank: int, world: int, say: Callable[..., None], *, folder: Path, k
         for step in range(1, NUM_STATES + 1):
             training.step()
             say("saved", (step, training.live(), training.live(model_only=True)))
-            store.save(kind, step, training.state, metric=("dev_loss", 1.0 / step) if kind == BEST else None)
+            store.save(
+                kind,
+                step,
+                training.state,
+                metric=("dev_loss", 1.0 / step) if kind == BEST else None,
+            )
 
 
 @contextmanager
@@ -137,13 +150,25 @@ def flips(
             for place in places[:share]:
                 bit = generator.randrange(8)
                 path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
-                by_file[f"{subject.name}/{path.name}"] = by_file.get(f"{subject.name}/{path.name}", 0) + 1
+                by_file[f"{subject.name}/{path.name}"] = (
+                    by_file.get(f"{subject.name}/{path.name}", 0) + 1
+                )
                 wrong += [
-                    f"{subject.name}/{path.name} bit {bit} of byte {place}: {said}" for said in subject.faults(training)
+                    f"{subject.name}/{path.name} bit {bit} of byte {place}: {said}"
+                    for said in subject.faults(training)
                 ]
         progress(sum(by_file.values()))
-    wrong += [f"{subject.name}: {said}" for subject in every for said in subject.goes_on(training, NUM_STATES)]
-    return {"flips": sum(by_file.values()), "files": len(by_file), "each_file": min(by_file.values()), "wrong": wrong}
+    wrong += [
+        f"{subject.name}: {said}"
+        for subject in every
+        for said in subject.goes_on(training, NUM_STATES)
+    ]
+    return {
+        "flips": sum(by_file.values()),
+        "files": len(by_file),
+        "each_file": min(by_file.values()),
+        "wrong": wrong,
+    }
 
 
 def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -> dict[str, Any]:
@@ -157,8 +182,16 @@ def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -
     for subject in every:
         for path in subject.files():
             with put_back(path) as data:
-                kept = {0, 1, len(data) // 2, len(data) - 1, *(generator.randrange(len(data)) for _ in range(lengths))}
-                trials: list[tuple[str, bytes | None]] = [("truncated", data[:length]) for length in sorted(kept)]
+                kept = {
+                    0,
+                    1,
+                    len(data) // 2,
+                    len(data) - 1,
+                    *(generator.randrange(len(data)) for _ in range(lengths)),
+                }
+                trials: list[tuple[str, bytes | None]] = [
+                    ("truncated", data[:length]) for length in sorted(kept)
+                ]
                 trials += [("longer", data + b"\0"), ("longer", data + data), ("missing", None)]
                 for how, content in trials[seed % stride :: stride]:
                     path.unlink(missing_ok=True)
@@ -166,7 +199,10 @@ def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -
                         path.write_bytes(content)
                     counts[how] += 1
                     told = "" if content is None else f" to {len(content)} bytes"
-                    wrong += [f"{subject.name}/{path.name} {how}{told}: {said}" for said in subject.faults(training)]
+                    wrong += [
+                        f"{subject.name}/{path.name} {how}{told}: {said}"
+                        for said in subject.faults(training)
+                    ]
     return {**counts, "wrong": wrong}
 
 
@@ -189,7 +225,8 @@ def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
         _swap(last, before)
         number += 1
         wrong += [
-            f"{subject.name}: folders swapped: {said}" for said in subject.faults(training, newest=NUM_STATES - 2)
+            f"{subject.name}: folders swapped: {said}"
+            for said in subject.faults(training, newest=NUM_STATES - 2)
         ]
         _swap(last, before)
     for subject in every:
@@ -204,7 +241,8 @@ def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
                     shutil.copyfile(other, path)
                     number += 1
                     wrong += [
-                        f"{subject.name}/{path.name} of {giver.name}: {said}" for said in subject.faults(training)
+                        f"{subject.name}/{path.name} of {giver.name}: {said}"
+                        for said in subject.faults(training)
                     ]
     return {"swaps": number, "wrong": wrong}
 

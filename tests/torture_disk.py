@@ -66,13 +66,18 @@ class Trial:
 
     def wrong_state(self) -> list[str]:
         """What is wrong with the state that loads."""
-        training, newest = Training(), max(one.step for one in self.books.needed.values() if one.kind != "best-k")
+        training, newest = (
+            Training(),
+            max(one.step for one in self.books.needed.values() if one.kind != "best-k"),
+        )
         try:
             step = load_chosen(self.folder, training.state).saved.step
         except (RunError, OSError) as error:
             return [f"nothing loads: {error}"]
         same = step == newest and training.live() == self.books.expected.live[0, step]
-        return [] if same else [f"step {step} was loaded, and {newest} is the newest; or it differs"]
+        return (
+            [] if same else [f"step {step} was loaded, and {newest} is the newest; or it differs"]
+        )
 
     def _say(self, word: str, what: Any) -> None:
         self.said.append(Said(0.0, 0, word, what))
@@ -133,7 +138,9 @@ def errors_at_each_change(
                 found += [f"the next life ended with {said}"] if said else []
                 found += trial.judge() + trial.wrong_state()
                 how = "for good" if lasts else "once"
-                wrong += [f"{errno.errorcode[code]} {how} at change {number}: {one}" for one in found]
+                wrong += [
+                    f"{errno.errorcode[code]} {how} at change {number}: {one}" for one in found
+                ]
                 number += every
                 progress(errors)
     return {"errors": errors, "told": told, "wrong": wrong}
@@ -168,5 +175,7 @@ def errors_at_each_read(folder: Path, expected: Expected) -> dict[str, Any]:
         if not files.failed:
             return {"errors": errors, "wrong": wrong}
         errors += 1
-        found = ([] if same else ["a part of a state was loaded"]) + trial.wrong_state() + trial.judge()
+        found = (
+            ([] if same else ["a part of a state was loaded"]) + trial.wrong_state() + trial.judge()
+        )
         wrong += [f"EIO at read {errors}: {one}" for one in found]

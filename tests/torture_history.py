@@ -26,7 +26,13 @@ class Books:
 
     def above(self, row: tuple[str, int, float], step: int, kinds: tuple[str, ...]) -> int:
         """How many good steps of this line are newer."""
-        return len({at for kind, at, value in self.rows - self.rotten if kind in kinds and row[1] < at <= step})
+        return len(
+            {
+                at
+                for kind, at, value in self.rows - self.rotten
+                if kind in kinds and row[1] < at <= step
+            }
+        )
 
     def better(self, row: tuple[str, int, float]) -> int:
         up = self.config.best_k_direction == "maximize"
@@ -55,7 +61,8 @@ class Books:
             newer = self.above(row, step, states) < keep.rollback_keep
             return newer or self.above(row, step, ("recovery",)) < keep.recovery_keep
         return (
-            self.above(row, step, states) < keep.rollback_keep and ("recovery", at, 0.0) not in self.rows - self.rotten
+            self.above(row, step, states) < keep.rollback_keep
+            and ("recovery", at, 0.0) not in self.rows - self.rotten
         )
 
     def save(self, row: tuple[str, int, float], step: int) -> None:
@@ -65,7 +72,11 @@ class Books:
 
     def takes(self, value: float, step: int) -> bool:
         finite = value == value and abs(value) != math.inf
-        return self.config.best_k > 0 and finite and self.better((BEST, step, value)) < self.config.best_k
+        return (
+            self.config.best_k > 0
+            and finite
+            and self.better((BEST, step, value)) < self.config.best_k
+        )
 
 
 class WrongHistory(AssertionError):
@@ -89,7 +100,9 @@ class History:
         self.policy.resume(self.state)
         states = {at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST}
         expect(
-            not self.sure or self.state.step == max(states, default=FIRST), f"resumed from {self.state.step}", states
+            not self.sure or self.state.step == max(states, default=FIRST),
+            f"resumed from {self.state.step}",
+            states,
         )
         self.look(exact=self.sure)
 
@@ -105,7 +118,11 @@ class History:
 
     def look(self, *, exact: bool = True) -> None:
         if exact:
-            expect(self.there() == self.books.rows, f"at step {self.state.step} {self.there()}", self.books.rows)
+            expect(
+                self.there() == self.books.rows,
+                f"at step {self.state.step} {self.there()}",
+                self.books.rows,
+            )
         self.books.rows = self.there()
         self.books.rotten &= self.books.rows
 
@@ -131,7 +148,9 @@ class History:
         """Enter in the books what had to be done."""
         value = metrics.get("dev_loss")
         due = [kind for kind, every in self.cadences() if every and step % every == 0]
-        if not all(math.isfinite(one) for one in metrics.values()) or not (due or value is not None):
+        if not all(math.isfinite(one) for one in metrics.values()) or not (
+            due or value is not None
+        ):
             return
         if due:
             row = (due[0], step, 0.0)
@@ -151,7 +170,9 @@ class History:
         self.files.left = crash
         resumed = self.policy.resume(self.state, step)
         self.files.left = None
-        expect(resumed is not None and self.state.step == step, f"resumed from {self.state.step}", step)
+        expect(
+            resumed is not None and self.state.step == step, f"resumed from {self.state.step}", step
+        )
         self.books.rows = {row for row in self.books.rows if row[0] == BEST or row[1] <= step}
         self.look()
 
@@ -163,9 +184,15 @@ class History:
         row = states[choice % len(states)]
         self.restart()
         self.rotten.add(folder_name(row[0], row[1]))
-        self.books.rotten = {row for row in self.books.rows if row[0] != BEST and folder_name(*row[:2]) in self.rotten}
+        self.books.rotten = {
+            row
+            for row in self.books.rows
+            if row[0] != BEST and folder_name(*row[:2]) in self.rotten
+        }
         newest = max(at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST)
-        self.books.rotten = {row for row in self.books.rotten if row[1] >= newest}  # what is older nobody has read
+        self.books.rotten = {
+            row for row in self.books.rotten if row[1] >= newest
+        }  # what is older nobody has read
         self.rotten = {folder_name(*row[:2]) for row in self.books.rotten}
         self.restart()
 
@@ -193,24 +220,41 @@ class History:
             else:
                 self.train(inner, crash=after)
         except Crash:
-            rotten = {row for row in self.books.rotten if folder_name(*row[:2]) in self.rotten}  # one may be saved anew
+            rotten = {
+                row for row in self.books.rotten if folder_name(*row[:2]) in self.rotten
+            }  # one may be saved anew
             self.sure = False
-            before = set(self.books.rows) if turned is None else before  # the steps before the last were entered
+            before = (
+                set(self.books.rows) if turned is None else before
+            )  # the steps before the last were entered
             self.begin()
             self.sure = True
             self.judge_crash(before, turned, rotten)
 
     def judge_crash(
-        self, before: set[tuple[str, int, float]], turned: int | None, rotten: set[tuple[str, int, float]]
+        self,
+        before: set[tuple[str, int, float]],
+        turned: int | None,
+        rotten: set[tuple[str, int, float]],
     ) -> None:
         """The newest is there, and whatever else is gone had enough above it."""
         there = self.there()
-        states = {row for row in before - rotten if row[0] != BEST and (turned is None or row[1] <= turned)}
+        states = {
+            row
+            for row in before - rotten
+            if row[0] != BEST and (turned is None or row[1] <= turned)
+        }
         newest = max((row[1] for row in states), default=FIRST)
         expect(self.state.step >= newest, f"after a crash training is at {self.state.step}", newest)
-        beyond = {row for row in before - rotten if row[0] != BEST and turned is not None and row[1] > turned}
+        beyond = {
+            row
+            for row in before - rotten
+            if row[0] != BEST and turned is not None and row[1] > turned
+        }
         expect(
-            not beyond & there or beyond <= there, f"a rollback that crashed left a part of {beyond}", "all or nothing"
+            not beyond & there or beyond <= there,
+            f"a rollback that crashed left a part of {beyond}",
+            "all or nothing",
         )
         now = Books(self.config, there, rotten & there, set())
         for row in before - there - rotten:

@@ -68,10 +68,16 @@ class Ground:
         manifest = parse_manifest((place / MANIFEST).read_bytes())
         (place / name).write_bytes(data)
         entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
-        (place / MANIFEST).write_bytes(dataclasses.replace(manifest, files={**manifest.files, name: entry}).render())
+        (place / MANIFEST).write_bytes(
+            dataclasses.replace(manifest, files={**manifest.files, name: entry}).render()
+        )
 
     def forge_index(self, metadata: Any, protocol: int = 4) -> None:
-        self.forge(STEP, ".metadata", metadata if isinstance(metadata, bytes) else pickle.dumps(metadata, protocol))
+        self.forge(
+            STEP,
+            ".metadata",
+            metadata if isinstance(metadata, bytes) else pickle.dumps(metadata, protocol),
+        )
 
     def tried(self, *, loads: bool = False) -> list[str]:
         """What is wrong after all has been tried that reads a checkpoint; `loads` where the state may be loaded."""
@@ -82,7 +88,11 @@ class Ground:
             try:
                 SavedRun(self.run).load(folder, training.state)
             except (RunError, ValueError, OSError):
-                wrong += ["it was refused after something was changed"] if training.live() != before else []
+                wrong += (
+                    ["it was refused after something was changed"]
+                    if training.live() != before
+                    else []
+                )
             except Exception as error:  # noqa: BLE001 - what nobody foresaw is what is looked for
                 wrong.append(f"a load ended with {error!r}")
             else:
@@ -96,7 +106,9 @@ class Ground:
                 wrong.append(f"a resume from {what} ended with {error!r}")
         for command in COMMANDS:
             given = [str(self.run.parent)] if command == "list" else [str(self.run)]
-            done = CliRunner().invoke(main, ["runs", command, *given, *([str(self.run)] if command == "diff" else [])])
+            done = CliRunner().invoke(
+                main, ["runs", command, *given, *([str(self.run)] if command == "diff" else [])]
+            )
             if done.exception is not None and not isinstance(done.exception, SystemExit):
                 wrong.append(f"runs {command} ended with {done.exception!r}")
         return wrong + self.touched()
@@ -116,7 +128,11 @@ class Ground:
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _watched and isinstance(arguments[0], str | os.PathLike):
         given = os.fsdecode(arguments[0])
-        if Path(given).is_symlink() and isinstance(arguments[2], int) and arguments[2] & os.O_NOFOLLOW:
+        if (
+            Path(given).is_symlink()
+            and isinstance(arguments[2], int)
+            and arguments[2] & os.O_NOFOLLOW
+        ):
             return  # the kernel refuses it
         path = os.path.realpath(given)
         if any(path.startswith(f"{folder}/") for folder in _watched):
@@ -124,7 +140,11 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def hostile(
-    root: Path, *, every: int = 1, groups: tuple[str, ...] = GROUPS, progress: Callable[[int], None] = print
+    root: Path,
+    *,
+    every: int = 1,
+    groups: tuple[str, ...] = GROUPS,
+    progress: Callable[[int], None] = print,
 ) -> dict[str, Any]:
     """Each shape of these groups, or each of so many."""
     ground, wrong, counts = Ground(root), list[str](), dict.fromkeys(GROUPS, 0)
@@ -151,10 +171,20 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
     for title, call in calls(canary).items():
         for place, metadata in places(ground.metadata, call):
             for protocol in (0, 2, 4, 5):
-                yield "calls", f"{title} in {place}", lambda it=metadata, by=protocol: ground.forge_index(it, by), False
+                yield (
+                    "calls",
+                    f"{title} in {place}",
+                    lambda it=metadata, by=protocol: ground.forge_index(it, by),
+                    False,
+                )
     for title, data in opcodes(canary).items():
         yield "opcodes", title, lambda data=data: ground.forge_index(data), False
-        yield "opcodes", f"{title} as JSON", lambda data=data: ground.forge(STEP, "state.json", data), False
+        yield (
+            "opcodes",
+            f"{title} as JSON",
+            lambda data=data: ground.forge(STEP, "state.json", data),
+            False,
+        )
         yield (
             "opcodes",
             f"{title} as tensors",
@@ -169,11 +199,26 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
         )
     for title, call in calls(canary).items():
         for zipped in (True, False):
-            yield "data", f"{title} in a tensor", lambda it=call, by=zipped: _in_a_tensor(ground, it, zipped=by), False
+            yield (
+                "data",
+                f"{title} in a tensor",
+                lambda it=call, by=zipped: _in_a_tensor(ground, it, zipped=by),
+                False,
+            )
     for value in (0, None, "x", (), [0], {"a": 1}, -1.5, True):
         for place, metadata in places(ground.metadata, value):
-            if place not in ("planner data", "nested", "storage meta", "version"):  # which nobody asks for
-                yield "values", f"{value!r} in {place}", lambda it=metadata: ground.forge_index(it), False
+            if place not in (
+                "planner data",
+                "nested",
+                "storage meta",
+                "version",
+            ):  # which nobody asks for
+                yield (
+                    "values",
+                    f"{value!r} in {place}",
+                    lambda it=metadata: ground.forge_index(it),
+                    False,
+                )
     yield from _paths(ground)
 
 
@@ -218,11 +263,32 @@ def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
     for name in ("__0_0.distcp", ".metadata", "state.json", MANIFEST):
         yield "paths", f"{name} is a link", lambda name=name: _link(place / name, secret), False
     yield "paths", "the checkpoint is a link", lambda: _link(place, str(ground.secret)), False
-    yield "paths", "latest is a link", lambda: _link(ground.run / "latest", str(ground.secret)), True
-    yield "paths", "a kind is a link", lambda: _link(ground.run / "recovery", str(ground.secret)), True
-    for given_up in ("../../../secret", str(ground.secret), "rollback/../../../../secret", "latest", ""):
+    yield (
+        "paths",
+        "latest is a link",
+        lambda: _link(ground.run / "latest", str(ground.secret)),
+        True,
+    )
+    yield (
+        "paths",
+        "a kind is a link",
+        lambda: _link(ground.run / "recovery", str(ground.secret)),
+        True,
+    )
+    for given_up in (
+        "../../../secret",
+        str(ground.secret),
+        "rollback/../../../../secret",
+        "latest",
+        "",
+    ):
         note = json.dumps([given_up])
-        yield "paths", f"turned back from {given_up!r}", lambda note=note: _turned_back(ground, note), True
+        yield (
+            "paths",
+            f"turned back from {given_up!r}",
+            lambda note=note: _turned_back(ground, note),
+            True,
+        )
 
 
 def _link(path: Path, target: str) -> None:
@@ -241,7 +307,10 @@ def _turned_back(ground: Ground, note: str) -> None:
     (ground.run / NOTE).write_text(note)
     training = Training()
     try:
-        with Store(ground.run) as store, SavingPolicy(store, PolicyConfig(rollback_every=1)) as policy:
+        with (
+            Store(ground.run) as store,
+            SavingPolicy(store, PolicyConfig(rollback_every=1)) as policy,
+        ):
             policy.resume(training.state)
             training.step()
             policy.after_step(training.state.step, training.state, {})

@@ -26,7 +26,9 @@ TURNS = 0.4  # of the lives begin with a rollback
 CHANGES = 0.4  # of the kills strike at a change on the disk, the others at a moment
 SURVIVE = 0.03  # seconds that ranks may go on when another one was killed
 CONFIGS = [
-    PolicyConfig(rollback_every=every, recovery_every=recovery, best_k=2, retention=Retention(*keep))
+    PolicyConfig(
+        rollback_every=every, recovery_every=recovery, best_k=2, retention=Retention(*keep)
+    )
     for every, recovery, keep in ((1, 3, (2, 1)), (2, 4, (2, 2)), (1, 4, (3, 2)), (2, 3, (3, 1)))
 ]
 
@@ -74,7 +76,9 @@ def life(
             training.step()
             say("step", state.step)
             compare()
-            saved = policy.after_step(state.step, state, {"loss": 1.0, "dev_loss": dev_loss(state.step)})
+            saved = policy.after_step(
+                state.step, state, {"loss": 1.0, "dev_loss": dev_loss(state.step)}
+            )
             say("committed", [one.folder for one in saved])
         say("committed", [one.folder for one in policy.save_now(state.step, state)])
         policy.finish()
@@ -117,13 +121,29 @@ def _one_life(
     wild: bool,
 ) -> tuple[bool, float]:
     """Whether it came to its end; and how long a life that is cut off should be at most, as this one shows."""
-    plan = Plan.draw(generator, books, world, longest) if wild else Plan(None, [], None, "never", 0.0)
-    given = {"folder": books.folder, "expected": books.expected, "config": books.config, "plant": plant}
+    plan = (
+        Plan.draw(generator, books, world, longest) if wild else Plan(None, [], None, "never", 0.0)
+    )
+    given = {
+        "folder": books.folder,
+        "expected": books.expected,
+        "config": books.config,
+        "plant": plant,
+    }
     ranks = start(
-        world, life, **given, turn=plan.turn, change=plan.change, victim=plan.victims[0] if plan.victims else None
+        world,
+        life,
+        **given,
+        turn=plan.turn,
+        change=plan.change,
+        victim=plan.victims[0] if plan.victims else None,
     )
     killed_at = None
-    if ranks.listen(lambda said: any(one.word == plan.after and (one.rank == 0 or one.word == "dies") for one in said)):
+    if ranks.listen(
+        lambda said: any(
+            one.word == plan.after and (one.rank == 0 or one.word == "dies") for one in said
+        )
+    ):
         time.sleep(plan.seconds)
         killed_at = time.monotonic()
         if plan.change is None:
@@ -134,7 +154,9 @@ def _one_life(
     said = ranks.said
     struck_at = next((one.at for one in said if one.word == "dies"), killed_at)
     ended = {one.rank for one in said if one.word == "finished"}
-    killed = any(os.WIFSIGNALED(ranks.statuses[rank]) and rank not in ended for rank in plan.victims)
+    killed = any(
+        os.WIFSIGNALED(ranks.statuses[rank]) and rank not in ended for rank in plan.victims
+    )
     wrong = [
         f"rank {one.rank}: {one.what}"
         for one in said
@@ -143,7 +165,9 @@ def _one_life(
     wrong += ["the ranks hung"] if ranks.hung else []
     finished = len(ended) == world
     wrong += books.judge(said, finished=finished)
-    found["wrong"] += [f"history {found['histories']}, kill {found['kills']}, {plan}: {one}" for one in wrong]
+    found["wrong"] += [
+        f"history {found['histories']}, kill {found['kills']}, {plan}: {one}" for one in wrong
+    ]
     found["rollbacks"] += plan.turn is not None and any(one.word == "resumed" for one in said)
     found["finished"] += finished
     if killed:
@@ -170,7 +194,13 @@ def kill_many(
 ) -> dict[str, Any]:
     """Histories of lives until so many were killed before their end."""
     generator = random.Random(f"{seed}-{world}")
-    found = {"kills": 0, "of_one_rank": 0, "at_a_change": 0, "right_after_a_rollback": 0, "rollbacks": 0}
+    found = {
+        "kills": 0,
+        "of_one_rank": 0,
+        "at_a_change": 0,
+        "right_after_a_rollback": 0,
+        "rollbacks": 0,
+    }
     found |= {"histories": 0, "finished": 0, "checkpoints_checked": 0, "wrong": []}
     longest = 0.3 * world
     while found["kills"] < num_kills and not (until_wrong and found["wrong"]):

@@ -71,7 +71,13 @@ class PaperFiles(Files):
         del self.held[key]
 
     def names(self, key: str) -> list[str]:
-        return sorted({name.removeprefix(f"{key}/").split("/")[0] for name in self.held if name.startswith(f"{key}/")})
+        return sorted(
+            {
+                name.removeprefix(f"{key}/").split("/")[0]
+                for name in self.held
+                if name.startswith(f"{key}/")
+            }
+        )
 
     def kind(self, key: str) -> str | None:
         return "file" if key in self.held else "folder" if self.names(key) else None
@@ -100,7 +106,9 @@ class PaperStore(Store):
             self._sweep()
             self._opened = True
 
-    def save(self, kind: str, step: int, state: Any, *, metric: tuple[str, float] | None = None) -> Saved:
+    def save(
+        self, kind: str, step: int, state: Any, *, metric: tuple[str, float] | None = None
+    ) -> Saved:
         self.open()
         found = None if metric is None else Metric(*metric)
         final = folder_name(kind, step, found)

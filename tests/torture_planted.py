@@ -72,7 +72,10 @@ def retention_deletes_the_newest() -> Any:
 
 def retention_deletes_the_best() -> Any:
     def to_delete(every: Any, config: Any, **options: Any) -> Any:
-        gone, best = retention.to_delete(every, config, **options), retention.best_first(every, config)
+        gone, best = (
+            retention.to_delete(every, config, **options),
+            retention.best_first(every, config),
+        )
         return [*gone, *(one for one in best[:1] if one not in gone and len(best) > 1)]
 
     return mock.patch.object(policy, "to_delete", to_delete)
@@ -100,7 +103,9 @@ def links_are_followed() -> Any:
         path = self.path(key)
         return "file" if path.is_file() else "folder" if path.is_dir() else None
 
-    return mock.patch.multiple(LocalFiles, kind=kind, open=lambda self, key: self.path(key).open("rb"))
+    return mock.patch.multiple(
+        LocalFiles, kind=kind, open=lambda self, key: self.path(key).open("rb")
+    )
 
 
 def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
@@ -109,7 +114,9 @@ def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list
     def plant() -> None:
         contextlib.ExitStack().enter_context(fault())
 
-    found = kill_many(folder / "run", 1, MOST_KILLS, expected=expected, plant=plant, until_wrong=True)
+    found = kill_many(
+        folder / "run", 1, MOST_KILLS, expected=expected, plant=plant, until_wrong=True
+    )
     return list(found["wrong"])
 
 
@@ -121,7 +128,9 @@ def in_damage(folder: Path, expected: Expected, fault: Callable[[], Any]) -> lis
 
 def in_calls(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
     with fault():
-        return list(hostile(folder, every=41, groups=("calls",), progress=lambda number: None)["wrong"])
+        return list(
+            hostile(folder, every=41, groups=("calls",), progress=lambda number: None)["wrong"]
+        )
 
 
 def in_paths(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:

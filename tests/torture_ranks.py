@@ -53,7 +53,9 @@ class Ranks:
 
     def kill(self, ranks: list[int]) -> None:
         for rank in ranks:
-            os.kill(self.pids[rank], signal.SIGKILL)  # not waited for yet, so the number is still theirs
+            os.kill(
+                self.pids[rank], signal.SIGKILL
+            )  # not waited for yet, so the number is still theirs
 
     def end(self) -> None:
         """Listen to the end, and wait for all."""
@@ -90,7 +92,12 @@ def start(world: int, life: Callable[..., None], **arguments: Any) -> Ranks:
 
 
 def _be_a_rank(
-    rank: int, world: int, pipe: int, meeting: str, life: Callable[..., None], arguments: dict[str, Any]
+    rank: int,
+    world: int,
+    pipe: int,
+    meeting: str,
+    life: Callable[..., None],
+    arguments: dict[str, Any],
 ) -> None:
     def say(word: str, what: Any = None) -> None:
         os.write(pipe, json.dumps([time.monotonic(), rank, word, what]).encode() + b"\n")
@@ -101,7 +108,9 @@ def _be_a_rank(
         os.dup2(silence, 2)  # gloo tells of every peer that was killed
         if world > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world
+            )
         life(rank, world, say, **arguments)
         status = 0
     except BaseException as error:  # noqa: BLE001 - the process that forked judges it

@@ -20,7 +20,9 @@ from torture_history import History
 KINDS_OF_EVENT = ("train", "rollback", "restart", "crash", "guard", "rot")
 VALUES = (0.1, 0.2, 0.2, 0.3, 5.0, -1.0, 1e-9, math.nan, math.inf)
 TRAIN = st.tuples(
-    st.integers(1, 4), st.one_of(st.none(), st.sampled_from(VALUES)), st.sampled_from([True] * 5 + [False])
+    st.integers(1, 4),
+    st.one_of(st.none(), st.sampled_from(VALUES)),
+    st.sampled_from([True] * 5 + [False]),
 )
 PICK = st.integers(0, 9)
 EVENTS = st.one_of(
@@ -39,7 +41,9 @@ CONFIGS = st.builds(
     recovery_every=st.sampled_from([2, 3, 5]),
     best_k=st.integers(0, 3),
     best_k_direction=st.sampled_from(["minimize", "maximize"]),
-    retention=st.builds(Retention, rollback_keep=st.integers(1, 4), recovery_keep=st.integers(1, 3)),
+    retention=st.builds(
+        Retention, rollback_keep=st.integers(1, 4), recovery_keep=st.integers(1, 3)
+    ),
 )
 
 
@@ -50,7 +54,11 @@ def run_history(config: PolicyConfig, events: list[tuple[str, Any]]) -> None:
 
 
 def histories(
-    number: int, *, seed: int = 0, shorten: bool = True, progress: Callable[[int], None] = lambda number: None
+    number: int,
+    *,
+    seed: int = 0,
+    shorten: bool = True,
+    progress: Callable[[int], None] = lambda number: None,
 ) -> dict[str, Any]:
     """So many histories out of hypothesis; one that is wrong is made as short as it gets."""
     count = {
@@ -69,11 +77,17 @@ def histories(
 
     phases = [Phase.generate, *([Phase.shrink] if shorten else [])]
     quiet = settings(
-        max_examples=number, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck)
+        max_examples=number,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
     )
     found: list[str] = []
     try:
-        hypothesis.seed(seed)(quiet(given(CONFIGS, st.lists(EVENTS, min_size=4, max_size=24))(check)))()
+        hypothesis.seed(seed)(
+            quiet(given(CONFIGS, st.lists(EVENTS, min_size=4, max_size=24))(check))
+        )()
     except AssertionError as error:
         found.append("; ".join([str(error), *getattr(error, "__notes__", [])])[:3000])
     return {**count, "wrong": found}

@@ -50,9 +50,13 @@ def opcodes(canary: str) -> dict[str, bytes]:
         "NEWOBJ": b"csubprocess\nPopen\n(](Vtouch\nV" + text + b"\netl\x81.",
         "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + short + b"\x85R.",
         "dotted": b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93\x8c\x05mkdir\x86R.",
-        "through what is allowed": b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93" + short + b"\x85R.",
+        "through what is allowed": b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93"
+        + short
+        + b"\x85R.",
         "globals of what is allowed": b"\x80\x04\x8c\x13torch.serialization\x8c\x17_get_layout.__globals__\x93.",
-        "setstate of what is allowed": b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)R}(\x8c\x09__class__" + short + b"ub.",
+        "setstate of what is allowed": b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)R}(\x8c\x09__class__"
+        + short
+        + b"ub.",
         "PERSID": b"P" + text + b"\n.",
         "EXT": b"\x80\x02\x82\x01.",
         "deep": b"(" * 100_000 + b".",
@@ -69,26 +73,46 @@ def places(metadata: Any, call: Any) -> Iterator[tuple[str, Any]]:
     yield "nested", dataclasses.replace(metadata, planner_data={"a": [(1, {2: call})]})
     yield "storage meta", dataclasses.replace(metadata, storage_meta=call)
     yield "version", dataclasses.replace(metadata, version=call)
-    yield "an entry", dataclasses.replace(metadata, state_dict_metadata={**metadata.state_dict_metadata, name: call})
+    yield (
+        "an entry",
+        dataclasses.replace(
+            metadata, state_dict_metadata={**metadata.state_dict_metadata, name: call}
+        ),
+    )
     yield (
         "one more entry",
-        dataclasses.replace(metadata, state_dict_metadata={**metadata.state_dict_metadata, "x": call}),
+        dataclasses.replace(
+            metadata, state_dict_metadata={**metadata.state_dict_metadata, "x": call}
+        ),
     )
     yield "a chunk", _with(metadata, name, dataclasses.replace(entry, chunks=[call]))
     yield "a size", _with(metadata, name, dataclasses.replace(entry, size=call))
     properties = copy.copy(entry.properties)
     yield "properties", _with(metadata, name, dataclasses.replace(entry, properties=call))
     properties.__dict__["more"] = call
-    yield "an attribute", _with(metadata, name, dataclasses.replace(entry, chunks=[*entry.chunks, call]))
-    yield "a place", dataclasses.replace(metadata, storage_data={**metadata.storage_data, index: call})
+    yield (
+        "an attribute",
+        _with(metadata, name, dataclasses.replace(entry, chunks=[*entry.chunks, call])),
+    )
+    yield (
+        "a place",
+        dataclasses.replace(metadata, storage_data={**metadata.storage_data, index: call}),
+    )
     moved = copy.copy(place)
     moved.relative_path = call
-    yield "a path", dataclasses.replace(metadata, storage_data={**metadata.storage_data, index: moved})
+    yield (
+        "a path",
+        dataclasses.replace(metadata, storage_data={**metadata.storage_data, index: moved}),
+    )
     as_bytes = dataclasses.replace(
-        metadata, state_dict_metadata={**metadata.state_dict_metadata, name: BytesStorageMetadata()}, planner_data=call
+        metadata,
+        state_dict_metadata={**metadata.state_dict_metadata, name: BytesStorageMetadata()},
+        planner_data=call,
     )
     yield "beside bytes", as_bytes
 
 
 def _with(metadata: Any, name: str, entry: Any) -> Any:
-    return dataclasses.replace(metadata, state_dict_metadata={**metadata.state_dict_metadata, name: entry})
+    return dataclasses.replace(
+        metadata, state_dict_metadata={**metadata.state_dict_metadata, name: entry}
+    )

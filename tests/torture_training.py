@@ -61,16 +61,26 @@ class Training:
         found, state = hashlib.blake2b(digest_size=16), self.state
         held = [*state.model.state_dict().values()]
         if not model_only:
-            held += [tensor for kept in state.optimizers[0].state.values() for tensor in kept.values()]
+            held += [
+                tensor for kept in state.optimizers[0].state.values() for tensor in kept.values()
+            ]
             held += [torch.get_rng_state(), self.order.get_state()]
         for tensor in held:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             found.update(local.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
         if model_only:
             return found.hexdigest()
-        found.update(repr((random.getstate(), numpy.random.get_state()[1].tobytes(), state.step)).encode())
         found.update(
-            repr((state.position, numpy.random.get_state()[2:], state.parts["scheduler-0"].state_dict())).encode()
+            repr((random.getstate(), numpy.random.get_state()[1].tobytes(), state.step)).encode()
+        )
+        found.update(
+            repr(
+                (
+                    state.position,
+                    numpy.random.get_state()[2:],
+                    state.parts["scheduler-0"].state_dict(),
+                )
+            ).encode()
         )
         return found.hexdigest()
 
@@ -85,13 +95,22 @@ def contents(run: SavedRun, saved: Saved) -> dict[str, str]:
     manifest = read_manifest(run.files, saved.folder)
     if saved.kind == BEST:
         reader = SafetensorsReader(run.files, saved.folder)
-        held = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in reader.facts().items()}
+        held = {
+            name: torch.empty(facts.shape, dtype=facts.dtype)
+            for name, facts in reader.facts().items()
+        }
         reader.read_into(held)
     else:
         metadata = read_metadata(run.files, saved.folder, manifest)
-        held = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in facts_of(metadata).items()}
+        held = {
+            name: torch.empty(facts.shape, dtype=facts.dtype)
+            for name, facts in facts_of(metadata).items()
+        }
         read_tensors(run.files, saved.folder, metadata, held)
-    found = {name: _hash(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, tensor in held.items()}
+    found = {
+        name: _hash(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in held.items()
+    }
     return found | {VALUES: _hash(run.files.read(f"{saved.folder}/{VALUES}"))}
 
 
@@ -109,7 +128,11 @@ class Expected:
     def is_as_saved(self, saved: Saved, found: dict[str, str]) -> bool:
         wanted = self.saved[saved.step]
         if saved.kind == BEST:
-            wanted = {name: held for name, held in wanted.items() if name.startswith("model.") or name == VALUES}
+            wanted = {
+                name: held
+                for name, held in wanted.items()
+                if name.startswith("model.") or name == VALUES
+            }
         return found == wanted
 
 

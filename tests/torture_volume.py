@@ -60,7 +60,10 @@ def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:
             cryptic += said is not None and "No space left" not in said
             if (later := trial.train(AFTER)) is not None:
                 found.append(f"with room again: {later}")
-            wrong += [f"{blocks} blocks left: {one}" for one in [*found, *trial.judge(), *trial.wrong_state()]]
+            wrong += [
+                f"{blocks} blocks left: {one}"
+                for one in [*found, *trial.judge(), *trial.wrong_state()]
+            ]
     with _volume("3m") as volume:
         assert volume is not None
         trial = prepared(volume / "run", expected)
@@ -86,7 +89,9 @@ def read_only(expected: Expected) -> dict[str, Any]:
             trial = prepared(volume / "run", expected)
             subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
             said = trial.train(AFTER)
-            wrong += [] if "Read-only" in (said or "") else [f"a read-only volume was met with {said}"]
+            wrong += (
+                [] if "Read-only" in (said or "") else [f"a read-only volume was met with {said}"]
+            )
             wrong += [f"read-only volume: {one}" for one in trial.wrong_state()]
             tried.append("volume remounted read-only")
     folder = Path(tempfile.mkdtemp(prefix="readonly-"))

@@ -53,7 +53,9 @@ def line():
         name="line",
         build=lambda: nn.Linear(2, 2),
         batch=lambda size: (torch.randn(size, 2), torch.randint(2, (size,))),
-        loss=lambda module, batch: nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="sum"),
+        loss=lambda module, batch: nn.functional.cross_entropy(
+            module(batch[0]), batch[1], reduction="sum"
+        ),
     )
 
 

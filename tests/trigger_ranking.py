@@ -35,7 +35,9 @@ def terms(text: str) -> list[str]:
 class Words:
     """BM25 over the terms of each text; how rare a word is comes from the texts and from the documentation."""
 
-    def __init__(self, texts: dict[str, str], *, saturation: float = 1.2, length: float = 0.5) -> None:
+    def __init__(
+        self, texts: dict[str, str], *, saturation: float = 1.2, length: float = 0.5
+    ) -> None:
         self.space = all_words()
         counted = {name: Counter(terms(text)) for name, text in texts.items()}
         mean = sum(words.total() for words in counted.values()) / len(counted)
@@ -54,11 +56,18 @@ class Words:
 
     def _rarity(self, term: str) -> float:
         words = term.split()
-        return sum(self.space.rarity(word) for word in words) / len(words) * (1 if len(words) == 1 else PAIR)
+        return (
+            sum(self.space.rarity(word) for word in words)
+            / len(words)
+            * (1 if len(words) == 1 else PAIR)
+        )
 
     def scores(self, prompt: str) -> dict[str, float]:
         words = sorted(set(terms(prompt)))
-        return {name: sum(weights.get(word, 0.0) for word in words) for name, weights in self.weights.items()}
+        return {
+            name: sum(weights.get(word, 0.0) for word in words)
+            for name, weights in self.weights.items()
+        }
 
 
 class Vectors:
@@ -90,7 +99,9 @@ class Vectors:
 def all_words() -> Space:
     """One space for every text and prompt there is."""
     data = triggers()
-    prompts = [text for part in ("prompts", "held_out") for each in data[part].values() for text in each]
+    prompts = [
+        text for part in ("prompts", "held_out") for each in data[part].values() for text in each
+    ]
     texts = [*prompts, *data["near_misses"], *data["others"].values(), *descriptions().values()]
     return space({word for text in texts for word in stems(text)})
 
@@ -123,7 +134,11 @@ class Ranked:
 
 def rank(ranker: Words | Vectors, prompts: dict[str, list[str]]) -> list[Ranked]:
     """Rank the texts for each prompt; `prompts` are listed under the name that is right for them."""
-    return [Ranked(prompt, right, _first(ranker.scores(prompt))) for right, each in prompts.items() for prompt in each]
+    return [
+        Ranked(prompt, right, _first(ranker.scores(prompt)))
+        for right, each in prompts.items()
+        for prompt in each
+    ]
 
 
 def _first(scores: dict[str, float]) -> str | None:
@@ -143,7 +158,9 @@ def main() -> None:
             ranked = rank(ranker, triggers()[part])
             right = sum(each.found == each.right for each in ranked)
             if ranked:
-                print(f"{type(ranker).__name__}, {part}: right first {right} of {len(ranked)}, {share(ranked):.0%}")
+                print(
+                    f"{type(ranker).__name__}, {part}: right first {right} of {len(ranked)}, {share(ranked):.0%}"
+                )
             for each in ranked if part == "prompts" else []:
                 if each.found != each.right:
                     print(f"    {each.found} instead of {each.right}: {each.prompt}")

@@ -22,7 +22,16 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-READY = ("click", "jinja2", "numpy", "rich.progress", "rich.table", "torch", "torch._dynamo", "yaml")
+READY = (
+    "click",
+    "jinja2",
+    "numpy",
+    "rich.progress",
+    "rich.table",
+    "torch",
+    "torch._dynamo",
+    "yaml",
+)
 READY += ("torch.distributed.checkpoint", "torch.distributed.fsdp")
 ASKS = """
 import json, os, signal, socket, sys
@@ -47,9 +56,13 @@ def warm_python() -> str:
     place, command = Path(folder.name) / "socket", Path(folder.name) / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [sys.executable, "-P", __file__, str(place)]
-    server = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
     assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n", "what forks a python for each command did not start"
+    assert server.stdout.readline() == b"ready\n", (
+        "what forks a python for each command did not start"
+    )
     (Path(folder.name) / "ask.py").write_text(ASKS)
     ask = [sys.executable, "-I", "-S", f"{folder.name}/ask.py", str(place)]
     command.write_text(f'#!/bin/sh\nexec {shlex.join(ask)} "$@"\n')
@@ -116,7 +129,9 @@ def _take(asked: socket.socket, place: str) -> None:
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(folder)
-    multiprocessing.process.ORIGINAL_DIR = folder  # from where a spawned process looks for the script
+    multiprocessing.process.ORIGINAL_DIR = (
+        folder  # from where a spawned process looks for the script
+    )
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = words

@@ -69,10 +69,25 @@ SAME = {  # what is typed short, or as one word
 CUT = "ization ations ation ingly ence edly ings ally ent ing ied ies ers ed er es ly s e y"
 ENDINGS = CUT.split()  # the longest come first
 READ = {  # the modules whose documentation is read
-    "torch": ["nn", "optim", "utils", "distributed", "autograd", "amp", "cuda", "_dynamo", "_functorch", "*.py"],
+    "torch": [
+        "nn",
+        "optim",
+        "utils",
+        "distributed",
+        "autograd",
+        "amp",
+        "cuda",
+        "_dynamo",
+        "_functorch",
+        "*.py",
+    ],
     "transformers": ["*.py", "integrations", "utils", "generation", "models/llama", "models/bert"],
     "numpy": ["random", "lib", "linalg", "ma"],
-    "snntorch": ["*.py", "_neurons", "functional"],  # the only one that speaks of neurons that spike
+    "snntorch": [
+        "*.py",
+        "_neurons",
+        "functional",
+    ],  # the only one that speaks of neurons that spike
 }
 PROSE = re.compile(r'"""(.*?)"""|((?:^ *# .*\n)+)', re.DOTALL | re.MULTILINE)
 VOCABULARY, DIMENSIONS, WINDOW, SEEN_ENOUGH = 4000, 300, 10, 5
@@ -84,11 +99,18 @@ def stem(word: str) -> str:
     """Cut the plural, then the longest ending that leaves four letters (three, before -ing and -ed), the doubled letter
     before it and a last e: "save", "saves", "saved" and "saving" are one.
     """
-    if len(word) > 2 and word[-1] == "s" and word[-2] not in "si" and not (word[-2] == "u" and len(word) > 5):
+    if (
+        len(word) > 2
+        and word[-1] == "s"
+        and word[-2] not in "si"
+        and not (word[-2] == "u" and len(word) > 5)
+    ):
         word = word[:-1]
     for ending in ENDINGS:
         left = len(word) - len(ending)
-        if word.endswith(ending) and (left >= 4 or (left == 3 and ending in ("ing", "ed") and _syllable(word[:3]))):
+        if word.endswith(ending) and (
+            left >= 4 or (left == 3 and ending in ("ing", "ed") and _syllable(word[:3]))
+        ):
             word = word[:left]
             if left > 3 and word[-1] == word[-2] and word[-1] not in "sl":
                 word = word[:-1]
@@ -115,11 +137,15 @@ def documentation() -> list[str]:
     for name, patterns in READ.items():
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
-            raise RuntimeError(f"{name} is not installed, whose documentation is read: pip install '.[dev]'")
+            raise RuntimeError(
+                f"{name} is not installed, whose documentation is read: pip install '.[dev]'"
+            )
         root = Path(spec.submodule_search_locations[0])
         for path in (path for pattern in patterns for path in sorted(root.glob(pattern))):
             for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-                for docstring, comment in PROSE.findall(file.read_text(encoding="utf-8", errors="ignore")):
+                for docstring, comment in PROSE.findall(
+                    file.read_text(encoding="utf-8", errors="ignore")
+                ):
                     found += stems(docstring or comment)
     return found
 
@@ -150,7 +176,9 @@ class Space:
         known = sorted({word for word in words if word in self.index})
         weights = [COMMON_SHARE / (COMMON_SHARE + self.frequency[word] / total) for word in known]
         found = (
-            numpy.array(weights) @ self.vectors[[self.index[word] for word in known]] if known else self.vectors[0] * 0
+            numpy.array(weights) @ self.vectors[[self.index[word] for word in known]]
+            if known
+            else self.vectors[0] * 0
         )
         return found / (numpy.linalg.norm(found) + 1e-9)
 
@@ -162,7 +190,9 @@ def space(needed: set[str]) -> Space:
     kept = sorted(frequency, key=lambda word: (-frequency[word], word))[:VOCABULARY]
     kept += sorted(word for word in needed - set(kept) if frequency[word] >= SEEN_ENOUGH)
     index = {word: number for number, word in enumerate(kept)}
-    return Space(index, _vectors(numpy.array([index.get(word, -1) for word in corpus]), len(kept)), frequency)
+    return Space(
+        index, _vectors(numpy.array([index.get(word, -1) for word in corpus]), len(kept)), frequency
+    )
 
 
 def _vectors(corpus: numpy.ndarray, size: int) -> numpy.ndarray:
@@ -179,7 +209,9 @@ def _vectors(corpus: numpy.ndarray, size: int) -> numpy.ndarray:
     with numpy.errstate(divide="ignore", invalid="ignore"):
         excess = numpy.log(near * context.sum() / (rows[:, None] * context[None, :]))
     excess = numpy.where(numpy.isfinite(excess), numpy.maximum(excess, 0), 0).astype(numpy.float32)
-    basis = excess @ numpy.random.default_rng(0).standard_normal((size, DIMENSIONS + 20), dtype=numpy.float32)
+    basis = excess @ numpy.random.default_rng(0).standard_normal(
+        (size, DIMENSIONS + 20), dtype=numpy.float32
+    )
     for _ in range(3):
         basis = excess @ (excess.T @ numpy.linalg.qr(basis)[0])
     basis = numpy.linalg.qr(basis)[0]

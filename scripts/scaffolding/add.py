@@ -27,17 +27,23 @@ def plan_addition(bundle: Bundle, technique: Technique, target: Target, *, overw
     init = target.directory / "__init__.py"
     if init.is_file() and init.read_bytes() != inside["__init__.py"]:
         # The package is the user's, and so is what marks it: py.typed would speak for code that is not ours.
-        inside = {path: content for path, content in inside.items() if "/" in path or path.endswith(".py")}
+        inside = {
+            path: content for path, content in inside.items() if "/" in path or path.endswith(".py")
+        }
     contents = {f"{target.inside_root}/{path}": content for path, content in inside.items()}
     contents |= test_contents(bundle, [technique], package=target.package)
-    lock = Lock(bundle.version, known.project if known else None, target.inside_root, target.package)
+    lock = Lock(
+        bundle.version, known.project if known else None, target.inside_root, target.package
+    )
     spared = [f"{target.inside_root}/__init__.py"]
     return make_plan(target.root, contents, lock=lock, overwrite=overwrite, spared=spared)
 
 
 def conflict_advice(plan: Plan, target: Target) -> str:
     """How to get around the files that are in the way."""
-    foreign = [entry.path for entry in plan.having(State.CONFLICT) if entry.reason.startswith("yours")]
+    foreign = [
+        entry.path for entry in plan.having(State.CONFLICT) if entry.reason.startswith("yours")
+    ]
     apart = read_lock(target.root) is None  # a project keeps its techniques in one package
     if apart and any(path.startswith(f"{target.inside_root}/") for path in foreign):
         return f"keep yours apart from ours with --into {target.directory / 'curry_train'}"

@@ -69,12 +69,16 @@ def read_bundle(root: Path) -> Bundle:
     """Read and check the catalogue of the bundle at `root`."""
     skills = sorted(root.glob("skills/*/SKILL.md"))
     if not skills:
-        raise ScaffoldError(f"no skills/*/SKILL.md under {root}: this is not a whole copy of the bundle")
+        raise ScaffoldError(
+            f"no skills/*/SKILL.md under {root}: this is not a whole copy of the bundle"
+        )
     techniques = tuple(_read_technique(skill) for skill in skills)
     for technique in techniques:
         for path in (*technique.modules, technique.gate, technique.test):
             if not (root / "template" / path).is_file():
-                raise ScaffoldError(f"skill {technique.name} needs template/{path}, which {root} does not have")
+                raise ScaffoldError(
+                    f"skill {technique.name} needs template/{path}, which {root} does not have"
+                )
     return Bundle(root, _read_version(root / "template" / PACKAGE / "__init__.py"), techniques)
 
 
@@ -90,16 +94,22 @@ def _read_technique(skill: Path) -> Technique:
     metadata = fields.get("metadata") if isinstance(fields, dict) else None
     modules = metadata.get("module") if isinstance(metadata, dict) else None
     if not isinstance(modules, str) or not modules.split():
-        raise ScaffoldError(f"the frontmatter of {skill} has no metadata.module with the path of its home module")
+        raise ScaffoldError(
+            f"the frontmatter of {skill} has no metadata.module with the path of its home module"
+        )
     name, description = fields.get("name"), fields.get("description")
     if name != skill.parent.name or not isinstance(description, str):
-        raise ScaffoldError(f"the frontmatter of {skill} needs name: {skill.parent.name} and a description")
+        raise ScaffoldError(
+            f"the frontmatter of {skill} needs name: {skill.parent.name} and a description"
+        )
     return Technique(name, " ".join(description.split()), tuple(modules.split()))
 
 
 def _read_version(path: Path) -> str:
     for node in ast.parse(path.read_bytes()).body:
         match node:
-            case ast.Assign(targets=[ast.Name(id="__version__")], value=ast.Constant(value=str(version))):
+            case ast.Assign(
+                targets=[ast.Name(id="__version__")], value=ast.Constant(value=str(version))
+            ):
                 return version
     raise ScaffoldError(f'{path} has no line __version__ = "..."')

@@ -39,7 +39,9 @@ def compare_project(bundle: Bundle, root: Path) -> list[Comparison]:
     """Every file that the lock of the project at `root` records."""
     lock = read_lock(root)
     if lock is None:
-        raise ScaffoldError(f"{root} has no {LOCK}; name the folder of a project that 'scaffold.py' wrote to")
+        raise ScaffoldError(
+            f"{root} has no {LOCK}; name the folder of a project that 'scaffold.py' wrote to"
+        )
     return [_compare(bundle, root, lock, path) for path in lock.files]
 
 

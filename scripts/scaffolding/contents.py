@@ -27,7 +27,9 @@ TAKEN = (
 )  # pip would mistake the project for it
 
 
-def project_contents(bundle: Bundle, techniques: Sequence[Technique] | None, *, name: str) -> dict[str, bytes]:
+def project_contents(
+    bundle: Bundle, techniques: Sequence[Technique] | None, *, name: str
+) -> dict[str, bytes]:
     """All files of a new project called `name`; `None` for the whole package."""
     check_project_name(name)
     chosen = bundle.techniques if techniques is None else techniques
@@ -35,10 +37,16 @@ def project_contents(bundle: Bundle, techniques: Sequence[Technique] | None, *, 
     if techniques is None:
         code = {_relative(bundle, path) for path in (bundle.template / PACKAGE).rglob("*.py")}
     else:
-        commands = [f"{PACKAGE}/{file}" for file in COMMANDS if (bundle.template / PACKAGE / file).is_file()]
+        commands = [
+            f"{PACKAGE}/{file}" for file in COMMANDS if (bundle.template / PACKAGE / file).is_file()
+        ]
         code = _code_of(bundle, chosen, commands, rendered=rendered)
-    contents = {path: (bundle.template / path).read_bytes() for path in code | _data_beside(bundle, code)}
-    contents |= {technique.test: (bundle.template / technique.test).read_bytes() for technique in chosen}
+    contents = {
+        path: (bundle.template / path).read_bytes() for path in code | _data_beside(bundle, code)
+    }
+    contents |= {
+        technique.test: (bundle.template / technique.test).read_bytes() for technique in chosen
+    }
     return dict(sorted((contents | rendered).items()))
 
 
@@ -46,13 +54,20 @@ def package_contents(bundle: Bundle, techniques: Sequence[Technique]) -> dict[st
     """The files of these techniques inside a package, relative to it: modules, gates and what these import."""
     code = _code_of(bundle, techniques, [], rendered={})
     paths = sorted(code | _data_beside(bundle, code))
-    return {str(PurePosixPath(path).relative_to(PACKAGE)): (bundle.template / path).read_bytes() for path in paths}
+    return {
+        str(PurePosixPath(path).relative_to(PACKAGE)): (bundle.template / path).read_bytes()
+        for path in paths
+    }
 
 
-def test_contents(bundle: Bundle, techniques: Iterable[Technique], *, package: str) -> dict[str, bytes]:
+def test_contents(
+    bundle: Bundle, techniques: Iterable[Technique], *, package: str
+) -> dict[str, bytes]:
     """The tests of these techniques, relative to the project, importing from `package`."""
     return {
-        technique.test: rewrite_imports((bundle.template / technique.test).read_bytes(), package=package)
+        technique.test: rewrite_imports(
+            (bundle.template / technique.test).read_bytes(), package=package
+        )
         for technique in techniques
     }
 
@@ -66,7 +81,9 @@ def render(bundle: Bundle, path: str, *, name: str) -> bytes:
         autoescape=False,
     )
     try:
-        text = environment.get_template(f"{path}.jinja").render(name=name, distribution=distribution_name(name))
+        text = environment.get_template(f"{path}.jinja").render(
+            name=name, distribution=distribution_name(name)
+        )
     except jinja2.TemplateError as error:
         raise ScaffoldError(f"template/{path}.jinja can't be rendered: {error}") from error
     return text.encode()
@@ -79,11 +96,17 @@ def distribution_name(name: str) -> str:
 
 def check_project_name(name: str) -> None:
     if not is_module_name(name):
-        raise ScaffoldError(f"{name!r} can't be a project's name: give --name a Python identifier, such as my_run")
+        raise ScaffoldError(
+            f"{name!r} can't be a project's name: give --name a Python identifier, such as my_run"
+        )
     if not name.isascii() or not name.strip("_"):
-        raise ScaffoldError(f"{name!r} can't be a project's name, because pip takes ASCII letters and digits only")
+        raise ScaffoldError(
+            f"{name!r} can't be a project's name, because pip takes ASCII letters and digits only"
+        )
     if distribution_name(name) in TAKEN:
-        raise ScaffoldError(f"{name!r} is the name of a package that the project needs itself; give another --name")
+        raise ScaffoldError(
+            f"{name!r} is the name of a package that the project needs itself; give another --name"
+        )
 
 
 def is_module_name(name: str) -> bool:
@@ -91,11 +114,21 @@ def is_module_name(name: str) -> bool:
 
 
 def _code_of(
-    bundle: Bundle, techniques: Iterable[Technique], more: Iterable[str], *, rendered: dict[str, bytes]
+    bundle: Bundle,
+    techniques: Iterable[Technique],
+    more: Iterable[str],
+    *,
+    rendered: dict[str, bytes],
 ) -> set[str]:
-    roots = [path for technique in techniques for path in (*technique.modules, technique.gate, technique.test)]
+    roots = [
+        path
+        for technique in techniques
+        for path in (*technique.modules, technique.gate, technique.test)
+    ]
     handed_out = handed_out_names((bundle.template / PACKAGE / "core/__init__.py").read_bytes())
-    core = [f"{PACKAGE}/core/{module}.py" for module in set(handed_out.values())]  # what core promises to everyone
+    core = [
+        f"{PACKAGE}/core/{module}.py" for module in set(handed_out.values())
+    ]  # what core promises to everyone
     scripts = {path: content for path, content in rendered.items() if path.endswith(".py")}
     return reached_files(bundle.template, [*roots, *core, *more], rendered=scripts)
 
@@ -113,7 +146,10 @@ def _data_beside(bundle: Bundle, code: set[str]) -> set[str]:
 
 
 def _templates(bundle: Bundle) -> list[PurePosixPath]:
-    return [PurePosixPath(_relative(bundle, path)).with_suffix("") for path in sorted(bundle.template.rglob("*.jinja"))]
+    return [
+        PurePosixPath(_relative(bundle, path)).with_suffix("")
+        for path in sorted(bundle.template.rglob("*.jinja"))
+    ]
 
 
 def _relative(bundle: Bundle, path: Path) -> str:

@@ -13,7 +13,9 @@ from .bundle import PACKAGE
 from .errors import ScaffoldError
 
 
-def reached_files(template: Path, roots: Iterable[str], *, rendered: Mapping[str, bytes]) -> set[str]:
+def reached_files(
+    template: Path, roots: Iterable[str], *, rendered: Mapping[str, bytes]
+) -> set[str]:
     """The files of the package that `roots` and `rendered` import, with the roots that lie in the package themselves.
 
     Each package on the way brings its `__init__.py`. Paths are relative to `template`; `rendered` has files that exist
@@ -50,15 +52,21 @@ def rewrite_imports(source: bytes, *, package: str) -> bytes:
     edits: list[tuple[int, int, str, str]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_ours(node.module or ""):
-            edits.append((node.lineno - 1, node.col_offset, rf"from\s+{PACKAGE}\b", f"from {package}"))
+            edits.append(
+                (node.lineno - 1, node.col_offset, rf"from\s+{PACKAGE}\b", f"from {package}")
+            )
         elif isinstance(node, ast.Import):
             for alias in filter(lambda alias: _is_ours(alias.name), node.names):
                 if alias.asname is None and alias.name != PACKAGE:
-                    raise ScaffoldError(f"'import {alias.name}' can't move to {package}: write from ... import ...")
+                    raise ScaffoldError(
+                        f"'import {alias.name}' can't move to {package}: write from ... import ..."
+                    )
                 binding = package if alias.asname else f"{package} as {PACKAGE}"
                 edits.append((alias.lineno - 1, alias.col_offset, rf"{PACKAGE}\b", binding))
     lines = source.splitlines(keepends=True)
-    for line, column, old, new in sorted(edits, reverse=True):  # from the right, so that columns stay true
+    for line, column, old, new in sorted(
+        edits, reverse=True
+    ):  # from the right, so that columns stay true
         head, tail = lines[line][:column], lines[line][column:]
         lines[line] = head + re.sub(old.encode(), new.encode(), tail, count=1)
     return b"".join(lines)
@@ -87,10 +95,14 @@ def _imported_files(template: Path, path: str, source: bytes) -> Iterator[str]:
                 file = _file_of(template, module, importer=path)
                 yield file
                 if file.endswith("/__init__.py"):
-                    yield from _submodules(template, module, [alias.name for alias in node.names], importer=path)
+                    yield from _submodules(
+                        template, module, [alias.name for alias in node.names], importer=path
+                    )
 
 
-def _submodules(template: Path, package: str, names: Iterable[str], *, importer: str) -> Iterator[str]:
+def _submodules(
+    template: Path, package: str, names: Iterable[str], *, importer: str
+) -> Iterator[str]:
     """The files behind `from package import names`: a submodule, or a name that `__init__.py` hands on from one."""
     folder = template / package.replace(".", "/")
     handed_out = handed_out_names((folder / "__init__.py").read_bytes())

@@ -37,7 +37,12 @@ class Lock:
     def to_bytes(self) -> bytes:
         files = {path: vars(record) for path, record in sorted(self.files.items())}
         package = {"directory": self.directory, "name": self.package}
-        document = {"bundle": self.bundle, "project": self.project, "package": package, "files": files}
+        document = {
+            "bundle": self.bundle,
+            "project": self.project,
+            "package": package,
+            "files": files,
+        }
         return (json.dumps(document, indent=2) + "\n").encode()
 
 
@@ -52,15 +57,28 @@ def read_lock(root: Path) -> Lock | None:
         return None
     try:
         document = json.loads(path.read_bytes())
-        files = {name: Record(_text(of["sha256"]), _text(of["bundle"])) for name, of in document["files"].items()}
+        files = {
+            name: Record(_text(of["sha256"]), _text(of["bundle"]))
+            for name, of in document["files"].items()
+        }
         package = document["package"]
         project = None if document["project"] is None else _text(document["project"])
-        lock = Lock(_text(document["bundle"]), project, _text(package["directory"]), _text(package["name"]), files)
+        lock = Lock(
+            _text(document["bundle"]),
+            project,
+            _text(package["directory"]),
+            _text(package["name"]),
+            files,
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ScaffoldError(f"{path} is damaged ({error}); take it back from version control, or delete it") from error
+        raise ScaffoldError(
+            f"{path} is damaged ({error}); take it back from version control, or delete it"
+        ) from error
     for name in (lock.directory, *lock.files):
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ScaffoldError(f"{path} names {name}, which lies outside the project; take it back or delete it")
+            raise ScaffoldError(
+                f"{path} names {name}, which lies outside the project; take it back or delete it"
+            )
     return lock
 
 

@@ -15,7 +15,12 @@ from .plan import Plan, State, make_plan
 
 
 def plan_project(
-    bundle: Bundle, directory: Path, *, name: str | None, techniques: Sequence[str], working_directory: Path
+    bundle: Bundle,
+    directory: Path,
+    *,
+    name: str | None,
+    techniques: Sequence[str],
+    working_directory: Path,
 ) -> Plan:
     """The plan for a project in `directory`; without `techniques` it holds the whole package.
 
@@ -31,7 +36,9 @@ def plan_project(
     if (directory / LOCK).is_file():
         _check_same(plan)
     elif directory == working_directory:
-        raise ScaffoldError(f"{directory} is the current directory, which can't be replaced; run this from its parent")
+        raise ScaffoldError(
+            f"{directory} is the current directory, which can't be replaced; run this from its parent"
+        )
     return plan
 
 
@@ -46,14 +53,18 @@ def _check_directory(directory: Path, *, name: str) -> None:
     if directory.exists() and not directory.is_dir():
         raise ScaffoldError(f"{directory} is a file; name a folder that does not exist yet")
     if not directory.parent.is_dir():
-        raise ScaffoldError(f"{directory.parent} is not a folder; create it first, or name another place")
+        raise ScaffoldError(
+            f"{directory.parent} is not a folder; create it first, or name another place"
+        )
     lock = read_lock(directory)
     if lock is None and directory.is_dir() and any(directory.iterdir()):
         raise ScaffoldError(
             f"{directory} exists and is not empty; name a new folder, or use 'scaffold.py add' for a repository"
         )
     if lock is not None and lock.project != name:
-        owner = f"the project {lock.project}" if lock.project else "a repository with techniques added"
+        owner = (
+            f"the project {lock.project}" if lock.project else "a repository with techniques added"
+        )
         raise ScaffoldError(f"{directory} holds {owner} already; name a new folder for {name}")
 
 

@@ -46,7 +46,12 @@ class Plan:
 
 
 def make_plan(
-    root: Path, contents: Mapping[str, bytes], *, lock: Lock, overwrite: bool = False, spared: Collection[str] = ()
+    root: Path,
+    contents: Mapping[str, bytes],
+    *,
+    lock: Lock,
+    overwrite: bool = False,
+    spared: Collection[str] = (),
 ) -> Plan:
     """Compare `contents` with what is under `root`.
 
@@ -58,13 +63,19 @@ def make_plan(
     entries = []
     for path, content in contents.items():
         entry = _compare(root, path, content, records.get(path))
-        if entry.state is State.CONFLICT and path in spared and not _is_untouched(root, path, records):
+        if (
+            entry.state is State.CONFLICT
+            and path in spared
+            and not _is_untouched(root, path, records)
+        ):
             entry = replace(entry, state=State.YOURS)
         elif entry.state is State.CONFLICT and overwrite:
             entry = replace(entry, state=State.REPLACE)
         entries.append(entry)
         digest = sha256(content)
-        if entry.state is not State.YOURS and (path not in records or records[path].sha256 != digest):
+        if entry.state is not State.YOURS and (
+            path not in records or records[path].sha256 != digest
+        ):
             records[path] = Record(digest, lock.bundle)
     entries.append(_lock_entry(root, replace(lock, files=records)))
     return Plan(root, tuple(entries))
@@ -88,7 +99,9 @@ def destination(root: Path, path: str) -> Path:
         if folder.is_dir():
             break
         if folder.exists():
-            raise ScaffoldError(f"{folder} is a file, and a folder must go there; move it away first")
+            raise ScaffoldError(
+                f"{folder} is a file, and a folder must go there; move it away first"
+            )
     if place.is_dir():
         raise ScaffoldError(f"{place} is a folder, and a file must go there; move it away first")
     return place

@@ -14,7 +14,9 @@ WIDTH = 80
 def technique_lines(techniques: Iterable[Technique]) -> Iterator[str]:
     for technique in techniques:
         yield technique.name
-        yield from textwrap.wrap(technique.decides, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield from textwrap.wrap(
+            technique.decides, WIDTH, initial_indent="  ", subsequent_indent="  "
+        )
         yield f"  {technique.home}"
 
 
@@ -43,7 +45,9 @@ def comparison_lines(comparisons: Sequence[Comparison], *, with_patch: bool) -> 
             yield from patch(comparison).splitlines()
     counts = Counter(comparison.change for comparison in comparisons)
     summary = ", ".join(f"{counts[change]} {change}" for change in Change if counts[change])
-    yield from textwrap.wrap(f"{_files(len(comparisons))}: {summary}", WIDTH, subsequent_indent="  ")
+    yield from textwrap.wrap(
+        f"{_files(len(comparisons))}: {summary}", WIDTH, subsequent_indent="  "
+    )
 
 
 def _files(count: int) -> str:

@@ -45,23 +45,31 @@ def find_target(directory: Path, *, working_directory: Path) -> Target:
     """Look around `directory`, which may not exist yet."""
     directory = Path(os.path.abspath(working_directory / directory))
     if directory.exists() and not directory.is_dir():
-        raise ScaffoldError(f"{directory} is a file; --into takes the package's folder, such as src/mylib/training")
+        raise ScaffoldError(
+            f"{directory} is a file; --into takes the package's folder, such as src/mylib/training"
+        )
     if not directory.parent.is_dir():
-        raise ScaffoldError(f"{directory.parent} is not a folder; create it first, or correct --into")
+        raise ScaffoldError(
+            f"{directory.parent} is not a folder; create it first, or correct --into"
+        )
     if any((directory / marker).exists() for marker in MARKERS):
         raise ScaffoldError(
             f"{directory} is a project's root, not a package in it; use --into {directory / 'curry_train'}"
         )
     root = _find_root(directory, working_directory)
     if not directory.resolve().is_relative_to(root.resolve()):
-        raise ScaffoldError(f"{directory} is a link that leads out of {root}; nothing is written outside a project")
+        raise ScaffoldError(
+            f"{directory} is a link that leads out of {root}; nothing is written outside a project"
+        )
     top = directory
     while top.parent != root and (top.parent / "__init__.py").is_file():
         top = top.parent
     parts = directory.relative_to(top.parent).parts
     for part in parts or ("",):
         if not is_module_name(part):
-            raise ScaffoldError(f"Python can't import a folder called {part!r}; --into needs a name like my_training")
+            raise ScaffoldError(
+                f"Python can't import a folder called {part!r}; --into needs a name like my_training"
+            )
     return Target(directory, root, ".".join(parts), top.parent)
 
 

@@ -29,7 +29,16 @@ from .core.workload import Case, Workload
 from .gate_rows import Row, measure_rows
 from .gate_table import print_figures, print_summary
 from .gates import discover
-from .options import DTYPES, FEW, UnusableInput, choose_device, model_option, plot_option, run_options, samples_of
+from .options import (
+    DTYPES,
+    FEW,
+    UnusableInput,
+    choose_device,
+    model_option,
+    plot_option,
+    run_options,
+    samples_of,
+)
 from .plan.profiler import MemoryProfiler
 from .plan.timeline import measure_timeline
 from .plots import plot_timeline, require_matplotlib
@@ -43,7 +52,11 @@ def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
     for pattern in patterns:
         if not any(_matches(gate, pattern) for gate in gates):
             raise UnusableInput(no_such_gate(pattern, [gate.name for gate in gates]))
-    return tuple(gate for gate in gates if not patterns or any(_matches(gate, pattern) for pattern in patterns))
+    return tuple(
+        gate
+        for gate in gates
+        if not patterns or any(_matches(gate, pattern) for pattern in patterns)
+    )
 
 
 def _matches(gate: Gate, pattern: str) -> bool:
@@ -54,7 +67,11 @@ class Commands(click.Group):
     """Also those commands that belong to a technique, where the project has it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        there = [name for name in OF_TECHNIQUES if importlib.util.find_spec(f"{__package__}.{_module_of(name)}")]
+        there = [
+            name
+            for name in OF_TECHNIQUES
+            if importlib.util.find_spec(f"{__package__}.{_module_of(name)}")
+        ]
         return sorted([*super().list_commands(ctx), *there])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -76,9 +93,17 @@ def main() -> None:
 
 @main.command("gates")
 @model_option("models", multiple=True, more="Repeatable; all built-in ones if left out.")
-@click.option("--gate", "patterns", multiple=True, metavar="PATTERN", help="Only these gates: a technique or a glob.")
+@click.option(
+    "--gate",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only these gates: a technique or a glob.",
+)
 @run_options
-@click.option("--figures", is_flag=True, help="What each gate measured; so without it where --gate is given.")
+@click.option(
+    "--figures", is_flag=True, help="What each gate measured; so without it where --gate is given."
+)
 @click.option("--list", "list_only", is_flag=True, help="Name the gates and stop.")
 def gates_command(
     models: tuple[str, ...],
@@ -109,12 +134,18 @@ def gates_command(
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
     console.print(
-        f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}", style="dim"
+        f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}",
+        style="dim",
     )
     start = time.perf_counter()
     with heap_kept():
         rows = list(_measure(cases, gates))
-    run = {"dtype": dtype, "batch_size": batch_size, "seed": seed, "seconds": round(time.perf_counter() - start, 1)}
+    run = {
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "seed": seed,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
     show = print_figures if figures or patterns else print_summary
     show(console, rows, blocks=shown)
     if json_path:
@@ -132,19 +163,26 @@ def _why_nothing_was_checked(rows: Sequence[Row], patterns: Sequence[str]) -> st
     for row in rows:
         reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
     models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
-    return f"nothing was checked: of {', '.join(patterns) or 'all gates'} no gate applies to {models}"
+    return (
+        f"nothing was checked: of {', '.join(patterns) or 'all gates'} no gate applies to {models}"
+    )
 
 
 def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
     """By what was typed, where two factories have one name."""
     times = Counter(workload.name for workload in workloads)
-    return [replace(workload, name=workload.spec) if times[workload.name] > 1 else workload for workload in workloads]
+    return [
+        replace(workload, name=workload.spec) if times[workload.name] > 1 else workload
+        for workload in workloads
+    ]
 
 
 def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[Row]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=len(cases) * len(gates))
         names = [f"{case.workload.name}: {gate.name}" for case in cases for gate in gates]
         rows = measure_rows(cases, gates)
@@ -160,7 +198,11 @@ def _blocks(case: Case) -> str:
         names = list(find_blocks(case.build(), case.blocks))
     except NoBlocks as error:
         return error.in_short
-    return f"{len(names)} blocks, {names[0]} to {names[-1]}" if len(names) > 1 else f"1 block, {names[0]}"
+    return (
+        f"{len(names)} blocks, {names[0]} to {names[-1]}"
+        if len(names) > 1
+        else f"1 block, {names[0]}"
+    )
 
 
 @main.command("memory")
@@ -186,7 +228,9 @@ def memory_command(
         module, batch = case.build(), case.batch()
         if plot_path:
             with contextlib.suppress(NoBlocks):
-                find_blocks(module, blocks)  # what is wrong with the pattern is told before what is not installed
+                find_blocks(
+                    module, blocks
+                )  # what is wrong with the pattern is told before what is not installed
             require_matplotlib()
         profile = MemoryProfiler(module).profile(batch, loss=case.workload.mean_loss, blocks=blocks)
         timeline = measure_timeline(module, batch, case.workload.mean_loss, blocks=blocks)

@@ -30,7 +30,9 @@ class AccumulationCost:
     cost_us: float
 
 
-def measure_accumulation_cost(*, microsteps: int = 8, repeats: int = 400, warmup: int = 50) -> AccumulationCost:
+def measure_accumulation_cost(
+    *, microsteps: int = 8, repeats: int = 400, warmup: int = 50
+) -> AccumulationCost:
     """The package's window against the same step by hand, on a model so small that only the Python around it counts."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
@@ -55,7 +57,11 @@ def measure_accumulation_cost(*, microsteps: int = 8, repeats: int = 400, warmup
     scale = 1e6 / microsteps
     cost = statistics.median(second - first for first, second in zip(hand, ours, strict=True))
     return AccumulationCost(
-        microsteps, repeats, statistics.median(hand) * scale, statistics.median(ours) * scale, cost * scale
+        microsteps,
+        repeats,
+        statistics.median(hand) * scale,
+        statistics.median(ours) * scale,
+        cost * scale,
     )
 
 
@@ -67,7 +73,10 @@ def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
 @click.option("--repeats", default=400, type=click.IntRange(1), show_default=True)
 @json_option()
 def main(repeats: int, json_path: str | None) -> None:
-    costs = [measure_accumulation_cost(microsteps=microsteps, repeats=repeats) for microsteps in (4, 8, 32)]
+    costs = [
+        measure_accumulation_cost(microsteps=microsteps, repeats=repeats)
+        for microsteps in (4, 8, 32)
+    ]
     for cost in costs:
         click.echo(
             f"{cost.microsteps:3d} microsteps: by hand {cost.by_hand_us:6.1f} us, helper {cost.helper_us:6.1f} us, "

@@ -17,7 +17,15 @@ from .core.blocks import NoBlocks, find_blocks
 from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.workload import Case
-from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options, samples_of
+from .options import (
+    DTYPES,
+    UnusableInput,
+    choose_device,
+    model_option,
+    plot_option,
+    run_options,
+    samples_of,
+)
 from .plan.bench import measure_levers
 from .plan.levers import HELP, find_lever, list_levers
 from .plan.optimizers import OPTIMIZERS, make_optimizer
@@ -48,11 +56,23 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.command("bench")
 @model_option("spec", required=True)
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
-@click.option("--against", multiple=True, metavar="NAME|FACTORY", help="Another model on the same batch. Repeatable.")
-@click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Rounds that count.")
-@click.option("--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before them.")
 @click.option(
-    "--optimizer", default="adamw", show_default=True, help=f"{', '.join(OPTIMIZERS)}, or bytes for each parameter."
+    "--against",
+    multiple=True,
+    metavar="NAME|FACTORY",
+    help="Another model on the same batch. Repeatable.",
+)
+@click.option(
+    "--steps", default=20, type=click.IntRange(1), show_default=True, help="Rounds that count."
+)
+@click.option(
+    "--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before them."
+)
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help=f"{', '.join(OPTIMIZERS)}, or bytes for each parameter.",
 )
 @click.option(
     "--peak",
@@ -103,7 +123,9 @@ def bench_command(
                 tell=tell,
             )
     except (ValueError, RuntimeError) as error:
-        raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
+        raise UnusableInput(
+            "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+        ) from error
     click.echo(table(bench), err=json_path == "-")
     facts = provenance(place)
     if plot_path:
@@ -125,6 +147,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """Quiet where nobody looks."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("")
         yield lambda message: progress.update(task, description=message)

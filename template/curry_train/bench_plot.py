@@ -18,7 +18,9 @@ MEGABYTE = 2**20
 # Of Paul Tol's palettes for colour-blind readers.
 PLAIN, SLOWER, FASTER, ALIKE = "#555555", "#EE6677", "#228833", "#4477AA"
 GREY = "#B8B8B8"
-FAR = 1.6  # of the slowest configuration's median: what lies beyond is drawn at the edge, as an arrow
+FAR = (
+    1.6  # of the slowest configuration's median: what lies beyond is drawn at the edge, as an arrow
+)
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]:
@@ -42,7 +44,9 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]
     _draw_memory(memory, rows)
     times.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     times.set_ylim(len(rows) - 0.4, -0.6)
-    intervals = "in brackets: the 95% interval of the median ratio to plain's step of the same round"
+    intervals = (
+        "in brackets: the 95% interval of the median ratio to plain's step of the same round"
+    )
     figure.supxlabel(
         f"{bench.rounds} rounds in turns; dots: steps, line: median, bar: 10% to 90%; {intervals}",
         x=0.01,
@@ -56,21 +60,48 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]
 
 def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
     scale, unit = (1.0, "s") if max(_median(row) for row in rows) >= 1 else (1000.0, "ms")
-    end = scale * min(1.02 * max(max(row.seconds) for row in rows), FAR * max(_median(row) for row in rows))
+    end = scale * min(
+        1.02 * max(max(row.seconds) for row in rows), FAR * max(_median(row) for row in rows)
+    )
     for place, row in enumerate(rows):
         if row.step is None:
             continue
         colour = _colour(row)
         shown = [scale * taken for taken in row.seconds if scale * taken <= end]
         left, right = min(end, scale * row.step.lower), min(end, scale * row.step.upper)
-        axes.barh(place, right - left, left=left, height=0.5, color=colour, alpha=0.25, linewidth=0, zorder=2)
-        heights = [place + 0.18 * ((turn * 7) % 5 - 2) / 2 for turn in range(len(shown))]  # apart, and not at random
-        axes.plot(shown, heights, ".", color=colour, markersize=4, alpha=0.55, linestyle="none", zorder=3)
+        axes.barh(
+            place,
+            right - left,
+            left=left,
+            height=0.5,
+            color=colour,
+            alpha=0.25,
+            linewidth=0,
+            zorder=2,
+        )
+        heights = [
+            place + 0.18 * ((turn * 7) % 5 - 2) / 2 for turn in range(len(shown))
+        ]  # apart, and not at random
+        axes.plot(
+            shown, heights, ".", color=colour, markersize=4, alpha=0.55, linestyle="none", zorder=3
+        )
         if beyond := len(row.seconds) - len(shown):
             axes.plot([end], [place], ">", color=colour, markersize=5, clip_on=False, zorder=4)
-            axes.text(0.985 * end, place - 0.3, f"{beyond} later", fontsize=7, color=colour, ha="right", va="center")
-        axes.vlines(scale * row.step.median, place - 0.3, place + 0.3, colour, linewidth=2.5, zorder=4)
-        axes.text(1.03 * end, place, _said(row), fontsize=9, color=colour, va="center", clip_on=False)
+            axes.text(
+                0.985 * end,
+                place - 0.3,
+                f"{beyond} later",
+                fontsize=7,
+                color=colour,
+                ha="right",
+                va="center",
+            )
+        axes.vlines(
+            scale * row.step.median, place - 0.3, place + 0.3, colour, linewidth=2.5, zorder=4
+        )
+        axes.text(
+            1.03 * end, place, _said(row), fontsize=9, color=colour, va="center", clip_on=False
+        )
     axes.axvline(scale * _median(rows[0]), color=PLAIN, linewidth=0.8, linestyle=":", zorder=1)
     axes.set_xlim(0, 1.75 * end)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= end])
@@ -82,7 +113,10 @@ def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
 def _draw_memory(axes: Any, rows: Sequence[Figures]) -> None:
     peaks = [(row.peak_bytes or 0) / MEGABYTE for row in rows]
     bars = axes.barh(range(len(rows)), peaks, height=0.5, color=GREY, zorder=2)
-    labels = ["not followed" if not row.peak_bytes else f"{_size(row)}  {_share(row)}".rstrip() for row in rows]
+    labels = [
+        "not followed" if not row.peak_bytes else f"{_size(row)}  {_share(row)}".rstrip()
+        for row in rows
+    ]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_xlim(0, 1.42 * max(peaks))
     axes.set_xlabel("peak of a step, MiB, all included", fontsize=9, loc="left")

@@ -54,7 +54,9 @@ def _cells(row: Figures) -> list[str]:
     return [
         row.name,
         "" if step is None else format_seconds(step.median),
-        "" if step is None else _range(step.lower, step.upper, scale=1000 if step.median < 1 else 1),
+        ""
+        if step is None
+        else _range(step.lower, step.upper, scale=1000 if step.median < 1 else 1),
         "" if ratio is None else f"{ratio.median:.2f}x",
         f"{ratio.lower:.2f}-{ratio.upper:.2f}" if ratio is not None and sharp else "",
         _count(row.terms_per_second),
@@ -65,7 +67,11 @@ def _cells(row: Figures) -> list[str]:
 
 
 def _remarks(bench: Bench) -> Iterator[str]:
-    alike = [row.name for row in bench.rows if row.ratio is not None and row.ratio.verdict == NO_DIFFERENCE]
+    alike = [
+        row.name
+        for row in bench.rows
+        if row.ratio is not None and row.ratio.verdict == NO_DIFFERENCE
+    ]
     if alike:
         yield f"{NO_DIFFERENCE} to plain: {', '.join(alike)} (1 is within the interval)"
     if any(row.ratio is not None and row.ratio.verdict == TOO_FEW for row in bench.rows):
@@ -87,12 +93,16 @@ def _legend(bench: Bench) -> Iterator[str]:
         yield f"MFU and HFU are not known: {bench.plain.peak_source}"
         return
     yield "MFU: the model's FLOPs over the peak's; HFU: those that ran, recompute included"
-    for rate, source in dict.fromkeys((row.peak_flops_per_second, row.peak_source) for row in known):
+    for rate, source in dict.fromkeys(
+        (row.peak_flops_per_second, row.peak_source) for row in known
+    ):
         yield f"peak: {(rate or 0) / 1e12:.3g} TFLOP/s, {source}"
 
 
 def _wrapped(text: str, *, indent: str = "  ") -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def format_seconds(seconds: float) -> str:
@@ -105,7 +115,9 @@ def _range(lower: float, upper: float, *, scale: int) -> str:
 
 def _digits(number: float) -> str:
     """Three digits, or the whole number."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    return (
+        f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    )
 
 
 def _mebibytes(size: int) -> str:
@@ -122,7 +134,13 @@ def _count(number: float | None) -> str:
 
 
 def _flops(number: int | None) -> str:
-    scales: Sequence[tuple[float, str]] = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    scales: Sequence[tuple[float, str]] = (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    )
     for size, letter in scales:
         if number is not None and number >= size:
             return f"{_digits(number / size)} {letter}FLOP"

@@ -52,7 +52,11 @@ class TimedStep:
         if self.ratio.verdict == TOO_FEW:
             return f"{said}, {self.ratio.median:.3g} of the first, {TOO_FEW}"
         bounds = f"{self.ratio.lower:.3g} to {self.ratio.upper:.3g}"
-        verdict = self.ratio.verdict if self.ratio.verdict == NO_DIFFERENCE else f"{self.ratio.verdict} than the first"
+        verdict = (
+            self.ratio.verdict
+            if self.ratio.verdict == NO_DIFFERENCE
+            else f"{self.ratio.verdict} than the first"
+        )
         return f"{said}, {self.ratio.median:.3g} of the first ({bounds}): {verdict}"
 
 
@@ -90,9 +94,13 @@ def compare_steps(
     if not steps:
         raise ValueError("there is no step to time: give at least one, by name")
     waited = wait_for_device if wait is None else wait
-    seconds = time_in_turns(list(steps.values()), rounds=rounds, warmup=warmup, clock=clock, wait=waited)
+    seconds = time_in_turns(
+        list(steps.values()), rounds=rounds, warmup=warmup, clock=clock, wait=waited
+    )
     return {
-        name: TimedStep(name, tuple(taken), spread_of(taken), paired_ratio(taken, seconds[0]) if index else None)
+        name: TimedStep(
+            name, tuple(taken), spread_of(taken), paired_ratio(taken, seconds[0]) if index else None
+        )
         for index, (name, taken) in enumerate(zip(steps, seconds, strict=True))
     }
 

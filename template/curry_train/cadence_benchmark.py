@@ -26,7 +26,9 @@ HOURS = (1, 24, 168)
 SAVE_SECONDS = 60.0
 
 
-def measure_cadence(folder: Path, *, mib: int, seconds: float, overhead: float, background: bool) -> dict[str, Any]:
+def measure_cadence(
+    folder: Path, *, mib: int, seconds: float, overhead: float, background: bool
+) -> dict[str, Any]:
     """Train so long. `highest` is the part of the steps' time that all saves took, at the worst moment after one."""
     state = made_state(mib * 2**20)
     config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=overhead)
@@ -41,7 +43,10 @@ def measure_cadence(folder: Path, *, mib: int, seconds: float, overhead: float, 
             state.optimizers[0].step()
             state.optimizers[0].zero_grad()
             state.step += 1
-            ended, waited = time.perf_counter(), (saver.stalled if saver else 0.0) - stalled  # in the optimizer's step
+            ended, waited = (
+                time.perf_counter(),
+                (saver.stalled if saver else 0.0) - stalled,
+            )  # in the optimizer's step
             stepping += ended - began - waited
             done = policy.after_step(state.step, state, {})
             saving += time.perf_counter() - ended + waited
@@ -67,9 +72,16 @@ def measure_cadence(folder: Path, *, mib: int, seconds: float, overhead: float, 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="Does an automatic cadence keep its bound, on this machine's disk?")
+    parser = argparse.ArgumentParser(
+        description="Does an automatic cadence keep its bound, on this machine's disk?"
+    )
     parser.add_argument("--mib", type=int, default=64, help="size of the state")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training, in the foreground and again behind")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="of training, in the foreground and again behind",
+    )
     parser.add_argument("--overhead", type=float, default=0.035)
     parser.add_argument("--folder", help="where to write; it is emptied again")
     parser.add_argument("--json", metavar="PATH", help="write the figures; - is standard output")
@@ -87,7 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
             )
         row = found[name]
         held = "holds" if row["highest"] <= row["bound"] else "does not hold"
-        print(f"{name}: {row['saves']} saves took {row['highest']:.2%} at most, of {row['bound']:.2%}: {held}")
+        print(
+            f"{name}: {row['saves']} saves took {row['highest']:.2%} at most, of {row['bound']:.2%}: {held}"
+        )
     found["young_daly"] = {
         "save_seconds": SAVE_SECONDS,
         "minutes": {f"{hours}h": young_daly(SAVE_SECONDS, hours * 3600.0) / 60 for hours in HOURS},

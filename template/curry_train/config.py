@@ -35,20 +35,37 @@ class DataConfig:
     mask: bool = False  # FILE.mask.npy says which tokens are learned
     shuffle: bool = True
     dev_fraction: float = 0.05  # of the samples, at the end, never trained on
-    skip: tuple[tuple[int, ...], ...] = ()  # positions of the run, each from one up to another, that are passed over
+    skip: tuple[
+        tuple[int, ...], ...
+    ] = ()  # positions of the run, each from one up to another, that are passed over
 
     def __post_init__(self) -> None:
         known = self.source in ("text", "tokens", "workload") or ":" in self.source
         require(known, "source", self.source, "text, tokens, workload or pkg.module:factory")
         require(
-            (self.path is not None) == (self.source == "tokens"), "path", self.path, "a glob where source is tokens"
+            (self.path is not None) == (self.source == "tokens"),
+            "path",
+            self.path,
+            "a glob where source is tokens",
         )
         for name in ("documents", "mask"):
-            require(not getattr(self, name) or self.source == "tokens", name, True, "false unless source is tokens")
-        require(self.length is None or self.length >= 1, "length", self.length, "1 or more, or null")
+            require(
+                not getattr(self, name) or self.source == "tokens",
+                name,
+                True,
+                "false unless source is tokens",
+            )
+        require(
+            self.length is None or self.length >= 1, "length", self.length, "1 or more, or null"
+        )
         require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
         paired = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)
-        require(paired, "skip", self.skip, "pairs such as [[5760, 5888]], from a position up to a greater one")
+        require(
+            paired,
+            "skip",
+            self.skip,
+            "pairs such as [[5760, 5888]], from a position up to a greater one",
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,12 @@ class EvaluateConfig:
     samples: int = 256
 
     def __post_init__(self) -> None:
-        require(self.every is None or self.every >= 1, "every", self.every, "1 or more, or null for never")
+        require(
+            self.every is None or self.every >= 1,
+            "every",
+            self.every,
+            "1 or more, or null for never",
+        )
         require(self.samples >= 1, "samples", self.samples, "1 or more")
 
 
@@ -132,7 +154,12 @@ class Config:
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         require(self.seed >= 0, "seed", self.seed, "0 or above")
         require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "1 or more, or null")
-        require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", self.clip_norm, "above 0, or null")
+        require(
+            self.clip_norm is None or self.clip_norm > 0,
+            "clip_norm",
+            self.clip_norm,
+            "above 0, or null",
+        )
         plain = self.name == Path(self.name).name and self.name not in ("", ".", "..")
         require(plain, "name", self.name, "the name of a folder")
         least = self.microbatch * (self.ranks or 1)
@@ -165,7 +192,9 @@ class Config:
 
     def recomputation(self) -> CheckpointConfig:
         """A strategy that is named is on."""
-        on = self.recompute.get("strategy", "none") != "none" or bool(self.recompute.get("snn_timestep_checkpoint"))
+        on = self.recompute.get("strategy", "none") != "none" or bool(
+            self.recompute.get("snn_timestep_checkpoint")
+        )
         try:
             return CheckpointConfig.from_config({"enabled": on, **self.recompute})
         except ValueError as error:
@@ -194,7 +223,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{path} must hold keys and values, such as 'steps: 300'; got {type(values).__name__}")
+        raise ValueError(
+            f"{path} must hold keys and values, such as 'steps: 300'; got {type(values).__name__}"
+        )
     return values or {}
 
 
@@ -202,13 +233,19 @@ def _parse(text: str, key: str) -> Any:
     try:
         return yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
-        raise ValueError(f"{key}={text} is no YAML value: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{key}={text} is no YAML value: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *folders, last = key.split(".")
     known = flat_keys(Config)
-    if key not in known and folders[:1] != ["recompute"] and not any(name.startswith(f"{key}.") for name in known):
+    if (
+        key not in known
+        and folders[:1] != ["recompute"]
+        and not any(name.startswith(f"{key}.") for name in known)
+    ):
         raise ValueError(f"{key} is no key; {nearest_key(key, known)}")
     for folder in folders:
         inner = values.get(folder)
@@ -218,7 +255,12 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _require_way_back(policy: PolicyConfig, spike: SpikeConfig) -> None:
     """Among the states that stay there has to be one from before the first sample that is skipped."""
-    reach, every, keep, name = spike.patience + spike.skip_around, policy.rollback_every, policy.retention, "rollback"
+    reach, every, keep, name = (
+        spike.patience + spike.skip_around,
+        policy.rollback_every,
+        policy.retention,
+        "rollback",
+    )
     number = keep.rollback_keep
     if every is None or policy.rollback_parameters_only:
         every, number, name = policy.recovery_every, keep.recovery_keep, "recovery"

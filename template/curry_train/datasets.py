@@ -35,7 +35,9 @@ class MadeSamples:
         return replace(self.case, seed=self.case.seed + first).batch(len(samples))
 
 
-def open_datasets(config: DataConfig, case: Case, *, vocabulary: int | None = None) -> tuple[Dataset, Dataset | None]:
+def open_datasets(
+    config: DataConfig, case: Case, *, vocabulary: int | None = None
+) -> tuple[Dataset, Dataset | None]:
     """Samples to train on, and the dev samples at the end, None if there are to be none."""
     whole = _open(config, case, vocabulary)
     dev = round(len(whole) * config.dev_fraction)
@@ -44,7 +46,9 @@ def open_datasets(config: DataConfig, case: Case, *, vocabulary: int | None = No
             f"data.dev_fraction={config.dev_fraction} of {len(whole)} samples leaves none to train on or to measure: "
             "use more data, shorter samples (data.length), or data.dev_fraction=0"
         )
-    return Part(whole, 0, len(whole) - dev), Part(whole, len(whole) - dev, len(whole)) if dev else None
+    return Part(whole, 0, len(whole) - dev), Part(
+        whole, len(whole) - dev, len(whole)
+    ) if dev else None
 
 
 def _open(config: DataConfig, case: Case, vocabulary: int | None) -> Dataset:
@@ -59,8 +63,12 @@ def _open(config: DataConfig, case: Case, vocabulary: int | None) -> Dataset:
     if config.source == "tokens":
         assert config.path is not None
         beside = {"documents": config.documents, "mask": config.mask}
-        return open_tokens(config.path, length=length, layout=layout, vocabulary=vocabulary, **beside)
+        return open_tokens(
+            config.path, length=length, layout=layout, vocabulary=vocabulary, **beside
+        )
     if vocabulary is not None and vocabulary < BYTES:
-        raise WorkloadError(f"text is {BYTES} different bytes, and {case.workload.name} knows {vocabulary} tokens")
+        raise WorkloadError(
+            f"text is {BYTES} different bytes, and {case.workload.name} knows {vocabulary} tokens"
+        )
     text: numpy.ndarray[Any, Any] = read_library_text()
     return Tokens([text], length=length, layout=layout, names=["the library's text"])

@@ -50,7 +50,9 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def start_ranks(*, parallel: str = "none", device: str = "auto", ranks: int | None = None) -> Iterator[Ranks]:
+def start_ranks(
+    *, parallel: str = "none", device: str = "auto", ranks: int | None = None
+) -> Iterator[Ranks]:
     """Join the other ranks, if `parallel` has any; `ranks` is the number that must be there."""
     size, place = int(os.environ.get("WORLD_SIZE", "1")), choose_device(device)
     _check_launch(parallel, size, ranks)
@@ -81,7 +83,9 @@ def share(module: nn.Module, ranks: Ranks, *, parallel: str, precision: torch.dt
     if parallel == "none":
         return module
     if parallel == "ddp":
-        return DistributedDataParallel(module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+        return DistributedDataParallel(
+            module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
+        )
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     half = precision != torch.float32
     policy = MixedPrecisionPolicy(precision, torch.float32) if half else MixedPrecisionPolicy()
@@ -105,7 +109,9 @@ def _check_launch(parallel: str, size: int, ranks: int | None) -> None:
             "parallel=ddp or parallel=fsdp2, or start one process with python"
         )
     if parallel != "none" and not launched:
-        raise WrongLaunch(f"parallel={parallel} needs ranks, and this is one process alone: start it with {how}")
+        raise WrongLaunch(
+            f"parallel={parallel} needs ranks, and this is one process alone: start it with {how}"
+        )
     if ranks is not None and ranks != size:
         raise WrongLaunch(
             f"the configuration is for ranks={ranks} and {size} {'were' if size > 1 else 'was'} started: use "

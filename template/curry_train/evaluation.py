@@ -35,7 +35,9 @@ def mean_loss(
     try:
         with torch.no_grad(), generators_kept(), buffers_kept(model):
             for start in range(0, samples, microbatch * ranks):
-                mine = range(start + rank * microbatch, min(samples, start + (rank + 1) * microbatch))
+                mine = range(
+                    start + rank * microbatch, min(samples, start + (rank + 1) * microbatch)
+                )
                 batch = dataset.batch(mine or [samples - 1])
                 value = loss(model, batch)
                 if mine:

@@ -29,13 +29,19 @@ class Row:
     verdict: Verdict
 
 
-def measure_rows(cases: Sequence[Case], gates: Sequence[Gate], *, num_processes: int | None = None) -> Iterator[Row]:
+def measure_rows(
+    cases: Sequence[Case], gates: Sequence[Gate], *, num_processes: int | None = None
+) -> Iterator[Row]:
     """A row for each case and gate, in their order. `num_processes` is as many as help if left out.
 
     Other processes find case and gate by name, so more than one needs cases that `load_workload` made.
     """
     if num_processes is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         worth = len(cases) * len(gates) // GATES_WORTH_A_PROCESS
         num_processes = min(worth, cores) if all(case.device.type == "cpu" for case in cases) else 1
     if num_processes < 2:
@@ -43,7 +49,9 @@ def measure_rows(cases: Sequence[Case], gates: Sequence[Gate], *, num_processes:
         return
     threads = max(1, torch.get_num_threads() // num_processes)
     tasks = [(case.workload.spec, _settings(case), gate.name) for case in cases for gate in gates]
-    context = multiprocessing.get_context("spawn")  # a fork of a process that has used threads may hang
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a fork of a process that has used threads may hang
     with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,)) as pool:
         try:
             verdicts = pool.map(_measure, *zip(*tasks, strict=True))

@@ -54,8 +54,14 @@ def print_figures(console: Console, rows: Sequence[Row], *, blocks: Mapping[str,
     for alike in _together(rows):
         row = alike[0]
         if row.workload != last:
-            table.add_row(f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]")
-        name = row.verdict.gate if len(alike) == 1 else f"{row.verdict.gate.split('/')[0]}: {len(alike)} gates"
+            table.add_row(
+                f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]"
+            )
+        name = (
+            row.verdict.gate
+            if len(alike) == 1
+            else f"{row.verdict.gate.split('/')[0]}: {len(alike)} gates"
+        )
         table.add_row(f"  {name}", MARKS[row.verdict.passed], escape(_short(row.verdict)))
         last = row.workload
     console.print(table)

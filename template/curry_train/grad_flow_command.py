@@ -18,7 +18,15 @@ from .core.provenance import provenance, write_json
 from .core.untouched import seeded
 from .core.workload import Case
 from .grad_flow_plot import plot_flow
-from .options import DTYPES, UnusableInput, choose_device, model_option, plot_option, run_options, samples_of
+from .options import (
+    DTYPES,
+    UnusableInput,
+    choose_device,
+    model_option,
+    plot_option,
+    run_options,
+    samples_of,
+)
 from .plan.strategies import STRATEGIES, Sample
 from .plots import require_matplotlib
 from .primitives.grad_flow import RECOMPUTE, GradFlow
@@ -27,14 +35,40 @@ from .primitives.grad_flow import RECOMPUTE, GradFlow
 @click.command("grad-flow")
 @model_option("spec", required=True)
 @run_options
-@click.option("--steps", default=20, type=click.IntRange(1), show_default=True, help="Optimizer steps to train.")
-@click.option("--every", default=1, type=click.IntRange(1), show_default=True, help="Probe every so many steps.")
-@click.option("--microbatches", default=1, type=click.IntRange(1), show_default=True, help="For each step.")
-@click.option("--learning-rate", default=1e-3, type=click.FloatRange(0, min_open=True), show_default=True)
-@click.option("--clip-norm", type=click.FloatRange(0, min_open=True), help="Clip gradients, after they were read.")
-@click.option("--layers", multiple=True, metavar="PATTERN", help="Globs over module names; repeatable.")
 @click.option(
-    "--strategy", default="none", type=click.Choice(list(STRATEGIES)), show_default=True, help="Way to save memory."
+    "--steps",
+    default=20,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Optimizer steps to train.",
+)
+@click.option(
+    "--every",
+    default=1,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Probe every so many steps.",
+)
+@click.option(
+    "--microbatches", default=1, type=click.IntRange(1), show_default=True, help="For each step."
+)
+@click.option(
+    "--learning-rate", default=1e-3, type=click.FloatRange(0, min_open=True), show_default=True
+)
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(0, min_open=True),
+    help="Clip gradients, after they were read.",
+)
+@click.option(
+    "--layers", multiple=True, metavar="PATTERN", help="Globs over module names; repeatable."
+)
+@click.option(
+    "--strategy",
+    default="none",
+    type=click.Choice(list(STRATEGIES)),
+    show_default=True,
+    help="Way to save memory.",
 )
 @click.option("--recompute", default="filter", type=click.Choice(RECOMPUTE), show_default=True)
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
@@ -69,7 +103,11 @@ def grad_flow_command(
         module = case.build()
         STRATEGIES[strategy].apply(module, Sample(case.batch(), case.workload.mean_loss, blocks))
         optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
-        chosen: dict[str, Any] = {"layers": list(layers) or None, "blocks": blocks, "recompute": recompute}
+        chosen: dict[str, Any] = {
+            "layers": list(layers) or None,
+            "blocks": blocks,
+            "recompute": recompute,
+        }
         flow = GradFlow(module, optimizer, every=every, **chosen)
         if plot_path:
             require_matplotlib()  # after what is wrong with the options, and before the work
@@ -82,8 +120,17 @@ def grad_flow_command(
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
-        facts = provenance(place) | {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
-        settings = {"seed": seed, "strategy": strategy, "learning_rate": learning_rate, "losses": losses}
+        facts = provenance(place) | {
+            "workload": case.workload.name,
+            "dtype": dtype,
+            "batch_size": size,
+        }
+        settings = {
+            "seed": seed,
+            "strategy": strategy,
+            "learning_rate": learning_rate,
+            "losses": losses,
+        }
         write_json(json_path, facts | settings | flow.to_json())
     if any(record.nonfinite for record in flow.records):
         sys.exit(1)
@@ -102,7 +149,9 @@ def _train(
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     console, losses = Console(stderr=True), []
     with (
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        ) as progress,
         seeded(case.seed),
         flow,
     ):

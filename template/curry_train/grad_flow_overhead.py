@@ -55,7 +55,11 @@ class HooksByHand(contextlib.AbstractContextManager[Any]):
         return see
 
     def see(self, tensor: Tensor) -> None:
-        for figure in (tensor.norm(), (tensor == 0).float().mean(), tensor.isfinite().float().mean()):
+        for figure in (
+            tensor.norm(),
+            (tensor == 0).float().mean(),
+            tensor.isfinite().float().mean(),
+        ):
             self.figures.append(figure.item())
 
     def gradients(self, model: nn.Module) -> None:
@@ -82,7 +86,9 @@ WAYS: dict[str, Around] = {
     "plain": lambda model, optimizer: contextlib.nullcontext(),
     "between": lambda model, optimizer: GradFlow(model, optimizer, every=NEVER, first_step=1),
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
-    "probed_without_updates": lambda model, optimizer: GradFlow(model, optimizer, every=1, updates=False),
+    "probed_without_updates": lambda model, optimizer: GradFlow(
+        model, optimizer, every=1, updates=False
+    ),
     "by_hand": HooksByHand,
 }
 
@@ -139,7 +145,10 @@ def measure_counting(case: Case) -> dict[str, Any]:
         if recompute:
             recompute_blocks(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        flow, by_hand = GradFlow(module, optimizer, every=1, layers="layers.0.*"), HooksByHand(module, optimizer)
+        flow, by_hand = (
+            GradFlow(module, optimizer, every=1, layers="layers.0.*"),
+            HooksByHand(module, optimizer),
+        )
         with flow, by_hand:
             case.workload.mean_loss(module, batch).backward()
             optimizer.step()
@@ -174,8 +183,16 @@ def drift_of_float32() -> float:
 
 @click.command()
 @click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
-@click.option("--model", "names", multiple=True, type=click.Choice(list(sizes())), help="Repeatable; all if left out.")
-@click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True)
+@click.option(
+    "--model",
+    "names",
+    multiple=True,
+    type=click.Choice(list(sizes())),
+    help="Repeatable; all if left out.",
+)
+@click.option(
+    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
+)
 @json_option(default="-")
 def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> None:
     """Measure, and write the figures."""

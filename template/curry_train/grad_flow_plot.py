@@ -17,7 +17,10 @@ from .plots import require_matplotlib
 PANELS: tuple[tuple[str, Callable[[LayerFlow], float | None]], ...] = (
     ("activation, rms", lambda layer: _rms(layer.activation)),
     ("gradient, rms", lambda layer: _rms(layer.gradient)),
-    ("update / weight (white lines: 1e-4, 1e-2)", lambda layer: None if layer.update is None else layer.update.ratio),
+    (
+        "update / weight (white lines: 1e-4, 1e-2)",
+        lambda layer: None if layer.update is None else layer.update.ratio,
+    ),
 )
 BAD, ABSENT, ZERO = "#E4002B", "#E8E8E8", "black"
 MOST_NAMES = 60  # more names than this can't be read beside each other
@@ -39,7 +42,14 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
     figure = Figure(figsize=(11 + 0.07 * longest, height), layout="constrained")
     panels = figure.subplots(1, len(PANELS), sharey=True)
     for axes, (label, value) in zip(panels, PANELS, strict=True):
-        _draw(figure, axes, label, _grid(records, names, value), _is_bad(records, names, label), records)
+        _draw(
+            figure,
+            axes,
+            label,
+            _grid(records, names, value),
+            _is_bad(records, names, label),
+            records,
+        )
     _name_rows(panels[0], names)
     legend: list[Any] = [
         Patch(color=BAD, label="inf or nan"),
@@ -52,10 +62,14 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
     figure.savefig(path, format="png", dpi=120)
 
 
-def _grid(records: Sequence[StepFlow], names: Sequence[str], value: Callable[[LayerFlow], float | None]) -> Any:
+def _grid(
+    records: Sequence[StepFlow], names: Sequence[str], value: Callable[[LayerFlow], float | None]
+) -> Any:
     """A row for each layer, a column for each record; what was not seen is no number."""
     cells = [[value(record.layers[name]) for record in records] for name in names]
-    return numpy.array([[math.nan if cell is None else cell for cell in row] for row in cells], dtype=float)
+    return numpy.array(
+        [[math.nan if cell is None else cell for cell in row] for row in cells], dtype=float
+    )
 
 
 def _is_bad(records: Sequence[StepFlow], names: Sequence[str], label: str) -> Any:
@@ -64,7 +78,9 @@ def _is_bad(records: Sequence[StepFlow], names: Sequence[str], label: str) -> An
 
 def _bad(layer: LayerFlow, label: str) -> bool:
     if label.startswith("update"):
-        return layer.update is not None and not math.isfinite(layer.update.distance + layer.update.weight_norm)
+        return layer.update is not None and not math.isfinite(
+            layer.update.distance + layer.update.weight_norm
+        )
     spread = layer.activation if label.startswith("activation") else layer.gradient
     return spread is not None and spread.nonfinite > 0
 
@@ -73,7 +89,9 @@ def _rms(spread: Spread | None) -> float | None:
     return None if spread is None else spread.rms
 
 
-def _draw(figure: Any, axes: Any, label: str, grid: Any, bad: Any, records: Sequence[StepFlow]) -> None:
+def _draw(
+    figure: Any, axes: Any, label: str, grid: Any, bad: Any, records: Sequence[StepFlow]
+) -> None:
     from matplotlib.colors import ListedColormap, LogNorm
 
     good = grid[numpy.isfinite(grid) & (grid > 0) & ~bad]
@@ -81,15 +99,21 @@ def _draw(figure: Any, axes: Any, label: str, grid: Any, bad: Any, records: Sequ
     lowest = max(float(good.min()), highest / 10**DECADES) if good.size else 0.1
     if label.startswith("update"):
         lowest, highest = min(lowest, UPDATE[0]), max(highest, UPDATE[1])
-    wider = max(1.0, math.sqrt(10 * lowest / highest))  # a decade at least, so that noise does not look like a slope
+    wider = max(
+        1.0, math.sqrt(10 * lowest / highest)
+    )  # a decade at least, so that noise does not look like a slope
     lowest, highest = lowest / wider, highest * wider
-    shown = numpy.ma.masked_where(~numpy.isfinite(grid) | (grid <= 0) | bad, numpy.clip(grid, lowest, None))
+    shown = numpy.ma.masked_where(
+        ~numpy.isfinite(grid) | (grid <= 0) | bad, numpy.clip(grid, lowest, None)
+    )
     axes.set_facecolor(ABSENT)
     options = {"aspect": "auto", "interpolation": "nearest"}
     image = axes.imshow(shown, norm=LogNorm(lowest, highest), cmap=_colours(), **options)
     for cells, colour in ((grid == 0) & ~bad, ZERO), (bad, BAD):
         if cells.any():
-            axes.imshow(numpy.ma.masked_where(~cells, cells), cmap=ListedColormap([colour]), **options)
+            axes.imshow(
+                numpy.ma.masked_where(~cells, cells), cmap=ListedColormap([colour]), **options
+            )
     bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
     bar.set_label(label, fontsize=10)
     bar.ax.tick_params(labelsize=8)
@@ -100,7 +124,9 @@ def _draw(figure: Any, axes: Any, label: str, grid: Any, bad: Any, records: Sequ
         for bound in UPDATE:
             bar.ax.axvline(bound, color="white", linewidth=1.5)
     steps = [record.step for record in records]
-    places = sorted({round(place) for place in numpy.linspace(0, len(steps) - 1, min(len(steps), 6))})
+    places = sorted(
+        {round(place) for place in numpy.linspace(0, len(steps) - 1, min(len(steps), 6))}
+    )
     axes.set_xticks(places, [str(steps[place]) for place in places], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
     skipped = [index for index, record in enumerate(records) if not record.stepped]

@@ -45,13 +45,19 @@ class RunJournal:
             epoch=self._run.parts.stream.epoch,
         )
         if not report.stepped:
-            self.journal.write("skip", step=report.step, reason="a gradient was not finite, and the scale is lowered")
+            self.journal.write(
+                "skip",
+                step=report.step,
+                reason="a gradient was not finite, and the scale is lowered",
+            )
         if report.dev_loss is not None:
             self.journal.write("eval", step=report.step, metric="dev_loss", value=report.dev_loss)
 
     def saved(self, saved: Saved) -> None:
         """A state was committed, with its size."""
-        self.journal.write("save", step=saved.step, checkpoint=saved.folder, num_bytes=saved.num_bytes)
+        self.journal.write(
+            "save", step=saved.step, checkpoint=saved.folder, num_bytes=saved.num_bytes
+        )
 
     def pruned(self, step: int, checkpoint: str, **facts: Any) -> None:
         """The saved state of `step` was removed, because newer or better ones are kept."""
@@ -70,7 +76,9 @@ def write_journal(run: "Run") -> Iterator[RunJournal]:
     """An event for each step in journal.jsonl, there at once; the first says what the run is made of."""
     parts = run.parts
     with Journal(run.folder, rank=parts.ranks.rank) as journal:
-        facts = run_facts(asdict(parts.config), device=parts.ranks.device, world_size=parts.ranks.size)
+        facts = run_facts(
+            asdict(parts.config), device=parts.ranks.device, world_size=parts.ranks.size
+        )
         if run.first_step or not journal.empty:
             resumed = run.resumed.saved.folder if run.resumed else None
             journal.resume(run.first_step, facts=facts, checkpoint=resumed)

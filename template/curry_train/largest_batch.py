@@ -26,7 +26,10 @@ def largest_batch(case: Case, model: nn.Module, limit: int, *, hint: int | None 
     `hint` is a size to start from, as a rule the answer for a model that differs little.
     """
     return search(
-        lambda size: _bytes_or_none(case, model, size), limit, start=hint or case.batch_size, close=bool(hint)
+        lambda size: _bytes_or_none(case, model, size),
+        limit,
+        start=hint or case.batch_size,
+        close=bool(hint),
     )
 
 
@@ -35,9 +38,14 @@ def step_bytes(case: Case, model: nn.Module, size: int) -> int:
     batch = case.batch(size)
     tensors = [*model.parameters(), *model.buffers()]
     map_tensors(batch, tensors.append)
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     with seeded(case.seed):
-        return sum(storages.values()) + measure_memory(model, batch, case.workload.mean_loss).peak_bytes
+        return (
+            sum(storages.values())
+            + measure_memory(model, batch, case.workload.mean_loss).peak_bytes
+        )
 
 
 def check_limit(limit: int, device: torch.device) -> None:
@@ -62,7 +70,9 @@ def _bytes_or_none(case: Case, model: nn.Module, size: int) -> int | None:
         return None
 
 
-def search(bytes_of: Callable[[int], int | None], limit: int, *, start: int, close: bool = False) -> int:
+def search(
+    bytes_of: Callable[[int], int | None], limit: int, *, start: int, close: bool = False
+) -> int:
     """The largest size whose bytes are within the limit; the answer and the size above it were both measured.
 
     Sizes at most double. `bytes_of` is None where nothing fits at all; `close` says that `start` is a good guess.
@@ -78,14 +88,22 @@ def search(bytes_of: Callable[[int], int | None], limit: int, *, start: int, clo
         if high is not None and high - low <= 1:
             return low
         tries += 1
-        size = low + 1 if close and high is None and tries == 1 else _next(known, low, high, limit, tries)
+        size = (
+            low + 1
+            if close and high is None and tries == 1
+            else _next(known, low, high, limit, tries)
+        )
         if size > MOST:
-            raise ValueError(f"{MOST:,} samples fit {format_bytes(limit)}: memory does not grow with the batch")
+            raise ValueError(
+                f"{MOST:,} samples fit {format_bytes(limit)}: memory does not grow with the batch"
+            )
 
 
 def _next(known: dict[int, int | None], low: int, high: int | None, limit: int, tries: int) -> int:
     """Where bytes that grow evenly would reach the limit; every third try the middle, in case that they do not."""
-    points: list[tuple[int, Any]] = sorted((size, found) for size, found in known.items() if found is not None)
+    points: list[tuple[int, Any]] = sorted(
+        (size, found) for size, found in known.items() if found is not None
+    )
     below = [point for point in points if point[0] <= low]
     above = [point for point in points if high is not None and point[0] >= high]
     top = 2 * low if high is None else high - 1

@@ -128,7 +128,9 @@ def run_training_steps(
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (1.0 if schedule is None else schedule(done))
         try:
-            result = train_window(model, window, loss, optimizer, clip_norm=clip_norm, scaler=scaler)
+            result = train_window(
+                model, window, loss, optimizer, clip_norm=clip_norm, scaler=scaler
+            )
         except NonFiniteWindow as error:
             raise NonFiniteWindow(f"step {done + 1}: {error}") from error
         skipped = 0 if result.stepped else skipped + 1
@@ -141,7 +143,14 @@ def run_training_steps(
         now = time.perf_counter()
         rate = optimizer.param_groups[0]["lr"]
         report = StepReport(
-            done, steps, result.loss, result.grad_norm, result.num_terms, rate, now - began, stepped=result.stepped
+            done,
+            steps,
+            result.loss,
+            result.grad_norm,
+            result.num_terms,
+            rate,
+            now - began,
+            stepped=result.stepped,
         )
         began = now
         if evaluate is not None and _due(done, evaluate_every, steps):
@@ -182,7 +191,9 @@ def _agreed(reason: str | None) -> str | None:
 
 def _check(steps: int, first_step: int, pairs: dict[str, tuple[Any, int | None]]) -> None:
     if steps < 1 or first_step < 0:
-        raise ValueError(f"steps must be at least 1 and first_step at least 0, got {steps} and {first_step}")
+        raise ValueError(
+            f"steps must be at least 1 and first_step at least 0, got {steps} and {first_step}"
+        )
     for name, (function, every) in pairs.items():
         if every is not None and (function is None or every < 1):
             wanted = "at least 1" if function is not None else f"None without {name}="

@@ -15,7 +15,9 @@ from .core.workload import Workload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FEW = 4
-BATCH_SIZE = f"Samples of a step. [default: {FEW} for gates; else those of the factory's batch, or {FEW}]"
+BATCH_SIZE = (
+    f"Samples of a step. [default: {FEW} for gates; else those of the factory's batch, or {FEW}]"
+)
 
 
 class DeviceMissing(click.ClickException):
@@ -36,7 +38,9 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        raise DeviceMissing(f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu")
+        raise DeviceMissing(
+            f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu"
+        )
     return torch.device(name)
 
 
@@ -47,7 +51,9 @@ def _writable(path: str | None) -> str | None:
     return path
 
 
-def model_option(name: str, *, more: str = "", **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def model_option(
+    name: str, *, more: str = "", **settings: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--model`, which takes the same everywhere; `more` says what this command does with it."""
     told = (
         f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, as pkg.module:name or file.py:name; it "
@@ -62,7 +68,11 @@ def output_option(
     """A file that the command writes, refused before the work where it can't be."""
     path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
     return click.option(
-        *names, type=path, callback=lambda context, option, value: _writable(value), help=told, **settings
+        *names,
+        type=path,
+        callback=lambda context, option, value: _writable(value),
+        help=told,
+        **settings,
     )
 
 
@@ -89,9 +99,18 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         json_option(),
         click.option("--seed", default=0, type=click.IntRange(0), show_default=True),
         click.option("--batch-size", type=click.IntRange(1), help=BATCH_SIZE),
-        click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True),
-        click.option("--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names."),
-        click.option("--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True),
+        click.option(
+            "--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True
+        ),
+        click.option(
+            "--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names."
+        ),
+        click.option(
+            "--device",
+            default="auto",
+            type=click.Choice(["auto", "cuda", "cpu"]),
+            show_default=True,
+        ),
     ):
         command = option(command)
     return command

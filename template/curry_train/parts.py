@@ -77,7 +77,9 @@ def build_parts(config: Config, ranks: Ranks) -> Parts:
     model = share(module, ranks, parallel=config.parallel, precision=DTYPES[config.precision])
     optimizer = make_optimizer(config.optimizer, model)
     scaler = torch.amp.GradScaler(ranks.device.type) if config.precision == "float16" else None
-    return Parts(config, ranks, case, model, optimizer, scaler, stream, dev, num_parameters, changed)
+    return Parts(
+        config, ranks, case, model, optimizer, scaler, stream, dev, num_parameters, changed
+    )
 
 
 def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -99,15 +101,23 @@ def _recompute(module: nn.Module, config: Config, case: Case, data: Dataset) -> 
         return []
     from . import plan
 
-    if wanted.plan is not None and (planned := plan.Plan.load(wanted.plan)).microbatch < config.microbatch:
+    if (
+        wanted.plan is not None
+        and (planned := plan.Plan.load(wanted.plan)).microbatch < config.microbatch
+    ):
         raise ValueError(
             f"{wanted.plan} is for a microbatch of {planned.microbatch}, and {config.microbatch} samples take more "
             f"memory than was planned: set microbatch={planned.microbatch}, or plan anew with --microbatch"
         )
     chooser = plan.SelectiveCheckpointer(wanted)
-    chooser.apply(module, batch=case.place(data.batch(range(config.microbatch))), loss=case.workload.mean_loss)
+    chooser.apply(
+        module, batch=case.place(data.batch(range(config.microbatch))), loss=case.workload.mean_loss
+    )
     changed = chooser.get_checkpointed_layers()
-    if not changed and wanted.strategy not in ("none", "plan"):  # a plan may find that there is room for everything
+    if not changed and wanted.strategy not in (
+        "none",
+        "plan",
+    ):  # a plan may find that there is room for everything
         raise ValueError(
             f"recompute.strategy={wanted.strategy} changes no layer of {case.workload.name}: lower "
             "recompute.memory_threshold_mb, name layers with recompute.include_patterns, or use another strategy"

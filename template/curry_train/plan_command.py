@@ -18,7 +18,15 @@ from .core.load import load_workload
 from .core.provenance import provenance, write_json
 from .core.sizes import format_bytes, parse_bytes
 from .core.workload import Case
-from .options import DTYPES, UnusableInput, choose_device, json_option, model_option, output_option, plot_option
+from .options import (
+    DTYPES,
+    UnusableInput,
+    choose_device,
+    json_option,
+    model_option,
+    output_option,
+    plot_option,
+)
 from .plan.device_profile import PROFILES, find_profile, profile_of
 from .plan.optimizers import OPTIMIZERS, make_optimizer
 from .plan.options import KINDS, NONE
@@ -42,25 +50,57 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 
 @click.command("plan")
 @model_option("spec", required=True)
-@click.option("--budget", "budget_bytes", required=True, callback=_bytes, help="Memory of a rank, such as 24GiB.")
-@click.option("--global-batch", default=1, type=click.IntRange(1), show_default=True, help="Samples of one step.")
-@click.option("--microbatch", type=click.IntRange(1), help="Only this one; all divisors if left out.")
-@click.option("--target", metavar="NAME", help=f"{', '.join(PROFILES)}, or measured; the device at hand if left out.")
+@click.option(
+    "--budget",
+    "budget_bytes",
+    required=True,
+    callback=_bytes,
+    help="Memory of a rank, such as 24GiB.",
+)
+@click.option(
+    "--global-batch",
+    default=1,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Samples of one step.",
+)
+@click.option(
+    "--microbatch", type=click.IntRange(1), help="Only this one; all divisors if left out."
+)
+@click.option(
+    "--target",
+    metavar="NAME",
+    help=f"{', '.join(PROFILES)}, or measured; the device at hand if left out.",
+)
 @click.option("--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True)
 @click.option(
-    "--optimizer", default="adamw", show_default=True, help=f"{', '.join(OPTIMIZERS)}, or bytes for each parameter."
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help=f"{', '.join(OPTIMIZERS)}, or bytes for each parameter.",
 )
 @click.option("--parallel", type=click.Choice(list(PARALLEL)), help="How ranks share the training.")
 @click.option("--ranks", default=1, type=click.IntRange(1), show_default=True)
-@click.option("--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names.")
 @click.option(
-    "--without", multiple=True, type=click.Choice([kind for kind in KINDS if kind != NONE]), help="Not to be used."
+    "--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names."
 )
-@click.option("--also", multiple=True, metavar="PATTERN", help="Cheap modules that regions may run once more.")
-@click.option("--chunked-loss/--whole-loss", default=None, help="Only this one; both are tried if left out.")
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice([kind for kind in KINDS if kind != NONE]),
+    help="Not to be used.",
+)
+@click.option(
+    "--also", multiple=True, metavar="PATTERN", help="Cheap modules that regions may run once more."
+)
+@click.option(
+    "--chunked-loss/--whole-loss", default=None, help="Only this one; both are tried if left out."
+)
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
 @click.option("--explain", is_flag=True, help="Show every candidate.")
-@click.option("--verify", is_flag=True, help="Run a planned step on the device at hand and compare its peak.")
+@click.option(
+    "--verify", is_flag=True, help="Run a planned step on the device at hand and compare its peak."
+)
 @output_option("Write the plan, for `Plan.load`.", "--out")
 @plot_option("Draw cost against budget as PNG; needs matplotlib.")
 @json_option("Write figures and plan; - is standard output.")
@@ -122,7 +162,9 @@ def plan_command(
         console.print(str(error), markup=False)
         sys.exit(1)
     except (ValueError, RuntimeError) as error:
-        raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
+        raise UnusableInput(
+            "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+        ) from error
     text = _text(plan, plain, explain=explain)
     console.print(text, markup=False)
     if measured is not None:
@@ -135,7 +177,12 @@ def plan_command(
         write_json(out, plan.to_json())
         console.print(f"\nwrote {out}: Plan.load({out!r}).apply(model)", markup=False)
     if json_path:
-        found = {"plan": plan.to_json(), "plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+        found = {
+            "plan": plan.to_json(),
+            "plain_peak": plain.peak.owners,
+            "measured_bytes": measured,
+            "text": text,
+        }
         write_json(json_path, provenance(place) | found)
 
 
@@ -144,7 +191,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
     """What is told is shown, with the time since the start; nothing where the output is not a terminal."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("")
         yield lambda message: progress.update(task, description=message)
 
@@ -153,18 +202,29 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     """At most 80 columns: the peak as it is now and its owners, and the plan."""
     peak = plain.peak
     owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
-    lines = [f"as it is, {plan.microbatch} samples: peak {format_bytes(peak.bytes_alive)} in {peak.phase}"]
-    lines += [f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}" for held, owner in owners]
+    lines = [
+        f"as it is, {plan.microbatch} samples: peak {format_bytes(peak.bytes_alive)} in {peak.phase}"
+    ]
+    lines += [
+        f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
+        for held, owner in owners
+    ]
     if plan.settings["why_real"]:
-        lines += textwrap.wrap(f"measured for real, without offload: {plan.settings['why_real']}", 80)
+        lines += textwrap.wrap(
+            f"measured for real, without offload: {plan.settings['why_real']}", 80
+        )
     return "\n".join([*lines, "", plan.explain(most=None if explain else 0)])
 
 
-def _measure(plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str, seed: int) -> int:
+def _measure(
+    plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str, seed: int
+) -> int:
     """The peak of a real step of the plan, on one rank."""
     case = Case(load_workload(spec), place, dtype, batch_size=plan.microbatch, seed=seed)
     module = case.build()
     plan.apply(module)
     steps = make_optimizer(optimizer, module, foreach=place.type == "cuda")
-    lives = record_step(module, case.batch(), case.workload.mean_loss, optimizer=steps, accumulated=plan.steps > 1)
+    lives = record_step(
+        module, case.batch(), case.workload.mean_loss, optimizer=steps, accumulated=plan.steps > 1
+    )
     return timeline_of(lives, type(module).__name__).peak.bytes_alive

@@ -13,7 +13,18 @@ from .plan.saved_plan import Candidate, Plan
 from .plots import require_matplotlib
 
 # Of Paul Tol's palettes for colour-blind readers: a colour for each microbatch.
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#222255", "#882255", "#44AA99", "#777777")
+COLOURS = (
+    "#4477AA",
+    "#EE6677",
+    "#228833",
+    "#AA3377",
+    "#CCBB44",
+    "#66CCEE",
+    "#222255",
+    "#882255",
+    "#44AA99",
+    "#777777",
+)
 WIDEST = 2.0  # budgets that are drawn, of the plan's
 STEP = 0.03  # of the budget, from point to point of a line at least
 GIB, MIB = 2**30, 2**20
@@ -40,20 +51,38 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
         front = trade_off(planner, row, most, step_bytes=step)
         if not front:
             continue
-        name = f"{row.steps} x {row.microbatch} samples{', chunked loss' if row.chunked_loss else ''}"
+        name = (
+            f"{row.steps} x {row.microbatch} samples{', chunked loss' if row.chunked_loss else ''}"
+        )
         lines[name] = front
         colour = COLOURS[sizes.index(row.microbatch) % len(COLOURS)]
         places, times = [one.peak_bytes / size for one in front], _milliseconds(front)
         style = "--" if row.chunked_loss else "-"
-        axes.plot(places, times, style, color=colour, label=name, drawstyle="steps-post", linewidth=1.5)
+        axes.plot(
+            places, times, style, color=colour, label=name, drawstyle="steps-post", linewidth=1.5
+        )
         marked = [one for one in front if one.options == row.options]
-        axes.plot([one.peak_bytes / size for one in marked], _milliseconds(marked), "o", color=colour, markersize=6)
+        axes.plot(
+            [one.peak_bytes / size for one in marked],
+            _milliseconds(marked),
+            "o",
+            color=colour,
+            markersize=6,
+        )
     budget = plan.budget_bytes / size
     left, right = axes.get_xlim()
     axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
     axes.set_xlim(left, max(right, budget))
-    axes.axvline(budget, color="black", linestyle=":", label=f"the budget, {format_bytes(plan.budget_bytes)}")
-    star: dict[str, Any] = {"marker": "*", "markersize": 17, "color": "black", "linestyle": "none", "zorder": 5}
+    axes.axvline(
+        budget, color="black", linestyle=":", label=f"the budget, {format_bytes(plan.budget_bytes)}"
+    )
+    star: dict[str, Any] = {
+        "marker": "*",
+        "markersize": 17,
+        "color": "black",
+        "linestyle": "none",
+        "zorder": 5,
+    }
     axes.plot(plan.peak_bytes / size, 1e3 * plan.step_seconds, label="the plan", **star)
     axes.plot([], [], "o", color="#555555", markersize=6, label="a row of the table")
     axes.set_xlabel(f"predicted peak memory{' of each rank' if plan.ranks > 1 else ''}, {unit}")
@@ -73,7 +102,9 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     return lines
 
 
-def trade_off(planner: Planner, row: Candidate, most_bytes: int, *, step_bytes: int) -> list[Candidate]:
+def trade_off(
+    planner: Planner, row: Candidate, most_bytes: int, *, step_bytes: int
+) -> list[Candidate]:
     """What a microbatch costs at each budget up to `most_bytes`, those of the least peak first. The chain of blocks
     says it, and the whole step wherever it was estimated; a row that fits is as it is in the table."""
     looked_at = [*planner.whole_steps.looked_at(row), *([] if row.step_seconds is None else [row])]

@@ -27,7 +27,9 @@ SHADES = {"forward": "#F4F4F4", "backward": "#FFFFFF", "step": "#F4F4F4"}
 def require_matplotlib() -> None:
     """Say what to install where it is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError("a plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'")
+        raise RuntimeError(
+            "a plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'"
+        )
 
 
 def plot_timeline(timeline: Timeline, path: str | Path) -> None:
@@ -40,7 +42,9 @@ def plot_timeline(timeline: Timeline, path: str | Path) -> None:
     FigureCanvasAgg(figure)
     course, owners = figure.subplots(1, 2, width_ratios=(2.7, 1))
     figure.suptitle(
-        f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}", x=0.01, ha="left"
+        f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}",
+        x=0.01,
+        ha="left",
     )
     _draw_course(course, timeline)
     _draw_owners(owners, timeline)
@@ -53,7 +57,14 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
     layers = [[owned / MEGABYTE for owned in timeline.owners[group]] for group in shown]
     peak = timeline.peak
     highest = peak.bytes_alive / MEGABYTE
-    axes.stackplot(places, layers, colors=[COLOURS[group] for group in shown], step="post", linewidth=0, zorder=2)
+    axes.stackplot(
+        places,
+        layers,
+        colors=[COLOURS[group] for group in shown],
+        step="post",
+        linewidth=0,
+        zorder=2,
+    )
     axes.set_xlim(0, timeline.num_operations - 1)
     axes.set_ylim(0, highest * 1.22)
     start = 0
@@ -61,10 +72,20 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
         end = max(point.index for point in timeline.points if point.phase == phase)
         axes.axvspan(start, end, color=SHADES[phase], zorder=0)
         axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
-        axes.text((start + end) / 2, highest * 1.19, phase, ha="center", va="top", fontsize=9, color="#333333")
+        axes.text(
+            (start + end) / 2,
+            highest * 1.19,
+            phase,
+            ha="center",
+            va="top",
+            fontsize=9,
+            color="#333333",
+        )
         start = end
     left = peak.index < timeline.num_operations / 2
-    axes.plot([peak.index], [highest], marker="v", color="black", markersize=6, zorder=4, clip_on=False)
+    axes.plot(
+        [peak.index], [highest], marker="v", color="black", markersize=6, zorder=4, clip_on=False
+    )
     axes.annotate(
         f"peak {_figure(peak.bytes_alive)} MiB, {peak.phase}",
         (peak.index, highest),
@@ -82,10 +103,16 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
 
 def _draw_owners(axes: Any, timeline: Timeline) -> None:
     """One bar for each owner of the other picture, in the order in which they are stacked there."""
-    owned = {group: timeline.peak.owners[group] for group in COLOURS if any(timeline.owners.get(group, ()))}
+    owned = {
+        group: timeline.peak.owners[group]
+        for group in COLOURS
+        if any(timeline.owners.get(group, ()))
+    }
     widths = [held / MEGABYTE for held in owned.values()]
     colours, longest = [COLOURS[group] for group in owned], max(widths)
-    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours)  # the key
+    axes.barh(
+        list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours
+    )  # the key
     bars = axes.barh(list(owned), widths, color=colours)
     whole = timeline.peak.bytes_alive
     labels = [f"{_figure(held)}  ({held / whole:.0%})" for held in owned.values()]

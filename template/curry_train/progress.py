@@ -28,24 +28,39 @@ def show_progress(run: Run, *, console: Console | None = None, every: int = 10) 
         def line(report: StepReport) -> None:
             nonlocal after_first
             if report.step == first:
-                after_first = time.perf_counter()  # the first step takes much longer than the others
+                after_first = (
+                    time.perf_counter()
+                )  # the first step takes much longer than the others
             elif report.dev_loss is None and report.step % every and report.step != report.steps:
                 return
-            seconds = (time.perf_counter() - after_first) / max(1, report.step - first) * (report.steps - report.step)
+            seconds = (
+                (time.perf_counter() - after_first)
+                / max(1, report.step - first)
+                * (report.steps - report.step)
+            )
             left = f"  {clock(seconds)} left" if first < report.step < report.steps else ""
             told = f"step {report.step:>{len(str(report.steps))}}/{report.steps}  {figures(report, run)}{left}"
             console.print(told, markup=False)
 
         yield line
         return
-    columns = (BarColumn(12), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (
+        BarColumn(12),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("the first step", total=run.parts.config.steps, completed=run.first_step)
+        task = progress.add_task(
+            "the first step", total=run.parts.config.steps, completed=run.first_step
+        )
 
         def advance(report: StepReport) -> None:
             progress.update(task, completed=report.step, description=figures(report, run))
             if report.dev_loss is not None:
-                progress.console.print(f"step {report.step}: dev loss {report.dev_loss:.4f}", highlight=False)
+                progress.console.print(
+                    f"step {report.step}: dev loss {report.dev_loss:.4f}", highlight=False
+                )
 
         yield advance
 
@@ -69,7 +84,9 @@ def require_tensorboard() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError("log.tensorboard needs the package tensorboard: pip install tensorboard") from error
+        raise ValueError(
+            "log.tensorboard needs the package tensorboard: pip install tensorboard"
+        ) from error
     return SummaryWriter
 
 
@@ -77,8 +94,14 @@ def describe(run: Run) -> str:
     """What is trained, and how; and what a run goes on from that was damaged."""
     parts, config = run.parts, run.parts.config
     steps = parts.stream.microbatches_per_window
-    ranks = f" on each of {parts.ranks.size} ranks ({config.parallel})" if parts.ranks.size > 1 else ""
-    recompute = f", {config.recomputation().strategy} on {len(parts.changed)} layers" if parts.changed else ""
+    ranks = (
+        f" on each of {parts.ranks.size} ranks ({config.parallel})" if parts.ranks.size > 1 else ""
+    )
+    recompute = (
+        f", {config.recomputation().strategy} on {len(parts.changed)} layers"
+        if parts.changed
+        else ""
+    )
     began = f", from step {run.first_step}" if run.first_step else ""
     return (
         f"{run.folder}: {parts.case.workload.name}, {parts.num_parameters / 1e6:.2f}M parameters, "
@@ -93,7 +116,10 @@ def figures(report: StepReport, run: Run) -> str:
     unit = "tokens" if run.parts.config.data.source in ("text", "tokens") else "terms"
     dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
     skipped = "" if report.stepped else "  skipped"
-    rate, memory = report.num_terms / report.seconds, format_bytes(peak_bytes(run.parts.ranks.device))
+    rate, memory = (
+        report.num_terms / report.seconds,
+        format_bytes(peak_bytes(run.parts.ranks.device)),
+    )
     return f"loss {report.loss:.4f}{dev}{skipped}  {short(rate)} {unit}/s  {memory}"
 
 

@@ -51,7 +51,13 @@ class ResumeCheck:
 
 
 def resume_check(
-    folder: Path, words: Sequence[str], *, steps: int, kill_at: int, save_every: int, config: str | None = None
+    folder: Path,
+    words: Sequence[str],
+    *,
+    steps: int,
+    kill_at: int,
+    save_every: int,
+    config: str | None = None,
 ) -> ResumeCheck:
     """Train by these words in `folder`. Raises ValueError, with what the run said, where one does not run."""
     if not 1 <= save_every < kill_at < steps:
@@ -65,7 +71,9 @@ def resume_check(
     killed = folder / f"{KILLED}-001"
     died = max(step for step, _ in _metrics(killed))
     if died != kill_at:
-        raise ValueError(f"the run was to die at step {kill_at} and was at {died}: this is an error of the check")
+        raise ValueError(
+            f"the run was to die at step {kill_at} and was at {died}: this is an error of the check"
+        )
     _train([*given, f"name={KILLED}"], config=config, resume=killed.name)
     straight, resumed = _metrics(folder / f"{STRAIGHT}-001"), _metrics(killed)
     first, second = final_tensors(folder / f"{STRAIGHT}-001"), final_tensors(killed)
@@ -83,8 +91,13 @@ def final_tensors(run: Path) -> dict[str, Tensor]:
     """Every tensor of the newest saved state of a run."""
     saved = SavedRun(run)
     if (newest := saved.latest()) is not None:
-        metadata = read_metadata(saved.files, newest.folder, read_manifest(saved.files, newest.folder))
-        found = {name: torch.empty(facts.shape, dtype=facts.dtype) for name, facts in facts_of(metadata).items()}
+        metadata = read_metadata(
+            saved.files, newest.folder, read_manifest(saved.files, newest.folder)
+        )
+        found = {
+            name: torch.empty(facts.shape, dtype=facts.dtype)
+            for name, facts in facts_of(metadata).items()
+        }
         read_tensors(saved.files, newest.folder, metadata, found)
         return found
     raise ValueError(f"{run} has no saved state")
@@ -95,7 +108,9 @@ def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
     found: list[tuple[int, dict[str, Any]]] = []
     for event in JournalReading(run / NAME):
         if event.kind == "step":
-            found.append((event.step, {name: event.facts[name] for name in FIGURES if name in event.facts}))
+            found.append(
+                (event.step, {name: event.facts[name] for name in FIGURES if name in event.facts})
+            )
         elif event.kind == "eval":
             found[-1][1][event.facts["metric"]] = event.facts["value"]
     return found
@@ -103,15 +118,21 @@ def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
 
 def _resumed_from(steps: Sequence[int]) -> int:
     """The step before the first that was done again, or that came after the kill."""
-    return next((after - 1 for before, after in itertools.pairwise(steps) if after <= before), max(steps))
+    return next(
+        (after - 1 for before, after in itertools.pairwise(steps) if after <= before), max(steps)
+    )
 
 
-def _different_figure(straight: Sequence[tuple[int, Any]], resumed: Sequence[tuple[int, Any]]) -> str | None:
+def _different_figure(
+    straight: Sequence[tuple[int, Any]], resumed: Sequence[tuple[int, Any]]
+) -> str | None:
     expected = dict(straight)
     for step, found in resumed:
         for name in FIGURES:
             first, second = expected.get(step, {}).get(name), found.get(name)
-            if first != second and not (first != first and second != second):  # NaN is equal to NaN here
+            if first != second and not (
+                first != first and second != second
+            ):  # NaN is equal to NaN here
                 return f"{name} of step {step} is {first!r} straight and {second!r} resumed"
     missing = sorted(expected.keys() - dict(resumed).keys())
     return f"step {missing[0]} was not trained after the resume" if missing else None
@@ -122,27 +143,43 @@ def _different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -
         return f"{missing[0]} is in one of the two final states alone"
     for name, first in straight.items():
         second = resumed[name]
-        if first.shape != second.shape or first.dtype != second.dtype or not _same_bits(first, second):
+        if (
+            first.shape != second.shape
+            or first.dtype != second.dtype
+            or not _same_bits(first, second)
+        ):
             return f"{name} differs in the final state"
     return None
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+    return torch.equal(
+        *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    )
 
 
-def _train(words: Sequence[str], *, config: str | None, kill_at: int | None = None, resume: str | None = None) -> None:
+def _train(
+    words: Sequence[str],
+    *,
+    config: str | None,
+    kill_at: int | None = None,
+    resume: str | None = None,
+) -> None:
     package = __package__ or ""
     root = str(Path(__file__).resolve().parents[len(package.split("."))])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    order = json.dumps({"config": config, "words": list(words), "kill_at": kill_at, "resume": resume})
+    order = json.dumps(
+        {"config": config, "words": list(words), "kill_at": kill_at, "resume": resume}
+    )
     command = [sys.executable, "-m", f"{package}.resume_check", order]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     expected = 0 if kill_at is None else -signal.SIGKILL
     if done.returncode != expected:
         said = done.stderr.strip().splitlines()
-        raise ValueError(f"the training did not run: {said[-1] if said else f'status {done.returncode}'}")
+        raise ValueError(
+            f"the training did not run: {said[-1] if said else f'status {done.returncode}'}"
+        )
 
 
 def _train_here(order: dict[str, Any]) -> None:

@@ -14,7 +14,11 @@ def new_run(config: Config) -> Path:
     """Make the folder of the next run of this name, and write the configuration into it."""
     root = Path(config.runs)
     root.mkdir(parents=True, exist_ok=True)
-    numbers = [int(match[1]) for path in root.iterdir() if (match := _numbered(config.name).fullmatch(path.name))]
+    numbers = [
+        int(match[1])
+        for path in root.iterdir()
+        if (match := _numbered(config.name).fullmatch(path.name))
+    ]
     number = max(numbers, default=0)
     while True:
         number += 1
@@ -45,10 +49,14 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     for folder in runs:
         if _is_run(folder):
             return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
-    beside = Path(place).parent if place != "latest" and Path(place).parent.name else root  # a path names its own
+    beside = (
+        Path(place).parent if place != "latest" and Path(place).parent.name else root
+    )  # a path names its own
     there = [folder.name for folder in beside.glob("*/") if _is_run(folder)]
     wanted = config.name if place == "latest" else Path(place).name
-    known = what_runs_there_are(wanted, there, root=beside) if there else f"no run in {beside} has one"
+    known = (
+        what_runs_there_are(wanted, there, root=beside) if there else f"no run in {beside} has one"
+    )
     raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
 
 
@@ -57,7 +65,11 @@ def _is_run(folder: Path) -> bool:
 
 
 def _newest_first(root: Path, name: str) -> list[Path]:
-    found = [(int(match[1]), path) for path in root.glob("*/") if (match := _numbered(name).fullmatch(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in root.glob("*/")
+        if (match := _numbered(name).fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 

@@ -48,7 +48,10 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(
-            [*super().list_commands(ctx), *(name for name in BESIDE if importlib.util.find_spec(_beside(name)))]
+            [
+                *super().list_commands(ctx),
+                *(name for name in BESIDE if importlib.util.find_spec(_beside(name))),
+            ]
         )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -56,7 +59,8 @@ class Commands(click.Group):
             if cmd_name not in self.list_commands(ctx):
                 raise UnusableInput(_missing(cmd_name))
             return cast(
-                click.Command, getattr(importlib.import_module(_beside(cmd_name)), f"{_word(cmd_name)}_command")
+                click.Command,
+                getattr(importlib.import_module(_beside(cmd_name)), f"{_word(cmd_name)}_command"),
             )
         return super().get_command(ctx, cmd_name)
 
@@ -110,7 +114,12 @@ def show_command(run: str, json_path: str | None) -> None:
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
     for line in [*story_lines(told), *([unread] if unread else [])]:
         console.print(line, markup=False)
-    facts = {"run": run, "latest": newest.folder if newest else None, "checkpoints": rows, "attempts": told}
+    facts = {
+        "run": run,
+        "latest": newest.folder if newest else None,
+        "checkpoints": rows,
+        "attempts": told,
+    }
     end(json_path, facts, well=not any(row["damaged"] for row in rows))
 
 
@@ -123,7 +132,9 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     saved = _open(run)
     try:
         folders = (
-            [row["folder"] for row in checkpoint_rows(saved)] if checkpoint is None else [saved.folder_of(checkpoint)]
+            [row["folder"] for row in checkpoint_rows(saved)]
+            if checkpoint is None
+            else [saved.folder_of(checkpoint)]
         )
     except (ValueError, DamagedCheckpoint) as error:
         raise UnusableInput(str(error)) from error
@@ -166,7 +177,9 @@ def _open(run: str) -> SavedRun:
         known = what_runs_there_are(Path(run).name, there, root=beside)
         advice = f"give a folder that holds {', '.join(KINDS)} or {NAME}, such as runs/run-001"
         said = f"{run} is no run: {known if there else advice}"
-        raise UnusableInput("\n".join(textwrap.wrap(printable(said, longest=1000), 73, break_on_hyphens=False)))
+        raise UnusableInput(
+            "\n".join(textwrap.wrap(printable(said, longest=1000), 73, break_on_hyphens=False))
+        )
     return SavedRun(run)
 
 
@@ -183,7 +196,9 @@ def console_for(json_path: str | None) -> Console:
 def progress_of() -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=None)
         yield lambda words: progress.update(task, description=words)
 

@@ -29,7 +29,14 @@ NAME, VALUE = 36, 18  # the widest of a table; what is longer has lines of its o
 @click.command("diff")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option("--runs", "root", default="runs", show_default=True, metavar="DIR", help="Where runs of a name are.")
+@click.option(
+    "--runs",
+    "root",
+    default="runs",
+    show_default=True,
+    metavar="DIR",
+    help="Where runs of a name are.",
+)
 @json_option("Write all of it; - is standard output.")
 def diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     """Say how run B differs from run A: what it resumed from, configuration, code and environment, where losses part.
@@ -51,12 +58,25 @@ def diff_text(found: Difference, histories: Sequence[History]) -> str:
     """The most telling first, in at most 80 columns."""
     if found.same:
         only = histories[0]
-        advice = f" To compare its attempts: {only.name}@1 {only.name}@2." if len(only.attempts) > 1 else ""
-        return _wrapped(f"{found.a} and {found.b} are the same journal, so nothing differs.{advice}", indent="")
-    blocks = [list(_lead(found)), [_about(mark, each) for mark, each in zip("AB", histories, strict=True)]]
-    blocks += [list(_part(name, getattr(found, name), found)) for name in ("config", "code", "environment")]
+        advice = (
+            f" To compare its attempts: {only.name}@1 {only.name}@2."
+            if len(only.attempts) > 1
+            else ""
+        )
+        return _wrapped(
+            f"{found.a} and {found.b} are the same journal, so nothing differs.{advice}", indent=""
+        )
+    blocks = [
+        list(_lead(found)),
+        [_about(mark, each) for mark, each in zip("AB", histories, strict=True)],
+    ]
+    blocks += [
+        list(_part(name, getattr(found, name), found)) for name in ("config", "code", "environment")
+    ]
     blocks.append(list(_losses("losses", found.losses)))
-    blocks += [list(_losses(printable(name, longest=30), losses)) for name, losses in found.metrics.items()]
+    blocks += [
+        list(_losses(printable(name, longest=30), losses)) for name, losses in found.metrics.items()
+    ]
     blocks += [list(_costs(found, histories)), list(_events(found))]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
@@ -70,7 +90,9 @@ def _lead(found: Difference) -> Iterator[str]:
     else:
         yield _wrapped(f"{later} resumed from {earlier} at step {step}")
     if not found.resumed.reached:
-        yield _wrapped(f"but this journal of {earlier} does not have step {step}: is it another run of that name?")
+        yield _wrapped(
+            f"but this journal of {earlier} does not have step {step}: is it another run of that name?"
+        )
 
 
 def _about(mark: str, history: History) -> str:
@@ -81,19 +103,25 @@ def _about(mark: str, history: History) -> str:
     end = "no word of its end" if ended is None else f"ended by {printable(ended, longest=100)}"
     damaged = f", {history.num_damaged} damaged lines, the first is {history.first_damaged}"
     return _wrapped(
-        f"{mark}  {history.name}: {span}{many}, {end}{damaged if history.num_damaged else ''}", indent="   "
+        f"{mark}  {history.name}: {span}{many}, {end}{damaged if history.num_damaged else ''}",
+        indent="   ",
     )
 
 
 def _part(name: str, changes: Sequence[Change], found: Difference) -> Iterator[str]:
-    without = [each for each, told in zip((found.a, found.b), found.told[name], strict=True) if not told]
+    without = [
+        each for each, told in zip((found.a, found.b), found.told[name], strict=True) if not told
+    ]
     if without:
         yield _wrapped(f"{name}: not known of {' and '.join(without)}")
         return
     if not changes:
         yield f"{name}: the same"
         return
-    rows = [(printable(change.name), _value(change.a), _value(change.b)) for change in changes[:MOST_CHANGES]]
+    rows = [
+        (printable(change.name), _value(change.a), _value(change.b))
+        for change in changes[:MOST_CHANGES]
+    ]
     beside = [row for row in rows if len(row[0]) <= NAME and max(len(row[1]), len(row[2])) <= VALUE]
     widths = [max((len(row[column]) for row in beside), default=0) for column in (0, 1)]
     if beside:
@@ -104,7 +132,10 @@ def _part(name: str, changes: Sequence[Change], found: Difference) -> Iterator[s
         if row in beside:
             yield f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip()
             continue
-        yield from (_wrapped(text, indent=" " * 7) for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}"))
+        yield from (
+            _wrapped(text, indent=" " * 7)
+            for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}")
+        )
     if len(changes) > MOST_CHANGES:
         yield f"  and {len(changes) - MOST_CHANGES} more: --json has all"
 
@@ -129,8 +160,12 @@ def _losses(name: str, losses: Losses) -> Iterator[str]:
 
 def _costs(found: Difference, histories: Sequence[History]) -> Iterator[str]:
     """What a change is often made for; the losses say what it left alone."""
-    devices = [str((history.facts.get("environment") or {}).get("device", "")) for history in histories]
-    peak = "peak of process" if all(device.startswith("cpu") for device in devices) else "peak memory"
+    devices = [
+        str((history.facts.get("environment") or {}).get("device", "")) for history in histories
+    ]
+    peak = (
+        "peak of process" if all(device.startswith("cpu") for device in devices) else "peak memory"
+    )
     for key, name, text in (("peak_bytes", peak, _size), ("seconds", "median step", _duration)):
         if key in found.costs:
             a, b = found.costs[key]
@@ -151,7 +186,9 @@ def _span(first: int, last: int) -> str:
 
 def _parting(parting: Parting) -> str:
     relative = f" ({parting.relative:.2g} of A)" if math.isfinite(parting.relative) else ""
-    return f"{parting.step}: A {parting.a:.9g}, B {parting.b:.9g}, by {parting.amount:+.3g}{relative}"
+    return (
+        f"{parting.step}: A {parting.a:.9g}, B {parting.b:.9g}, by {parting.amount:+.3g}{relative}"
+    )
 
 
 def _events(found: Difference) -> Iterator[str]:
@@ -160,7 +197,10 @@ def _events(found: Difference) -> Iterator[str]:
         if not number:
             yield "events"
         told = f"{_seen(a)} in both" if a == b else f"A {_seen(a)}; B {_seen(b)}"
-        yield _wrapped(f"  {printable(kind, longest=20):<{min(room, 20)}}  {told}", indent=" " * (min(room, 20) + 4))
+        yield _wrapped(
+            f"  {printable(kind, longest=20):<{min(room, 20)}}  {told}",
+            indent=" " * (min(room, 20) + 4),
+        )
 
 
 def _seen(seen: Seen) -> str:

@@ -28,7 +28,13 @@ from .runs_table import estimate_table
 @click.command("estimate")
 @click.option("--parameters", metavar="NUMBER", help="Such as 7e9; or give --model.")
 @model_option("model", more="Its parameters are counted.")
-@click.option("--dtype", type=click.Choice(list(STATE)), default="float32", show_default=True, help="Of the weights.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(STATE)),
+    default="float32",
+    show_default=True,
+    help="Of the weights.",
+)
 @click.option("--folder", metavar="FOLDER", help="Say whether its volume has the room.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @json_option()
@@ -58,7 +64,9 @@ def estimate_command(
         free = free_bytes(SavedRun(folder).files, "recovery")
         well = free is None or free >= estimate.most
         facts["free"] = free
-        console.print(f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if well else 'not enough'}")
+        console.print(
+            f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if well else 'not enough'}"
+        )
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if well else 1)

@@ -19,7 +19,18 @@ from .runs.journal_lines import number_of, printable
 from .runs_plot_events import SPIKE, draw_events, draw_rollbacks
 
 # Of Paul Tol's palettes for colour-blind readers; red is left to spikes.
-COLOURS = ("#4477AA", "#228833", "#AA3377", "#CC8800", "#66CCEE", "#222255", "#999933", "#882255", "#44AA99", "#777777")
+COLOURS = (
+    "#4477AA",
+    "#228833",
+    "#AA3377",
+    "#CC8800",
+    "#66CCEE",
+    "#222255",
+    "#999933",
+    "#882255",
+    "#44AA99",
+    "#777777",
+)
 GREY = "#C4C4C4"
 MOST_NAMED = 20  # runs with a colour and a name: those that end lowest; the others are grey
 MOST_POINTS = 4000  # of a line: beyond it, the least and the greatest of each stretch
@@ -84,10 +95,31 @@ def plot_runs(
     _frame(memory, f"peak, {unit}")
     signs = draw_events(events, [(history, look.colour, look.style) for history, look in named])
     if lost:
-        signs.append(Line2D([], [], color=SPIKE, marker="x", markersize=5, linestyle="none", label="loss not finite"))
+        signs.append(
+            Line2D(
+                [],
+                [],
+                color=SPIKE,
+                marker="x",
+                markersize=5,
+                linestyle="none",
+                label="loss not finite",
+            )
+        )
     if signs:
-        signs.append(Line2D([], [], color="#444444", alpha=FAINT, linewidth=1.0, label="rolled back or resumed over"))
-        figure.legend(handles=signs, loc="outside lower left", ncols=len(signs), fontsize=8, frameon=False)
+        signs.append(
+            Line2D(
+                [],
+                [],
+                color="#444444",
+                alpha=FAINT,
+                linewidth=1.0,
+                label="rolled back or resumed over",
+            )
+        )
+        figure.legend(
+            handles=signs, loc="outside lower left", ncols=len(signs), fontsize=8, frameon=False
+        )
     _title(figure, drawn, looks, title)
     figure.savefig(path, format="png", dpi=130)
     return [history.name for history, _ in named]
@@ -95,7 +127,9 @@ def plot_runs(
 
 def choose_looks(histories: Sequence[History]) -> list[Look]:
     """A colour for each, and for the best ones alone where they are too many to tell apart."""
-    best = sorted(range(len(histories)), key=lambda place: _last_loss(histories[place]))[:MOST_NAMED]
+    best = sorted(range(len(histories)), key=lambda place: _last_loss(histories[place]))[
+        :MOST_NAMED
+    ]
     looks, number = [], 0
     for place, history in enumerate(histories):
         if place not in best:
@@ -141,12 +175,32 @@ def _draw(
     for course, look in zip(courses, looks, strict=True):
         back, width = (2.0, 1.2) if look.label else (1.0, 0.6)
         for steps in course.superseded:
-            _line(axes, steps, name, look, smooth, divide, alpha=FAINT, linewidth=0.85 * width, zorder=back)
+            _line(
+                axes,
+                steps,
+                name,
+                look,
+                smooth,
+                divide,
+                alpha=FAINT,
+                linewidth=0.85 * width,
+                zorder=back,
+            )
         dots = {"marker": "o", "markersize": 3} if marker and len(course.steps) <= 100 else {}
-        _line(axes, course.steps, name, look, smooth, divide, linewidth=width, zorder=back + 1, **dots)
+        _line(
+            axes, course.steps, name, look, smooth, divide, linewidth=width, zorder=back + 1, **dots
+        )
 
 
-def _line(axes: Any, steps: Steps, name: str, look: Look, smooth: int | None, divide: float, **options: Any) -> None:
+def _line(
+    axes: Any,
+    steps: Steps,
+    name: str,
+    look: Look,
+    smooth: int | None,
+    divide: float,
+    **options: Any,
+) -> None:
     x, y = numpy.asarray(steps.step), numpy.asarray(steps.values[name]) / divide
     if smooth is not None and len(y) >= smooth:
         x, y = x[smooth - 1 :], numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
@@ -164,9 +218,13 @@ def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> int:
     losses = numpy.concatenate([numpy.asarray(course.steps.values["loss"]) for course in courses])
     known = losses[numpy.isfinite(losses)]
     least, most = (known.min(), known.max()) if len(known) else (0.0, 1.0)
-    given_up = [numpy.asarray(steps.values["loss"]) for course in courses for steps in course.superseded]
+    given_up = [
+        numpy.asarray(steps.values["loss"]) for course in courses for steps in course.superseded
+    ]
     if scale == "log" and least <= 0:
-        raise ValueError(f"a loss of {least:g} has no place on a logarithmic axis: take the linear one")
+        raise ValueError(
+            f"a loss of {least:g} has no place on a logarithmic axis: take the linear one"
+        )
     if scale == "log" or (scale == "auto" and least > 0 and most > LOG_FROM * least):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
@@ -174,11 +232,19 @@ def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> int:
         axes.tick_params(which="minor", labelsize=8)
     elif len(known):
         usual = numpy.percentile(known, 99.5)
-        most = max([most, *(values[numpy.isfinite(values)].max(initial=most) for values in given_up)])
+        most = max(
+            [most, *(values[numpy.isfinite(values)].max(initial=most) for values in given_up)]
+        )
         room = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
-        axes.set_ylim(least - room, (usual if most > usual + SPIKE_ROOM * (usual - least) else most) + 2 * room)
+        axes.set_ylim(
+            least - room,
+            (usual if most > usual + SPIKE_ROOM * (usual - least) else most) + 2 * room,
+        )
     parts = [steps for course in courses for steps in (course.steps, *course.superseded)]
-    lost = [numpy.asarray(steps.step)[~numpy.isfinite(numpy.asarray(steps.values["loss"]))] for steps in parts]
+    lost = [
+        numpy.asarray(steps.step)[~numpy.isfinite(numpy.asarray(steps.values["loss"]))]
+        for steps in parts
+    ]
     x = numpy.concatenate(lost)
     edge = axes.get_xaxis_transform()
     axes.plot(x, numpy.full(len(x), 0.98), "x", color=SPIKE, markersize=5, transform=edge, zorder=5)
@@ -193,7 +259,9 @@ def _frame(axes: Any, label: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _title(figure: Any, histories: Sequence[History], looks: Sequence[Look], title: str | None) -> None:
+def _title(
+    figure: Any, histories: Sequence[History], looks: Sequence[Look], title: str | None
+) -> None:
     from matplotlib.lines import Line2D
 
     if len(histories) == 1:
@@ -202,7 +270,11 @@ def _title(figure: Any, histories: Sequence[History], looks: Sequence[Look], tit
         figure.suptitle(title or f"{shorten(only.name)}: {told}", x=0.01, ha="left", fontsize=11)
         return
     figure.suptitle(title or f"{len(histories)} runs", x=0.01, ha="left", fontsize=11)
-    lines = [Line2D([], [], color=look.colour, linestyle=look.style, label=look.label) for look in looks if look.label]
+    lines = [
+        Line2D([], [], color=look.colour, linestyle=look.style, label=look.label)
+        for look in looks
+        if look.label
+    ]
     if more := len(histories) - len(lines):
         lines.append(Line2D([], [], color=GREY, label=f"{more} more, which end higher"))
     figure.legend(handles=lines, loc="outside right upper", fontsize=8, frameon=False)
@@ -218,7 +290,10 @@ def _metric(histories: Sequence[History]) -> str | None:
 
 
 def _unit(courses: Sequence[Course]) -> tuple[str, float]:
-    peak = max((numpy.nanmax(values) for c in courses if not numpy.isnan(values := _peaks(c)).all()), default=0.0)
+    peak = max(
+        (numpy.nanmax(values) for c in courses if not numpy.isnan(values := _peaks(c)).all()),
+        default=0.0,
+    )
     return ("GiB", 2.0**30) if peak >= 2**30 else ("MiB", 2.0**20)
 
 

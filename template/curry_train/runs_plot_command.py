@@ -18,23 +18,46 @@ from .runs_plot import plot_runs
 
 @click.command("plot")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
-@click.option("--runs", "root", default="runs", show_default=True, metavar="DIR", help="Where runs of a name are.")
+@click.option(
+    "--runs",
+    "root",
+    default="runs",
+    show_default=True,
+    metavar="DIR",
+    help="Where runs of a name are.",
+)
 @output_option("The picture, a PNG.", "--out", default="runs.png", show_default=True)
-@click.option("--scale", type=click.Choice(["auto", "log", "linear"]), default="auto", show_default=True)
-@click.option("--smooth", type=click.IntRange(2), metavar="STEPS", help="Draw the loss as a mean over so many steps.")
+@click.option(
+    "--scale", type=click.Choice(["auto", "log", "linear"]), default="auto", show_default=True
+)
+@click.option(
+    "--smooth",
+    type=click.IntRange(2),
+    metavar="STEPS",
+    help="Draw the loss as a mean over so many steps.",
+)
 @json_option("Write what is drawn in figures; - is standard output.")
 def plot_command(
-    names: tuple[str, ...], root: str, out: str, scale: str, smooth: int | None, json_path: str | None
+    names: tuple[str, ...],
+    root: str,
+    out: str,
+    scale: str,
+    smooth: int | None,
+    json_path: str | None,
 ) -> None:
     """Draw loss, dev metric, learning rate and memory of runs, with saves, spikes and rollbacks marked.
 
     A run is a name in --runs, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
     """
     try:
-        histories = [read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)]
+        histories = [
+            read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)
+        ]
         coloured = plot_runs(histories, out, scale=scale, smooth=smooth)
     except (RuntimeError, ValueError) as error:
-        raise UnusableInput("\n".join(textwrap.wrap(printable(str(error), longest=1000), 80))) from error
+        raise UnusableInput(
+            "\n".join(textwrap.wrap(printable(str(error), longest=1000), 80))
+        ) from error
     if json_path:
         rows = [_summary(history) | {"coloured": history.name in coloured} for history in histories]
         write_json(json_path, finite({"out": out, "runs": rows}))
@@ -55,7 +78,10 @@ def _summary(history: History) -> dict[str, Any]:
         "superseded_steps": sum(len(part) for part in history.course.superseded),
         "events": {kind: len(marks.step) for kind, marks in sorted(history.marks.items())},
         "metrics": {
-            name: {"last": course.steps.values["value"][-1], "least": min(course.steps.values["value"])}
+            name: {
+                "last": course.steps.values["value"][-1],
+                "least": min(course.steps.values["value"]),
+            }
             for name, course in history.metrics.items()
             if len(course.steps)
         },

@@ -57,7 +57,9 @@ def draw_events(axes: Any, runs: Sequence[tuple[History, str, str]]) -> list[Any
     for kind in dict.fromkeys(seen):
         sign, size = MARKS[kind]
         shown = SPIKE if kind == "spike" else "#444444"
-        handles.append(Line2D([], [], color=shown, marker=sign, markersize=size, linestyle="none", label=kind))
+        handles.append(
+            Line2D([], [], color=shown, marker=sign, markersize=size, linestyle="none", label=kind)
+        )
     return handles
 
 
@@ -73,9 +75,16 @@ def draw_rollbacks(axes: Any, history: History, colour: str, *, arrows: bool) ->
         after = loss_at(history, event)
         _mark(axes, event.step, after, sign="<", colour=colour)
         if arrows and before is not None and after is not None:
-            style = {"arrowstyle": "-|>", "color": colour, "linewidth": 0.9, "connectionstyle": "arc3,rad=0.3"}
+            style = {
+                "arrowstyle": "-|>",
+                "color": colour,
+                "linewidth": 0.9,
+                "connectionstyle": "arc3,rad=0.3",
+            }
             before = min(before, axes.get_ylim()[1])
-            axes.annotate("", (event.step, after), (come, before), arrowprops=style, annotation_clip=False)
+            axes.annotate(
+                "", (event.step, after), (come, before), arrowprops=style, annotation_clip=False
+            )
 
 
 def _mark(axes: Any, step: int, loss: float | None, *, sign: str, colour: str) -> None:
@@ -91,7 +100,11 @@ def loss_at(history: History, event: Event) -> float | None:
     """The loss that an attempt had at a step, also where it was rolled back."""
     for steps in (*reversed(history.course.superseded), history.steps):
         place = bisect_left(steps.step, event.step)
-        if place < len(steps) and steps.step[place] == event.step and steps.attempt[place] <= event.attempt:
+        if (
+            place < len(steps)
+            and steps.step[place] == event.step
+            and steps.attempt[place] <= event.attempt
+        ):
             loss = steps.values["loss"][place]
             return loss if math.isfinite(loss) else None
     told = number_of(event.facts.get("loss"))

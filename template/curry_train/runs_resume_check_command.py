@@ -23,8 +23,16 @@ from .runs_command import JSON, console_for, end, progress_of
 @model_option("model", more="The same as model=.")
 @click.option("--config", type=click.Path(dir_okay=False, exists=True), help="A YAML file.")
 @click.option("--steps", default=12, type=click.IntRange(3), show_default=True)
-@click.option("--kill-at", type=click.IntRange(2), help="The step in which the second run dies; two thirds of the way.")
-@click.option("--save-every", type=click.IntRange(1), help="Steps from save to save; so that one is lost, if left out.")
+@click.option(
+    "--kill-at",
+    type=click.IntRange(2),
+    help="The step in which the second run dies; two thirds of the way.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(1),
+    help="Steps from save to save; so that one is lost, if left out.",
+)
 @click.option("--out", type=click.Path(file_okay=False), help="Keep the runs there.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @JSON
@@ -53,12 +61,21 @@ def resume_check_command(
             say("straight, killed, resumed")
             every = save_every or max(1, died // 2)
             facts = provenance(choose_device(load_config(config, given).device))
-            found = resume_check(folder, given, steps=steps, kill_at=died, save_every=every, config=config)
+            found = resume_check(
+                folder, given, steps=steps, kill_at=died, save_every=every, config=config
+            )
         except ValueError as error:
-            raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
+            raise UnusableInput(
+                "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+            ) from error
     lost = found.killed_at - found.resumed_from
     console = console_for(json_path)
-    console.print(f"{steps} steps, killed in step {died}, resumed from step {found.resumed_from}: {lost} done again")
+    console.print(
+        f"{steps} steps, killed in step {died}, resumed from step {found.resumed_from}: {lost} done again"
+    )
     told = f"equal: {found.figures} figures and {found.tensors} tensors"
-    console.print(told if found.equal else "\n".join(textwrap.wrap(f"NOT equal: {found.difference}", 80)), markup=False)
+    console.print(
+        told if found.equal else "\n".join(textwrap.wrap(f"NOT equal: {found.difference}", 80)),
+        markup=False,
+    )
     end(json_path, facts | found.to_json(), well=found.equal)

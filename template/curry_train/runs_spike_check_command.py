@@ -27,7 +27,15 @@ from .progress import clock
 from .runs.errors import RunError
 from .runs.journal_history import read_history
 from .runs_plot import plot_runs
-from .spike_check import RECOVERED, THROUGH, WITHOUT, Missed, SpikeCheck, check_settings, spike_check
+from .spike_check import (
+    RECOVERED,
+    THROUGH,
+    WITHOUT,
+    Missed,
+    SpikeCheck,
+    check_settings,
+    spike_check,
+)
 from .training import Hook, Run, Watch
 
 TIMED = 5  # steps after which it is known how long one takes
@@ -38,10 +46,20 @@ MOST_RISES = 6  # that are told
 @model_option("model", more="The same as model=.")
 @click.option("--config", type=click.Path(exists=True, dir_okay=False), help="A YAML file.")
 @click.option("--steps", type=click.IntRange(18), default=240, show_default=True)
-@click.option("--at", type=click.IntRange(2), help="The first bad step; two thirds of the steps by default.")
-@click.option("--windows", type=click.IntRange(1), default=5, show_default=True, help="Steps whose samples are bad.")
+@click.option(
+    "--at", type=click.IntRange(2), help="The first bad step; two thirds of the steps by default."
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Steps whose samples are bad.",
+)
 @plot_option("Draw the runs: loss, dev loss, and what happened; a PNG.")
-@click.option("--runs", "kept", type=click.Path(file_okay=False), help="Keep the runs in this new folder.")
+@click.option(
+    "--runs", "kept", type=click.Path(file_okay=False), help="Keep the runs in this new folder."
+)
 @json_option()
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def spike_check_command(
@@ -66,22 +84,32 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *given]
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
     with contextlib.ExitStack() as stack:
-        folder = Path(kept) if kept else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spike-check-")))
+        folder = (
+            Path(kept)
+            if kept
+            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spike-check-")))
+        )
         if folder.exists() and any(folder.iterdir()):
             raise UnusableInput(f"{folder} is not empty: give a new folder")
         try:
             settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
             check_settings(settings, at=at, num_windows=windows)
-            load_workload(settings.model)  # what is wrong with it is told before what is not installed
+            load_workload(
+                settings.model
+            )  # what is wrong with it is told before what is not installed
             if plot_path:
                 _require_matplotlib()
             facts = provenance(choose_device(settings.device))
             watch = stack.enter_context(_progress(steps))
-            found = spike_check(folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch])
+            found = spike_check(
+                folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
+            )
             if plot_path:
                 _draw(found, folder, plot_path)
         except (ValueError, RunError) as error:
-            raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
+            raise UnusableInput(
+                "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+            ) from error
     for line in describe(found):
         console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
     if plot_path:
@@ -102,16 +130,26 @@ def describe(found: SpikeCheck) -> Iterator[str]:
     yield f"found {found.found_after} steps after the first, with patience {found.patience}"
     times = "once" if found.rollbacks == 1 else f"{found.rollbacks} times"
     yield f"went back to step {found.back_to}, {times}, without the samples at positions {skipped}"
-    for name, words in ((RECOVERED, "recovered"), (WITHOUT, "never saw them"), (THROUGH, "trained through")):
+    for name, words in (
+        (RECOVERED, "recovered"),
+        (WITHOUT, "never saw them"),
+        (THROUGH, "trained through"),
+    ):
         dev = found.dev_losses[name]
-        yield f"{words:>15}: loss {found.losses[name]:.4f}" + ("" if dev is None else f", dev loss {dev:.4f}")
+        yield f"{words:>15}: loss {found.losses[name]:.4f}" + (
+            "" if dev is None else f", dev loss {dev:.4f}"
+        )
     same = "equal to the bit to the run that never saw them"
-    yield same if found.difference is None else f"NOT the run that never saw them: {found.difference}"
+    yield (
+        same if found.difference is None else f"NOT the run that never saw them: {found.difference}"
+    )
 
 
 def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
     limit, shown = missed.limit, missed.rises[:num_bad]
-    rises = ", ".join(f"{rise:+.3g}" for rise in shown[:MOST_RISES]) + (", ..." if num_bad > MOST_RISES else "")
+    rises = ", ".join(f"{rise:+.3g}" for rise in shown[:MOST_RISES]) + (
+        ", ..." if num_bad > MOST_RISES else ""
+    )
     steps = "bad step" if num_bad == 1 else f"{num_bad} bad steps"
     yield f"NOT found: the loss did not rise enough{' for long enough' if missed.in_a_row else ''}"
     yield f"it rose by {rises} in the {steps}, over a level of {limit.level:.4g}"
@@ -137,18 +175,31 @@ def _require_matplotlib() -> None:
 def _draw(found: SpikeCheck, folder: Path, path: str) -> None:
     """The three runs, or the one there is."""
     first, last = found.planted
-    title = f"bad samples in steps {first} to {last}, " + ("found" if found.rollbacks else "not found")
+    title = f"bad samples in steps {first} to {last}, " + (
+        "found" if found.rollbacks else "not found"
+    )
     names = (THROUGH, WITHOUT, RECOVERED) if found.rollbacks else (RECOVERED,)
     histories = [read_history(folder / f"{name}-001", name=name) for name in names]
-    plot_runs(histories, path, title=f"{title}: {'three runs' if len(names) > 1 else 'one run, through them'}")
+    plot_runs(
+        histories,
+        path,
+        title=f"{title}: {'three runs' if len(names) > 1 else 'one run, through them'}",
+    )
 
 
 @contextlib.contextmanager
 def _progress(steps: int) -> Iterator[Watch]:
     """How long it will take, as soon as that is known; then a bar on a terminal, and elsewhere a line for each run."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = (BarColumn(12), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (
+        BarColumn(12),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task, before = progress.add_task("", total=3 * steps), 0
 
         @contextlib.contextmanager
@@ -159,15 +210,21 @@ def _progress(steps: int) -> Iterator[Watch]:
             def advance(report: StepReport) -> None:
                 nonlocal after_first
                 if report.step == 1:
-                    after_first = time.perf_counter()  # the first step takes much longer than the others
+                    after_first = (
+                        time.perf_counter()
+                    )  # the first step takes much longer than the others
                 elif report.step == TIMED and not before:
                     each = (time.perf_counter() - after_first) / (TIMED - 1)
-                    console.print(f"three trainings of {steps} steps, about {clock(3 * steps * each)} in all")
+                    console.print(
+                        f"three trainings of {steps} steps, about {clock(3 * steps * each)} in all"
+                    )
                 progress.update(task, completed=before + report.step, description=run.folder.name)
 
             yield advance
             before += steps
             if not console.is_terminal:
-                console.print(f"{run.folder.name}: {steps} steps in {clock(time.perf_counter() - began)}")
+                console.print(
+                    f"{run.folder.name}: {steps} steps in {clock(time.perf_counter() - began)}"
+                )
 
         yield watch

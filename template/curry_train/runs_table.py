@@ -37,7 +37,15 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     for kind in KINDS:
         rows += [_checkpoint(run, one) for one in every if one.serves_as == kind]
         rows += [
-            {"kind": kind, "step": None, "metric": None, "bytes": 0, "date": "", "folder": folder, "damaged": why}
+            {
+                "kind": kind,
+                "step": None,
+                "metric": None,
+                "bytes": 0,
+                "date": "",
+                "folder": folder,
+                "damaged": why,
+            }
             for folder, why in run.damaged(kind).items()
         ]
     return rows
@@ -63,7 +71,9 @@ def runs_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         latest = "none" if row["latest"] is None else str(row["latest"])
         counts = [str(row[kind]) for kind in KINDS]
-        table.add_row(row["run"], latest, *counts, format_bytes(row["bytes"]), str(row["damaged"] or ""))
+        table.add_row(
+            row["run"], latest, *counts, format_bytes(row["bytes"]), str(row["damaged"] or "")
+        )
     return table
 
 
@@ -74,12 +84,16 @@ def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
             table.add_row(row["kind"], "damaged", "", "", row["damaged"], style="red")
         else:
             date = row["date"].replace("T", " ").removesuffix("+00:00")
-            table.add_row(row["kind"], str(row["step"]), format_bytes(row["bytes"]), date, row["metric"] or "")
+            table.add_row(
+                row["kind"], str(row["step"]), format_bytes(row["bytes"]), date, row["metric"] or ""
+            )
     return table
 
 
 def estimate_table(found: DiskEstimate) -> Table:
-    number, letter = next((found.parameters / by, to) for by, to in COUNTS if found.parameters >= by)
+    number, letter = next(
+        (found.parameters / by, to) for by, to in COUNTS if found.parameters >= by
+    )
     unit, each = next((unit, each) for unit, each in UNITS if found.most >= each)
     table = _table(f"{round(number, 2):,g}{letter} parameters, {found.dtype}", unit)
     lines = {
@@ -91,7 +105,10 @@ def estimate_table(found: DiskEstimate) -> Table:
         "the volume has to hold": found.most,
     }
     for words, num_bytes in lines.items():
-        table.add_row(words, f"{num_bytes / each:,.1f}" if num_bytes >= each / 10 else f"{num_bytes / each:.2g}")
+        table.add_row(
+            words,
+            f"{num_bytes / each:,.1f}" if num_bytes >= each / 10 else f"{num_bytes / each:.2g}",
+        )
     return table
 
 
@@ -100,5 +117,10 @@ def _table(*columns: str) -> Table:
     for number, name in enumerate(columns):
         last = number == len(columns) - 1 and name in ("metric", "damaged")
         numeric = name in ("latest", "step", "size", *dict(UNITS), *KINDS)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold", no_wrap=not last and number > 0)
+        table.add_column(
+            name,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=not last and number > 0,
+        )
     return table

@@ -47,7 +47,9 @@ def load_with_depth(spec: str, depth: int | None) -> Workload:
     if depth is None or (spec not in BUILTIN and ":" not in spec):  # which says what there is
         return load_workload(spec)
     if spec not in BUILTIN:
-        raise WorkloadError(f"depth is that of a built-in workload ({', '.join(BUILTIN)}); set it in {spec} itself")
+        raise WorkloadError(
+            f"depth is that of a built-in workload ({', '.join(BUILTIN)}); set it in {spec} itself"
+        )
     factory: Callable[..., Workload] = BUILTIN[spec]
     return replace(factory(depth=depth), spec=spec)
 
@@ -82,7 +84,10 @@ def measure_savings(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
-    rows = [Row(case.workload.name, name, case.batch_size, depth) for name in choose_strategies(strategies)]
+    rows = [
+        Row(case.workload.name, name, case.batch_size, depth)
+        for name in choose_strategies(strategies)
+    ]
     weights = case.build()
     plain, models = _measure_plain(case, weights), []
     for row in rows:
@@ -104,7 +109,9 @@ def _measure_plain(case: Case, model: nn.Module) -> _Plain | None:
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             return None
-        raise WorkloadError(f"{case.workload.name}, batch size {case.batch_size}: a step raised {error}") from error
+        raise WorkloadError(
+            f"{case.workload.name}, batch size {case.batch_size}: a step raised {error}"
+        ) from error
 
 
 def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
@@ -114,7 +121,11 @@ def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
         record = record_step(model, batch, loss)
     with seeded(case.seed):
         if holds_compiled_code(model):  # which runs as eager code while a dispatch mode watches
-            return record, measure_allocated(model, batch, loss), count_executed_flops(model, batch, loss)
+            return (
+                record,
+                measure_allocated(model, batch, loss),
+                count_executed_flops(model, batch, loss),
+            )
         return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
 
 
@@ -125,7 +136,9 @@ def _held_in_blocks(case: Case, model: nn.Module) -> int:
     except NoBlocks:
         return 0
     with seeded(case.seed):
-        report = MemoryProfiler(model).profile(case.batch(), 1, loss=case.workload.mean_loss, blocks=list(blocks))
+        report = MemoryProfiler(model).profile(
+            case.batch(), 1, loss=case.workload.mean_loss, blocks=list(blocks)
+        )
     return sum(layer.bytes for layer in report.layers if layer.name in blocks)
 
 
@@ -142,20 +155,34 @@ def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> 
         record, memory, flops = _figures(case, model)
         facts = STRATEGIES[row.strategy].facts
         row.facts = {} if facts is None else facts(model)
-        row.python_calls = python_calls(case, lambda module, small: _apply(row.strategy, module, small))
+        row.python_calls = python_calls(
+            case, lambda module, small: _apply(row.strategy, module, small)
+        )
         blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
     except ValueError as error:
         row.outcome, row.why = REFUSED, " ".join(str(error).split())
         return None
     except RuntimeError as error:
         if is_out_of_memory(error):
-            row.outcome, row.why = TOO_LARGE, f"{row.batch_size} samples do not fit into the memory of {case.device}"
+            row.outcome, row.why = (
+                TOO_LARGE,
+                f"{row.batch_size} samples do not fit into the memory of {case.device}",
+            )
             return applied
-        row.outcome, row.why = FAILED, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        row.outcome, row.why = (
+            FAILED,
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+        )
         return None
-    row.held_bytes, row.peak_bytes, row.forward_flops = memory.held_bytes, memory.peak_bytes, flops.forward
+    row.held_bytes, row.peak_bytes, row.forward_flops = (
+        memory.held_bytes,
+        memory.peak_bytes,
+        flops.forward,
+    )
     if plain is not None:
-        row.blocks_held_ratio = None if blocks_held is None else _ratio(blocks_held, plain.blocks_held)
+        row.blocks_held_ratio = (
+            None if blocks_held is None else _ratio(blocks_held, plain.blocks_held)
+        )
         row.held_ratio = _ratio(memory.held_bytes, plain.memory.held_bytes)
         row.peak_ratio = _ratio(memory.peak_bytes, plain.memory.peak_bytes)
         row.recompute_flops = recompute_flops(plain.flops, flops)
@@ -175,7 +202,11 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def _time_in_turns(
-    rows: Sequence[Row], models: Sequence[nn.Module | None], case: Case, repeats: int, tell: Callable[[str], None]
+    rows: Sequence[Row],
+    models: Sequence[nn.Module | None],
+    case: Case,
+    repeats: int,
+    tell: Callable[[str], None],
 ) -> None:
     """Rounds of one step each, the first of them to warm up, every round opened by another strategy."""
     batch = case.batch()
@@ -192,7 +223,9 @@ def _time_in_turns(
         if taken:
             ratios = [step / plain for step, plain in zip(taken, seconds[0][1:], strict=False)]
             lower, middle, upper = _quartiles(ratios) if ratios else (None, None, None)
-            row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken), middle, lower, upper)
+            row.seconds = StepSeconds(
+                statistics.median(taken), min(taken), max(taken), middle, lower, upper
+            )
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -202,7 +235,9 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
     return lower, middle, upper
 
 
-def _find_largest(row: Row, case: Case, model: nn.Module, limit: int, hints: dict[str, int]) -> None:
+def _find_largest(
+    row: Row, case: Case, model: nn.Module, limit: int, hints: dict[str, int]
+) -> None:
     try:
         row.largest_batch = largest_batch(case, model, limit, hint=hints.get(row.strategy))
     except ValueError as error:

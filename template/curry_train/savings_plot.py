@@ -66,7 +66,9 @@ def plot_savings(rows: Sequence[Row], path: str | Path, *, device: str = "") -> 
 def choose_cases(rows: Sequence[Row]) -> list[list[Row]]:
     """The measured rows by case; of too many the last of each workload, which is the largest as a rule."""
     groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.label)]
-    groups = [found for group in groups if (found := [row for row in group if row.outcome == MEASURED])]
+    groups = [
+        found for group in groups if (found := [row for row in group if row.outcome == MEASURED])
+    ]
     if len(groups) > MOST_CASES:
         groups = list({group[0].workload: group for group in groups}.values())[:MOST_CASES]
     if not groups:
@@ -91,7 +93,9 @@ def _recomputed(row: Row) -> float | None:
     return None if row.recompute_ratio is None else 100 * row.recompute_ratio
 
 
-def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> list[tuple[float, float, str, str]]:
+def _draw(
+    axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost
+) -> list[tuple[float, float, str, str]]:
     """Marks, front and grid; the labels' places and texts are handed back."""
     marks = []
     for row in rows:
@@ -103,7 +107,15 @@ def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> l
         if cost is _time and row.seconds:
             between = row.seconds.ratio_lower, row.seconds.ratio_upper
             axes.hlines(peak / MEGABYTE, *between, colour, linewidth=THIN, alpha=0.5, zorder=3)
-        axes.plot([place], [peak / MEGABYTE], shape, color=colour, markersize=8, markeredgecolor="white", zorder=4)
+        axes.plot(
+            [place],
+            [peak / MEGABYTE],
+            shape,
+            color=colour,
+            markersize=8,
+            markeredgecolor="white",
+            zorder=4,
+        )
         share = "" if row.peak_ratio is None or row.strategy == PLAIN else f" {row.peak_ratio:.0%}"
         nothing = " (changes nothing)" if not row.modules and row.strategy != PLAIN else ""
         marks.append((place, peak / MEGABYTE, f"{row.strategy}{nothing or share}", colour))
@@ -113,15 +125,27 @@ def _draw(axes: Any, rows: Sequence[Row], names: Sequence[str], cost: Cost) -> l
     if cost is _recomputed:
         most = max([place for place, *_ in marks], default=0.0)
         axes.set_xlim(-0.12 * max(most, 20.0), 1.3 * max(most, 20.0))
-        axes.set_xticks([tick for tick in axes.get_xticks() if tick >= 0 and tick <= 1.3 * max(most, 20.0)])
+        axes.set_xticks(
+            [tick for tick in axes.get_xticks() if tick >= 0 and tick <= 1.3 * max(most, 20.0)]
+        )
     axes.set_ylim(0, 1.22 * highest)
     if front:
         left, right = axes.get_xlim()
         left = max(left, 0.0) if cost is _time else left
         across = [front[0][0], *(place for place, _ in front), right]
         up = [1.22 * highest, *(peak for _, peak in front), front[-1][1]]
-        axes.plot(across, up, color="#999999", linewidth=1.0, linestyle="--", drawstyle="steps-post", zorder=2)
-        axes.fill_between(across, up, 1.22 * highest, step="post", color="#F3F3F3", linewidth=0, zorder=0)
+        axes.plot(
+            across,
+            up,
+            color="#999999",
+            linewidth=1.0,
+            linestyle="--",
+            drawstyle="steps-post",
+            zorder=2,
+        )
+        axes.fill_between(
+            across, up, 1.22 * highest, step="post", color="#F3F3F3", linewidth=0, zorder=0
+        )
         axes.set_xlim(left, right)
     axes.grid(color="#E4E4E4", linewidth=0.6, zorder=1)
     axes.set_axisbelow(True)
@@ -155,7 +179,9 @@ def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: 
             )
             box = label.get_window_extent(renderer)
             covered = sum(1 for other in taken if box.overlaps(other))
-            covered += 2 * (box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1)
+            covered += 2 * (
+                box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
+            )
             if best is None or covered < best[0]:
                 if best is not None:
                     best[1].remove()
@@ -168,4 +194,6 @@ def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: 
             taken.append(best[2])
             if abs(best[3][1]) > FAR:
                 line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
-                axes.annotate("", (place, peak), xytext=best[3], textcoords="offset points", arrowprops=line)
+                axes.annotate(
+                    "", (place, peak), xytext=best[3], textcoords="offset points", arrowprops=line
+                )

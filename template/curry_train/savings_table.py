@@ -23,15 +23,35 @@ def table(rows: Sequence[Row], *, limit: int | None = None) -> str:
     """One block for each case, and below them what the columns mean."""
     legend = list(LEGEND)
     if limit is not None:
-        legend.append(f"fits: the largest batch whose step, parameters included, fits {format_bytes(limit)}")
-    blocks = [_block(label, list(group), limit) for label, group in itertools.groupby(rows, key=lambda row: row.label)]
+        legend.append(
+            f"fits: the largest batch whose step, parameters included, fits {format_bytes(limit)}"
+        )
+    blocks = [
+        _block(label, list(group), limit)
+        for label, group in itertools.groupby(rows, key=lambda row: row.label)
+    ]
     return "\n\n".join([*blocks, "\n".join(legend)])
 
 
 def _block(label: str, rows: list[Row], limit: int | None) -> str:
     plain = rows[0].seconds
-    title = f"{label} (MiB; a step of {rows[0].strategy} takes {_seconds(plain.median)})" if plain else f"{label} (MiB)"
-    heads = ["strategy", "modules", "held", "peak", "of none", "again", "time", "middle", "fits", "parity"]
+    title = (
+        f"{label} (MiB; a step of {rows[0].strategy} takes {_seconds(plain.median)})"
+        if plain
+        else f"{label} (MiB)"
+    )
+    heads = [
+        "strategy",
+        "modules",
+        "held",
+        "peak",
+        "of none",
+        "again",
+        "time",
+        "middle",
+        "fits",
+        "parity",
+    ]
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
@@ -56,7 +76,9 @@ def _cells(row: Row) -> list[str]:
         _time(seconds),
         "" if row.strategy == PLAIN else _middle(seconds),
         "" if row.largest_batch is None else str(row.largest_batch),
-        {"bit-equal": "equal"}.get(row.parity, "DIFFERS" if row.is_wrong else f"{row.worst_error or 0:.0e}"),
+        {"bit-equal": "equal"}.get(
+            row.parity, "DIFFERS" if row.is_wrong else f"{row.worst_error or 0:.0e}"
+        ),
     ]
 
 
@@ -88,7 +110,9 @@ def _middle(seconds: StepSeconds | None) -> str:
 
 def _figure(number: float) -> str:
     """Three digits at least."""
-    return f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    return (
+        f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    )
 
 
 def _mebibytes(size: int | None) -> str:

@@ -29,7 +29,9 @@ class Schedule:
                 f"warmup_steps must be from 0 to the {self.steps} steps of the run; got {self.warmup_steps}"
             )
         if not 0 <= self.least <= 1:
-            raise ValueError(f"least must be from 0 to 1, a part of the learning rate; got {self.least}")
+            raise ValueError(
+                f"least must be from 0 to 1, a part of the learning rate; got {self.least}"
+            )
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:

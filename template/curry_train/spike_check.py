@@ -28,7 +28,10 @@ from .training import Watch, open_run, train_run
 
 LEAST_THRESHOLD = 3.0  # below it sound losses are alarms
 TIMES = 100.0  # as large are planted values that are not whole numbers
-SAID = (f"{__package__}.spike_watch", f"{__package__}.runs.policy")  # what they say is in the result
+SAID = (
+    f"{__package__}.spike_watch",
+    f"{__package__}.runs.policy",
+)  # what they say is in the result
 RECOVERED, WITHOUT, THROUGH = "recovered", "without", "through"
 
 
@@ -58,7 +61,9 @@ class Planted:
                 spoiled[rows] = tensor[rows] * TIMES
             else:
                 low, high = int(tensor.min()), int(tensor.max()) + 1
-                spoiled[rows] = torch.randint(low, high, shape, generator=generator, dtype=tensor.dtype)
+                spoiled[rows] = torch.randint(
+                    low, high, shape, generator=generator, dtype=tensor.dtype
+                )
             return spoiled
 
         return map_tensors(batch, spoil)
@@ -79,16 +84,24 @@ class Missed:
     @property
     def advice(self) -> str:
         """The settings with which it would have been found, or why none would."""
-        rows = [self.rises[end - self.patience : end] for end in range(self.patience, len(self.rises) + 1)]
+        rows = [
+            self.rises[end - self.patience : end]
+            for end in range(self.patience, len(self.rises) + 1)
+        ]
         kept_up = max((min(row) for row in rows), default=0.0)  # through so many steps
         room = 0.95 * (kept_up - self.limit.drift)
         if room <= 0 and self.in_a_row:
             return f"plant at least {self.patience} bad steps with --windows, or set spike.patience={self.in_a_row}"
-        by = {"threshold": (self.threshold, self.limit.by_noise), "least_rise": (self.least_rise, self.limit.by_level)}
+        by = {
+            "threshold": (self.threshold, self.limit.by_noise),
+            "least_rise": (self.least_rise, self.limit.by_level),
+        }
         if room <= 0 or room * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
             return "no setting: these bad samples raise the loss by no more than its noise"
         lower = {name: setting * room / rise for name, (setting, rise) in by.items() if rise > room}
-        return "set " + " and ".join(f"spike.{name}={_rounded_down(value)}" for name, value in lower.items())
+        return "set " + " and ".join(
+            f"spike.{name}={_rounded_down(value)}" for name, value in lower.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -135,11 +148,19 @@ def spike_check(
         events = list(JournalReading(folder / f"{RECOVERED}-001" / NAME))
         spikes = [event for event in events if event.kind == "spike"]
         backs = [event for event in events if event.kind == "rollback"]
-        skips = tuple((event.facts["start"], event.facts["stop"]) for event in events if event.kind == "skip")
+        skips = tuple(
+            (event.facts["start"], event.facts["stop"]) for event in events if event.kind == "skip"
+        )
         told = f"data.skip={[list(pair) for pair in skips]}"
         if backs:
-            _train(load_config(config, [*given, "spike.action=none", told, f"name={WITHOUT}"]), plant, watch)
-            _train(load_config(config, [*given, "spike.action=none", f"name={THROUGH}"]), plant, watch)
+            _train(
+                load_config(config, [*given, "spike.action=none", told, f"name={WITHOUT}"]),
+                plant,
+                watch,
+            )
+            _train(
+                load_config(config, [*given, "spike.action=none", f"name={THROUGH}"]), plant, watch
+            )
             names += [WITHOUT, THROUGH]
     figures = {name: _figures(folder / f"{name}-001") for name in names}
     return SpikeCheck(
@@ -152,8 +173,12 @@ def spike_check(
         skipped=skips,
         losses={name: list(losses.values())[-1] for name, (losses, _) in figures.items()},
         dev_losses={name: dev for name, (_, dev) in figures.items()},
-        difference=_difference(folder, figures[RECOVERED][0], figures[WITHOUT][0]) if backs else None,
-        missed=None if backs else missed_spike(figures[RECOVERED][0], spike, first=at, last=at + num_windows - 1),
+        difference=_difference(folder, figures[RECOVERED][0], figures[WITHOUT][0])
+        if backs
+        else None,
+        missed=None
+        if backs
+        else missed_spike(figures[RECOVERED][0], spike, first=at, last=at + num_windows - 1),
     )
 
 
@@ -161,9 +186,13 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
     """What the watchdog is told; a ValueError where these windows could not be judged by it."""
     steps, spike, last = config.steps, config.spike, at + num_windows - 1
     if not 1 <= at <= last <= steps:
-        raise ValueError(f"bad windows {at} to {last} are not all among the {steps} steps: lower --at")
+        raise ValueError(
+            f"bad windows {at} to {last} are not all among the {steps} steps: lower --at"
+        )
     if spike.lower_rate is not None or not spike.rolls_back:
-        raise ValueError("the check needs spike.action=rollback, and no spike.lower_rate, which makes another run")
+        raise ValueError(
+            "the check needs spike.action=rollback, and no spike.lower_rate, which makes another run"
+        )
     if at <= (judged := spike.judges_after):
         raise ValueError(
             f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} on: give --at and "
@@ -172,9 +201,17 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
     return spike
 
 
-def missed_spike(losses: Mapping[int, float], config: SpikeConfig, *, first: int, last: int) -> Missed:
+def missed_spike(
+    losses: Mapping[int, float], config: SpikeConfig, *, first: int, last: int
+) -> Missed:
     """What the watchdog held against the losses of these steps, by showing it all of them again."""
-    watchdog, limits, rises, row, longest = SpikeWatchdog(config), list[Limit](), list[float](), 0, 0
+    watchdog, limits, rises, row, longest = (
+        SpikeWatchdog(config),
+        list[Limit](),
+        list[float](),
+        0,
+        0,
+    )
     for step, loss in losses.items():
         limit = watchdog.limit()
         if first <= step <= last + config.patience and limit is not None:
@@ -183,7 +220,9 @@ def missed_spike(losses: Mapping[int, float], config: SpikeConfig, *, first: int
             row = row + 1 if rises[-1] > limit.rise else 0
             longest = max(longest, row)
         watchdog.observe(step, loss)
-    return Missed(tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience)
+    return Missed(
+        tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience
+    )
 
 
 def _rounded_down(value: float) -> float:
@@ -201,7 +240,9 @@ class _Plant:
     def __call__(self, stream: Any, seed: int) -> None:
         size = stream.batch_size
         places = range((self.at - 1) * size, (self.at - 1 + self.num_windows) * size)
-        stream.dataset = Planted(stream.dataset, frozenset(int(one) for one in stream.order(list(places))), seed)
+        stream.dataset = Planted(
+            stream.dataset, frozenset(int(one) for one in stream.order(list(places))), seed
+        )
 
 
 def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> None:
@@ -210,7 +251,9 @@ def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Wa
         trained = train_run(run, watch=watch)
     if not trained.report.finished:
         ended = f"after step {trained.report.step} of {config.steps} by {trained.report.ended_by}"
-        raise RunError(f"the training of {trained.folder.name} was ended {ended}, so nothing was checked")
+        raise RunError(
+            f"the training of {trained.folder.name} was ended {ended}, so nothing was checked"
+        )
 
 
 def _figures(run: Path) -> tuple[dict[int, float], float | None]:
@@ -231,10 +274,10 @@ def _difference(folder: Path, recovered: dict[int, float], without: dict[int, fl
     for step in sorted(recovered.keys() | without.keys()):
         first, second = recovered.get(step), without.get(step)
         if first != second:
-            return (
-                f"the loss of step {step} is {first!r} recovered and {second!r} in the run that never saw the samples"
-            )
-    first_state, second_state = (final_tensors(folder / f"{name}-001") for name in (RECOVERED, WITHOUT))
+            return f"the loss of step {step} is {first!r} recovered and {second!r} in the run that never saw the samples"
+    first_state, second_state = (
+        final_tensors(folder / f"{name}-001") for name in (RECOVERED, WITHOUT)
+    )
     for name in sorted(first_state.keys() | second_state.keys()):
         pair = first_state.get(name), second_state.get(name)
         if pair[0] is None or pair[1] is None or not torch.equal(pair[0], pair[1]):

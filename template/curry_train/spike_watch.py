@@ -81,27 +81,61 @@ class SpikeWatch:
         if spike is None:
             return
         words = why or spike.words
-        seen = {"loss": None if why else loss, "first": spike.first, "baseline": spike.baseline, "limit": spike.limit}
+        seen = {
+            "loss": None if why else loss,
+            "first": spike.first,
+            "baseline": spike.baseline,
+            "limit": spike.limit,
+        }
         self._journal.journal.write("spike", step=step, reason=words, **seen)
         if self.config.rolls_back:
             self.found = spike
             self._stop.ask(REASON)
             self._say("spike: %s", words)
         else:
-            self._say("spike: %s; with spike.action=rollback the run goes back and on without its samples", words)
+            self._say(
+                "spike: %s; with spike.action=rollback the run goes back and on without its samples",
+                words,
+            )
 
     def _tell(self, spike: Spike, done: Recovered, samples: list[int]) -> None:
         journal, recovery, folder = self._journal.journal, done.recovery, done.resumed.saved.folder
         back, start, stop = recovery.back_to, recovery.start, recovery.stop
-        journal.rollback(back, from_step=spike.step, reason=spike.words, checkpoint=folder, number=recovery.attempt)
-        words = f"positions {start} to {stop - 1} of the data, around the spike of step {spike.step}"
+        journal.rollback(
+            back,
+            from_step=spike.step,
+            reason=spike.words,
+            checkpoint=folder,
+            number=recovery.attempt,
+        )
+        words = (
+            f"positions {start} to {stop - 1} of the data, around the spike of step {spike.step}"
+        )
         listed = {"samples": samples} if len(samples) <= MOST_LISTED else {}
-        journal.write("skip", step=back, reason=words, start=start, stop=stop, num_samples=len(samples), **listed)
+        journal.write(
+            "skip",
+            step=back,
+            reason=words,
+            start=start,
+            stop=stop,
+            num_samples=len(samples),
+            **listed,
+        )
         slower = ""
         if recovery.slower_until:
             slower = f", at {recovery.learning_rate:g} of the learning rate until step {recovery.slower_until}"
-        told = (folder, len(samples), start, stop - 1, slower, recovery.attempt, self.config.attempts)
-        self._say("back at %s, without the %d samples at positions %d to %d%s (attempt %d of %d)", *told)
+        told = (
+            folder,
+            len(samples),
+            start,
+            stop - 1,
+            slower,
+            recovery.attempt,
+            self.config.attempts,
+        )
+        self._say(
+            "back at %s, without the %d samples at positions %d to %d%s (attempt %d of %d)", *told
+        )
 
     def _say(self, words: str, *figures: object) -> None:
         if self._run.parts.ranks.first:

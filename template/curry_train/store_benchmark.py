@@ -84,7 +84,9 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
     synchronous, stalled, window = list[float](), list[float](), list[float]()
     with Store(folder / "stall") as store, BackgroundSaver(store) as saver:
         for number in range(pairs + 1):
-            synchronous.append(_seconds(lambda number=number: store.save("recovery", 2 * number, state)))  # type: ignore[misc]
+            synchronous.append(
+                _seconds(lambda number=number: store.save("recovery", 2 * number, state))
+            )  # type: ignore[misc]
             before = saver.stalled
             saver.save("recovery", 2 * number + 1, state)
             window.append(_seconds(lambda: _window(state, synchronous[-1])))
@@ -93,7 +95,11 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
             for saved in store.committed("recovery"):
                 store.discard(saved)
     ratios = _compared(synchronous[1:], stalled[1:])
-    return {**ratios, "first_ratio": stalled[0] / synchronous[0], "window_seconds": statistics.median(window[1:])}
+    return {
+        **ratios,
+        "first_ratio": stalled[0] / synchronous[0],
+        "window_seconds": statistics.median(window[1:]),
+    }
 
 
 def _window(state: TrainingState, seconds: float) -> None:

@@ -122,7 +122,12 @@ class Recipe:
     def words(self) -> list[str]:
         """The options that make this recipe again, those left out that are the defaults."""
         given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        words = ["--model", self.model, "--out", PurePath(os.path.relpath(given.pop("out")[0])).as_posix()]
+        words = [
+            "--model",
+            self.model,
+            "--out",
+            PurePath(os.path.relpath(given.pop("out")[0])).as_posix(),
+        ]
         given.pop("model")
         for name, (value, default) in given.items():
             option = "--" + name.removesuffix("s" if name == "gates" else "").replace("_", "-")
@@ -163,7 +168,10 @@ def is_rendered(text: str) -> bool:
 
 def differences(found: str, expected: str) -> list[str]:
     """Lines of a diff from `found` to `expected`; where the script itself lies does not count."""
-    before, after = (SCRIPT.sub("python gen_checkpoint_tests.py", text).splitlines() for text in (found, expected))
+    before, after = (
+        SCRIPT.sub("python gen_checkpoint_tests.py", text).splitlines()
+        for text in (found, expected)
+    )
     return list(difflib.unified_diff(before, after, "the file", "rendered now", lineterm="", n=1))
 
 
@@ -174,14 +182,19 @@ def import_root(name: str) -> Path | None:
     if places[0] is None:
         return None
     root = Path(places[0]).resolve().parent
-    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+    installed = {
+        Path(sysconfig.get_path(kind)).resolve()
+        for kind in ("purelib", "platlib", "stdlib", "platstdlib")
+    }
     return None if root in installed else root
 
 
 def _imported(recipe: Recipe) -> Iterator[str]:
     if recipe.model not in BUILTIN:
         yield recipe.model.partition(":")[0]
-    if recipe.package != PACKAGE:  # our own is installed or on PYTHONPATH, wherever the file is used
+    if (
+        recipe.package != PACKAGE
+    ):  # our own is installed or on PYTHONPATH, wherever the file is used
         yield recipe.package
 
 
@@ -195,7 +208,10 @@ def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
             "such as mylib.training; run from the folder that holds it"
         ) from None
     names = [gate.name for gate in discover()]
-    globs = [f"{gate}/*" if any(name.startswith(f"{gate}/") for name in names) else gate for gate in recipe.gates]
+    globs = [
+        f"{gate}/*" if any(name.startswith(f"{gate}/") for name in names) else gate
+        for gate in recipe.gates
+    ]
     for pattern in globs:
         if not fnmatch.filter(names, pattern):
             raise WorkloadError(no_such_gate(pattern, names))
@@ -206,7 +222,9 @@ def _path_line(root: Path, out: Path) -> str:
     """The statement that makes modules in `root` importable from a file at `out`, wherever the two lie together."""
     parts = PurePath(os.path.relpath(root, out.resolve().parent)).parts
     down = PurePath(*[part for part in parts if part != ".."]).as_posix()
-    folder = f"Path(__file__).resolve().parents[{parts.count('..')}]" + ("" if down == "." else f" / {_literal(down)}")
+    folder = f"Path(__file__).resolve().parents[{parts.count('..')}]" + (
+        "" if down == "." else f" / {_literal(down)}"
+    )
     line = f"sys.path.insert(0, str({folder}))\n"
     return line if len(line) <= WIDTH else f"sys.path.insert(\n    0,\n    str({folder}),\n)\n"
 

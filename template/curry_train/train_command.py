@@ -29,7 +29,10 @@ from .training import Trained, Watch, open_run, train_run
 
 @click.command("train", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--config", "path", type=click.Path(dir_okay=False), help="A YAML file; config.yaml here if there is one."
+    "--config",
+    "path",
+    type=click.Path(dir_okay=False),
+    help="A YAML file; config.yaml here if there is one.",
 )
 @click.option(
     "--resume",
@@ -39,10 +42,14 @@ from .training import Trained, Watch, open_run, train_run
 @model_option("model", more="The same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="The same as device=.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="The same as dtype=.")
-@click.option("--batch-size", type=click.IntRange(1), help="Samples of a step; the same as batch_size=.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), help="Samples of a step; the same as batch_size=."
+)
 @click.option("--seed", type=click.IntRange(0), help="The same as seed=.")
 @json_option("Write how it ended; - is standard output.")
-@click.option("--show-config", is_flag=True, help="Print the configuration as it was understood, and stop.")
+@click.option(
+    "--show-config", is_flag=True, help="Print the configuration as it was understood, and stop."
+)
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
     path: str | None,
@@ -58,7 +65,13 @@ def train_command(
 ) -> None:
     """Train. Exit status: 0 done, 1 a loss or a gradient was not finite, or a state not saved, 2 wrong usage, 3 no such
     device, 128 and its number after a signal, with the state saved."""
-    options = {"model": model, "device": device, "dtype": dtype, "batch_size": batch_size, "seed": seed}
+    options = {
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     try:
         with contextlib.ExitStack() as opened:
@@ -71,13 +84,23 @@ def train_command(
                     require_tensorboard()
                 console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
                 shown = functools.partial(show_progress, console=console, every=config.log.every)
-                watch: list[Watch] = [shown, *([write_tensorboard] if config.log.tensorboard else [])]
+                watch: list[Watch] = [
+                    shown,
+                    *([write_tensorboard] if config.log.tensorboard else []),
+                ]
                 run = opened.enter_context(open_run(config, resume=resume))
             except (ValueError, RuntimeError, MissingTechnique) as error:
-                raise UnusableInput("\n".join(textwrap.wrap(str(error), 80, break_long_words=False))) from error
+                raise UnusableInput(
+                    "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+                ) from error
             trained = train_run(run, watch=watch)
-    except (NonFiniteWindow, RunError) as error:  # training can't go on, or what it has can't be saved
-        click.echo("\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True)
+    except (
+        NonFiniteWindow,
+        RunError,
+    ) as error:  # training can't go on, or what it has can't be saved
+        click.echo(
+            "\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True
+        )
         _leave(1)
     _tell(config, trained, json_path)
     _leave(_status(trained))
@@ -90,7 +113,11 @@ def _here() -> str | None:
 def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
     if _rank():
         return
-    report, words, where = trained.report, "", trained.folder / trained.saved.folder if trained.saved else "nowhere"
+    report, words, where = (
+        trained.report,
+        "",
+        trained.folder / trained.saved.folder if trained.saved else "nowhere",
+    )
     if report.last is None:
         words = f"nothing to do: {trained.folder} has its {report.step} steps; set steps= to more"
     elif report.finished:
@@ -101,7 +128,11 @@ def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
     click.echo(words, err=json_path == "-")
     if json_path:
         last = report.last
-        figures = {} if last is None else {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
+        figures = (
+            {}
+            if last is None
+            else {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
+        )
         ended = {"step": report.step, "ended_by": report.ended_by, "run": str(trained.folder)}
         write_json(json_path, provenance(choose_device(config.device)) | ended | figures)
 

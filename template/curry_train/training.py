@@ -84,7 +84,9 @@ def open_run(config: Config, *, resume: str | None = None) -> Iterator[Run]:
         parts = build_parts(config, ranks)
         watchdog = SpikeWatchdog(config.spike)
         held = {"spike": watchdog}
-        state = TrainingState(parts.model, parts.optimizer, scaler=parts.scaler, config=asdict(config), extra=held)
+        state = TrainingState(
+            parts.model, parts.optimizer, scaler=parts.scaler, config=asdict(config), extra=held
+        )
         _seed(config.seed + 1 + ranks.rank)  # what dropout draws differs from rank to rank
         folder, what = (None, None) if resume is None else run_to_resume(config, resume)
         if folder is None:
@@ -108,7 +110,9 @@ def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
 
     def keep(report: StepReport) -> None:
         state.step, state.position = report.step, parts.stream.position
-        metrics = {"loss": report.loss} | ({} if report.dev_loss is None else {"dev_loss": report.dev_loss})
+        metrics = {"loss": report.loss} | (
+            {} if report.dev_loss is None else {"dev_loss": report.dev_loss}
+        )
         if spikes.found is None:
             for saved in run.policy.after_step(report.step, state, metrics):
                 journal.saved(saved)
@@ -161,7 +165,9 @@ def _watching(watch: Sequence[Watch], run: Run) -> Iterator[list[Hook]]:
 
 def _load(policy: SavingPolicy, state: TrainingState, parts: Parts, what: str) -> Resumed | None:
     """Learning rates and the optimizer's other settings stay what the configuration says."""
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in _groups(parts)]
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in _groups(parts)
+    ]
     resumed = policy.resume(state, what)
     for group, kept in zip(_groups(parts), settings, strict=True):
         group.update(kept)

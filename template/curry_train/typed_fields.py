@@ -12,7 +12,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from .core.nearest import nearest
 
 Tree = TypeVar("Tree")
-KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
@@ -24,7 +30,11 @@ def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = ""
     for key in values:
         if key not in names:
             raise ValueError(f"{_path(inside, key)} is no key; {_nearest(str(key), names, inside)}")
-    found = {name: _read(hints[name], values[name], _path(inside, name)) for name in names if name in values}
+    found = {
+        name: _read(hints[name], values[name], _path(inside, name))
+        for name in names
+        if name in values
+    }
     try:
         return tree(**found)
     except ValueError as error:
@@ -36,7 +46,11 @@ def flat_keys(tree: type, *, inside: str = "") -> list[str]:
     keys = []
     for name, kind in typing.get_type_hints(tree).items():
         path = _path(inside, name)
-        keys += flat_keys(kind, inside=path) if is_dataclass(kind) and isinstance(kind, type) else [path]
+        keys += (
+            flat_keys(kind, inside=path)
+            if is_dataclass(kind) and isinstance(kind, type)
+            else [path]
+        )
     return keys
 
 
@@ -68,7 +82,9 @@ def _as(kind: Any, value: Any) -> tuple[bool, Any]:
         return value in get_args(kind), value
     if get_origin(kind) is tuple:
         parts = (
-            [_as(get_args(kind)[0], part) for part in value] if isinstance(value, list | tuple) else [(False, value)]
+            [_as(get_args(kind)[0], part) for part in value]
+            if isinstance(value, list | tuple)
+            else [(False, value)]
         )
         listed = all(fits for fits, _ in parts)
         return listed, tuple(part for _, part in parts) if listed else value
@@ -95,7 +111,12 @@ def _told(kind: Any) -> str:
 
 
 def _meant(kind: Any, value: Any) -> str:
-    values = [str(part) for choice in _choices(kind) if get_origin(choice) is Literal for part in get_args(choice)]
+    values = [
+        str(part)
+        for choice in _choices(kind)
+        if get_origin(choice) is Literal
+        for part in get_args(choice)
+    ]
     meant = nearest(str(value), values)
     return f"; did you mean {meant}?" if meant else ""
 

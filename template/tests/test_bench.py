@@ -26,7 +26,10 @@ GATES = [*timing.GATES, *figures.GATES]
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
 DROPOUT = transformer(depth=2, dim=32, length=8, vocabulary=64, dropout=0.2)
 FLAT = Workload(
-    "flat", lambda: nn.Linear(8, 8), lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
+    "flat",
+    lambda: nn.Linear(8, 8),
+    lambda size: torch.randn(size, 8),
+    lambda module, batch: module(batch).sum(),
 )
 ELEMENTWISE = replace(FLAT, name="elementwise", build=lambda: nn.LayerNorm(8))
 
@@ -111,7 +114,10 @@ def planted(ways, *, rounds, **options):
 def one_standard_error(ours, theirs):
     """Too narrow, as errors of a mean are that are quoted without a factor."""
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
-    middle, wide = statistics.median(ratios), statistics.stdev(sorted(ratios)[1:-1]) / len(ratios) ** 0.5
+    middle, wide = (
+        statistics.median(ratios),
+        statistics.stdev(sorted(ratios)[1:-1]) / len(ratios) ** 0.5,
+    )
     return Ratio(middle, middle - wide, middle + wide, 0.95)
 
 
@@ -218,7 +224,9 @@ def one_microbatch(case, *args, **options):
 def six_for_each_weight_and_row(case, *args, **options):
     """The rule of thumb, which gives the batch a gradient."""
     found = measure_levers(case, *args, **options)
-    parameters = sum(parameter.numel() for parameter in case.build().parameters() if parameter.dim() > 1)
+    parameters = sum(
+        parameter.numel() for parameter in case.build().parameters() if parameter.dim() > 1
+    )
     for row in found.rows:
         row.model_flops = 6 * parameters * case.batch_size
     return found
@@ -231,7 +239,9 @@ def forward_alone(case, *args, **options):
     return found
 
 
-@pytest.mark.parametrize("measure", [all_that_ran, one_microbatch, six_for_each_weight_and_row, forward_alone])
+@pytest.mark.parametrize(
+    "measure", [all_that_ran, one_microbatch, six_for_each_weight_and_row, forward_alone]
+)
 def test_wrong_flops_are_caught(measure):
     verdict = figures.flops(Case(SMALL), measure=measure)
     assert verdict.passed is False, verdict

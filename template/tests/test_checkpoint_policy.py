@@ -110,8 +110,12 @@ class SecondMomentAnew(TrainingState):
 
 class WithoutModel(TrainingState):
     def begin_load(self, contents, *, strict=True):
-        kept = {name: facts for name, facts in contents.tensors.items() if not name.startswith("model.")}
-        return super().begin_load(Contents(kept, contents.values, contents.rank_values, contents.ties), strict=False)
+        kept = {
+            name: facts for name, facts in contents.tensors.items() if not name.startswith("model.")
+        }
+        return super().begin_load(
+            Contents(kept, contents.values, contents.rank_values, contents.ties), strict=False
+        )
 
 
 # Of a verification: no hash; the manifest's sizes alone; data files alone.
@@ -127,7 +131,9 @@ def sizes_only(run, folder):
 
 def data_files_only(run, folder):
     manifest = read_manifest(run.files, folder)
-    verify_files(run.files, folder, manifest, [name for name in manifest.files if name.endswith(".distcp")])
+    verify_files(
+        run.files, folder, manifest, [name for name in manifest.files if name.endswith(".distcp")]
+    )
 
 
 def without_the_manifests_own_hash(run, folder):
@@ -177,7 +183,11 @@ def every_path(run, folder, state):
         (gates.damage, Parts(verify=nothing), "was not seen"),
         (gates.damage, Parts(verify=sizes_only), "was not seen"),
         (gates.damage, Parts(verify=data_files_only), "was not seen"),
-        (gates.damage, Parts(verify=without_the_manifests_own_hash), "of manifest.json was not seen"),
+        (
+            gates.damage,
+            Parts(verify=without_the_manifests_own_hash),
+            "of manifest.json was not seen",
+        ),
         (gates.hostile, Parts(load=as_torch_loads), "a call in the index"),
         (gates.hostile, Parts(load=unpickled_first), "function was called"),
         (gates.hostile, Parts(load=every_path), "a call in the index"),

@@ -17,7 +17,12 @@ from curry_train.core.load import load_workload
 from curry_train.core.ranks import run_on_ranks
 from curry_train.core.workload import Case
 from curry_train.gates import grad_accum as gates
-from curry_train.primitives.grad_accum import GradientAccumulation, NonFiniteWindow, Window, train_window
+from curry_train.primitives.grad_accum import (
+    GradientAccumulation,
+    NonFiniteWindow,
+    Window,
+    train_window,
+)
 
 IN_PROCESS = [gate.check for gate in gates.GATES if gate.check is not gates.two_ranks]
 
@@ -28,10 +33,34 @@ IN_PROCESS = [gate.check for gate in gates.GATES if gate.check is not gates.two_
 def test_kwargs_name_the_first_and_the_last_microbatch_of_a_window():
     accumulation = GradientAccumulation(steps=3)
     assert [accumulation.train_step_kwargs(index) for index in range(4)] == [
-        dict(zero_grad=True, sync_gradients=False, step_optimizer=False, loss_divisor=3.0, collect_metrics=False),
-        dict(zero_grad=False, sync_gradients=False, step_optimizer=False, loss_divisor=3.0, collect_metrics=False),
-        dict(zero_grad=False, sync_gradients=True, step_optimizer=True, loss_divisor=3.0, collect_metrics=True),
-        dict(zero_grad=True, sync_gradients=False, step_optimizer=False, loss_divisor=3.0, collect_metrics=False),
+        dict(
+            zero_grad=True,
+            sync_gradients=False,
+            step_optimizer=False,
+            loss_divisor=3.0,
+            collect_metrics=False,
+        ),
+        dict(
+            zero_grad=False,
+            sync_gradients=False,
+            step_optimizer=False,
+            loss_divisor=3.0,
+            collect_metrics=False,
+        ),
+        dict(
+            zero_grad=False,
+            sync_gradients=True,
+            step_optimizer=True,
+            loss_divisor=3.0,
+            collect_metrics=True,
+        ),
+        dict(
+            zero_grad=True,
+            sync_gradients=False,
+            step_optimizer=False,
+            loss_divisor=3.0,
+            collect_metrics=False,
+        ),
     ]
 
 
@@ -50,7 +79,11 @@ class Config:
 
 @pytest.mark.parametrize(
     "config",
-    [{"gradient_accumulation_steps": 4}, Config(), types.SimpleNamespace(gradient_accumulation_steps=4)],
+    [
+        {"gradient_accumulation_steps": 4},
+        Config(),
+        types.SimpleNamespace(gradient_accumulation_steps=4),
+    ],
     ids=["mapping", "dataclass", "namespace"],
 )
 def test_from_config_reads_what_people_keep_settings_in(config):
@@ -68,11 +101,15 @@ def test_from_config_reads_an_omegaconf_node_and_its_missing_value():
 
 def test_from_config_names_the_key_that_is_wrong():
     assert GradientAccumulation.from_config({}).steps == 1
-    with pytest.raises(ValueError, match=r"microsteps must be a whole number of at least 1, got '4'"):
+    with pytest.raises(
+        ValueError, match=r"microsteps must be a whole number of at least 1, got '4'"
+    ):
         GradientAccumulation.from_config({"microsteps": "4"}, key="microsteps")
 
 
-@pytest.mark.parametrize("steps", [0, -1, True, 2.0, "4", None, float("nan"), torch.tensor(2.0), torch.tensor(True)])
+@pytest.mark.parametrize(
+    "steps", [0, -1, True, 2.0, "4", None, float("nan"), torch.tensor(2.0), torch.tensor(True)]
+)
 def test_steps_that_are_no_count_are_refused(steps):
     with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
         GradientAccumulation(steps=steps)
@@ -91,11 +128,15 @@ def test_an_index_that_is_none_is_refused(index):
 @pytest.mark.parametrize("steps", [1, 2, 4, 16])
 def test_every_microbatch_is_in_one_window_in_order(num_microbatches, steps):
     windows = list(GradientAccumulation(steps).windows(range(num_microbatches)))
-    assert [microbatch for window in windows for microbatch in window] == list(range(num_microbatches))
+    assert [microbatch for window in windows for microbatch in window] == list(
+        range(num_microbatches)
+    )
     assert all(len(window) == steps for window in windows[:-1])
     for window in windows:
         assert window.loss_divisor == len(window)
-        assert [window.train_step_kwargs(index)["step_optimizer"] for index in range(len(window))][-1:] == [True]
+        assert [window.train_step_kwargs(index)["step_optimizer"] for index in range(len(window))][
+            -1:
+        ] == [True]
 
 
 def test_a_window_divides_by_its_own_valid_terms():
@@ -149,12 +190,18 @@ def test_the_result_is_the_mean_loss_and_the_norm_before_clipping():
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.fill_(1.0), model.bias.zero_()
-    window = next(GradientAccumulation(2).windows([torch.ones(1, 2), 2 * torch.ones(1, 2)], count=len))
+    window = next(
+        GradientAccumulation(2).windows([torch.ones(1, 2), 2 * torch.ones(1, 2)], count=len)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    result = train_window(model, window, lambda model, batch: model(batch).sum(), optimizer, clip_norm=0.1)
+    result = train_window(
+        model, window, lambda model, batch: model(batch).sum(), optimizer, clip_norm=0.1
+    )
     assert result.loss == 3.0  # (2 + 4) / 2
     assert result.grad_norm == pytest.approx((1.5**2 + 1.5**2 + 1) ** 0.5, rel=1e-6)
-    assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item() == pytest.approx(0.1, rel=1e-4)
+    assert torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters()]
+    ).item() == pytest.approx(0.1, rel=1e-4)
     assert result.stepped
 
 
@@ -165,7 +212,9 @@ def test_a_clip_norm_that_would_erase_the_gradient_is_refused(clip_norm):
 
 
 def test_a_loss_per_sample_is_refused():
-    with pytest.raises(ValueError, match=r"must be one number, the sum over its terms; got shape \(3, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"must be one number, the sum over its terms; got shape \(3, 1\)"
+    ):
         linear_step([torch.ones(3, 2)], loss=lambda model, batch: model(batch))
 
 
@@ -187,7 +236,12 @@ def test_a_scaler_skips_the_step_and_the_schedule_stays():
 
     def step():
         return train_window(
-            model, window, lambda model, batch: model(batch).sum(), optimizer, scaler=scaler, scheduler=scheduler
+            model,
+            window,
+            lambda model, batch: model(batch).sum(),
+            optimizer,
+            scaler=scaler,
+            scheduler=scheduler,
         )
 
     assert not step().stepped
@@ -224,7 +278,9 @@ def test_two_ranks_hold():
 
 
 def test_a_model_that_is_random_in_eval_is_named():
-    workload = replace(transformer(), loss=lambda module, batch: module(batch["tokens"]).sum() * torch.rand(()))
+    workload = replace(
+        transformer(), loss=lambda module, batch: module(batch["tokens"]).sum() * torch.rand(())
+    )
     with pytest.raises(ValueError, match="the same batch in eval mode"):
         gates.equal_windows(Case(workload))
 
@@ -232,7 +288,9 @@ def test_a_model_that_is_random_in_eval_is_named():
 # The saboteurs: each is a way that this goes wrong in practice, and the gate that must catch it.
 
 
-def by_hand(model, window, loss, optimizer, *, divisors, clip=None, each=(), zero=True, scheduler=None):
+def by_hand(
+    model, window, loss, optimizer, *, divisors, clip=None, each=(), zero=True, scheduler=None
+):
     """A training step written out, with the freedom to be wrong."""
     if zero:
         optimizer.zero_grad()
@@ -255,7 +313,16 @@ def by_hand(model, window, loss, optimizer, *, divisors, clip=None, each=(), zer
 
 def right_by_hand(model, window, loss, optimizer, *, clip_norm=None, scheduler=None, **changes):
     divisors = changes.pop("divisors", [window.loss_divisor] * len(window))
-    return by_hand(model, window, loss, optimizer, divisors=divisors, clip=clip_norm, scheduler=scheduler, **changes)
+    return by_hand(
+        model,
+        window,
+        loss,
+        optimizer,
+        divisors=divisors,
+        clip=clip_norm,
+        scheduler=scheduler,
+        **changes,
+    )
 
 
 def no_accumulation(model, window, loss, optimizer, **options):
@@ -356,10 +423,14 @@ def weighed_by_own_tokens(model, window, loss, optimizer):
 
 
 @pytest.mark.parametrize(
-    "saboteur", [synced_each_microstep, never_synced, weighed_by_own_tokens], ids=lambda value: value.__name__
+    "saboteur",
+    [synced_each_microstep, never_synced, weighed_by_own_tokens],
+    ids=lambda value: value.__name__,
 )
 def test_two_ranks_catch(saboteur):
-    verdict = gates.two_ranks(Case(load_workload("transformer")), train=f"{__file__}:{saboteur.__name__}")
+    verdict = gates.two_ranks(
+        Case(load_workload("transformer")), train=f"{__file__}:{saboteur.__name__}"
+    )
     assert verdict.passed is False, verdict
 
 

@@ -54,7 +54,9 @@ def test_gates_hold_where_parameters_are_frozen_or_unused():
         "branch",
         lambda: nn.ModuleDict({"layers": nn.ModuleList(Branch() for _ in range(2))}),
         lambda size: torch.randn(size, 8),
-        lambda model, x: model["layers"][1](model["layers"][0](x)["hidden"])["hidden"].square().sum(),
+        lambda model, x: (
+            model["layers"][1](model["layers"][0](x)["hidden"])["hidden"].square().sum()
+        ),
     )
     for name, check in CHECKS.items():
         verdict = check(Case(workload))
@@ -63,10 +65,15 @@ def test_gates_hold_where_parameters_are_frozen_or_unused():
 
 def test_a_model_without_blocks_has_nothing_to_recompute():
     workload = Workload(
-        "flat", lambda: nn.Sequential(nn.Linear(4, 4)), lambda size: torch.randn(size, 4), lambda m, x: m(x).sum()
+        "flat",
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        lambda size: torch.randn(size, 4),
+        lambda m, x: m(x).sum(),
     )
     held = {gate.name: gate.run(Case(workload)).passed for gate in gates.GATES}
-    assert held == {name: None if name.endswith(("once", "held-bytes")) else True for name in CHECKS}
+    assert held == {
+        name: None if name.endswith(("once", "held-bytes")) else True for name in CHECKS
+    }
 
 
 # The saboteurs.
@@ -222,7 +229,9 @@ class KeepsCopies(KeepsOutputs):
         super().__enter__()
         keeps = self._activations._add
         self._probed.close()
-        self._activations._add = lambda index, arguments, output: keeps(index, arguments, with_ones(output.detach()))
+        self._activations._add = lambda index, arguments, output: keeps(
+            index, arguments, with_ones(output.detach())
+        )
         self._begin()
         return self
 

@@ -112,11 +112,14 @@ def keeps_the_optimizer(spike, config, *, state, load, **facts):
 
 
 def one_window_off(spike, config, *, after, **facts):
-    return recover(spike, config, after=lambda position, windows: after(position, max(0, windows - 2)), **facts)
+    return recover(
+        spike, config, after=lambda position, windows: after(position, max(0, windows - 2)), **facts
+    )
 
 
 @pytest.mark.parametrize(
-    "fault", [takes_them_again, keeps_the_weights, to_the_newest, keeps_the_optimizer, one_window_off]
+    "fault",
+    [takes_them_again, keeps_the_weights, to_the_newest, keeps_the_optimizer, one_window_off],
 )
 def test_recovered_fails_on(fault):
     verdict = gates.recovered(CASE, parts=SpikeParts(recover=fault))

@@ -25,7 +25,9 @@ CLASSES, IGNORED = 256, -100
 def targets_of(size):
     """The first rows have one target that counts, the last ones all."""
     targets = torch.randint(CLASSES, (size, 8))
-    return targets.masked_fill(torch.arange(8) > 7 * (torch.arange(size)[:, None] >= size // 2), IGNORED)
+    return targets.masked_fill(
+        torch.arange(8) > 7 * (torch.arange(size)[:, None] >= size // 2), IGNORED
+    )
 
 
 class Model(nn.Module):
@@ -43,9 +45,13 @@ BIASED = Workload(
     "biased",
     Model,
     lambda size: (torch.randint(CLASSES, (size, 8)), targets_of(size)),
-    lambda module, batch: F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten()) * len(batch[0]),
+    lambda module, batch: (
+        F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten()) * len(batch[0])
+    ),
 )
-READ = replace(BIASED, name="read", loss=lambda module, batch: module(batch[0]).log_softmax(-1).square().sum())
+READ = replace(
+    BIASED, name="read", loss=lambda module, batch: module(batch[0]).log_softmax(-1).square().sum()
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -59,7 +65,9 @@ def test_gates_hold_on_built_in_workloads(name, check):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("workload", [BIASED, transformer(depth=8, dropout=0.1, length=16)], ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "workload", [BIASED, transformer(depth=8, dropout=0.1, length=16)], ids=lambda w: w.name
+)
 def test_gates_hold_with_a_bias_and_dropout_in_both_precisions(device, dtype, workload):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -98,7 +106,9 @@ def divisor(targets, reduction):
 def mean_of_means(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
     """Each chunk is divided by its own targets, though some have fewer that count."""
     parts = in_parts(rows, targets, chunk_tokens)
-    losses = [chunked_cross_entropy(row, weight, target, bias=bias, **options) for row, target in parts]
+    losses = [
+        chunked_cross_entropy(row, weight, target, bias=bias, **options) for row, target in parts
+    ]
     return torch.stack(losses).nanmean()
 
 
@@ -108,19 +118,26 @@ def without_bias(rows, weight, targets, *, bias, **options):
 
 def last_chunk_left_out(rows, weight, targets, *, chunk_tokens, **options):
     whole = len(targets) // (chunk_tokens or 1) * (chunk_tokens or 1)
-    return chunked_cross_entropy(rows[:whole], weight, targets[:whole], chunk_tokens=chunk_tokens, **options)
+    return chunked_cross_entropy(
+        rows[:whole], weight, targets[:whole], chunk_tokens=chunk_tokens, **options
+    )
 
 
 def chunks_kept(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
     """Every chunk's logits stay until backward."""
     parts = in_parts(rows, targets, chunk_tokens)
-    return sum(part_loss(row, target, weight, bias) for row, target in parts) / divisor(targets, reduction)
+    return sum(part_loss(row, target, weight, bias) for row, target in parts) / divisor(
+        targets, reduction
+    )
 
 
 def computed_again(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
     """Chunks under plain checkpointing: right, and the head's product runs twice."""
     parts = in_parts(rows, targets, chunk_tokens)
-    losses = [checkpoint(part_loss, row, target, weight, bias, use_reentrant=False) for row, target in parts]
+    losses = [
+        checkpoint(part_loss, row, target, weight, bias, use_reentrant=False)
+        for row, target in parts
+    ]
     return sum(losses) / divisor(targets, reduction)
 
 

@@ -153,7 +153,9 @@ def profiler(case, *, apply):
 
 FROZEN_START = Workload(
     "frozen start",
-    lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]),
+    lambda: nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
+    ),
     lambda size: torch.randn(size, 8),
     lambda module, batch: module(batch).square().sum(),
 )
@@ -165,7 +167,12 @@ FROZEN_START = Workload(
         (gates.memory, no_op, "transformer", "nothing that matters is recomputed"),
         (gates.memory, first_block_only, "transformer", "nothing that matters is recomputed"),
         (parity, no_op, "transformer", "nothing ran twice or was freed"),
-        (parity, no_generator_kept, transformer(dropout=0.1), "computes another value|preserve_rng_state"),
+        (
+            parity,
+            no_generator_kept,
+            transformer(dropout=0.1),
+            "computes another value|preserve_rng_state",
+        ),
         (parity, detached, "transformer", "gets no gradient|another value"),
         (parity, value_drift, "resnet", "buffer|computes another value"),
         (parity, statistics_twice, "resnet", "updates buffer"),
@@ -201,7 +208,10 @@ def list_of(make, call=lambda layer, x: layer(x)):
             return x
 
     return Workload(
-        "list", Chain, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum()
+        "list",
+        Chain,
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).square().sum(),
     )
 
 
@@ -221,14 +231,25 @@ def past_the_block(layer, x):
 @pytest.mark.parametrize(
     ("workload", "saboteur"),
     [
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())), no_op),  # there is something to free
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), no_op),  # nothing is freed, but runs again
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), past_the_block), None),  # a block that never runs
+        (
+            list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())),
+            no_op,
+        ),  # there is something to free
+        (
+            list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
+            no_op,
+        ),  # nothing is freed, but runs again
+        (
+            list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), past_the_block),
+            None,
+        ),  # a block that never runs
         (list_of(lambda: nn.Linear(8, 8), lambda layer, x: x * layer.weight.sum()), None),
     ],
     ids=["gelu", "relu", "bypassed", "lone and bypassed"],
 )
-def test_doing_nothing_fails_wherever_something_can_be_done_or_the_block_does_not_run(workload, saboteur):
+def test_doing_nothing_fails_wherever_something_can_be_done_or_the_block_does_not_run(
+    workload, saboteur
+):
     verdict = parity(Case(workload, blocks="layers.?"), apply=saboteur)
     assert verdict.passed is False, verdict
     assert "nothing ran twice or was freed" in verdict.hint
@@ -294,7 +315,9 @@ def test_parity_names_the_block_that_is_unfit(disturb, said):
         clean = [Faulty(lambda block, x: x) for _ in range(2)]
         return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(clean)[0], Faulty(disturb), clean[1])
 
-    workload = Workload("unfit", build, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum())
+    workload = Workload(
+        "unfit", build, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
+    )
     verdict = gates.parity(Case(workload), strategy="full")
     assert verdict.passed is False, verdict
     assert verdict.hint.startswith("2 "), verdict
@@ -326,8 +349,13 @@ def gradients_on_ranks():
                 with GradientSyncs() as counted:
                     workload.mean_loss(model, batch).backward()
             syncs.append(counted.num_calls)
-            gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()])
-        found[kind] = [syncs, max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))]
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
+        found[kind] = [
+            syncs,
+            max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
+        ]
     return found
 
 

@@ -13,7 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.builtin import BUILTIN, transformer
@@ -60,7 +64,9 @@ def torch_policy(policy):
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
         for name in names:
             block = model.get_submodule(name)
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+            )
         return names
 
     return apply
@@ -99,7 +105,9 @@ def no_op(model, ignored=None, *, blocks=None):
 def detached(model, *ignored, **also_ignored):
     names = apply_sac(model)
     for name in names:
-        model.get_submodule(name).register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: (args[0].detach(), *args[1:])
+        )
     return names
 
 
@@ -166,7 +174,9 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 16, bias=False), nn.SiLU()) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16, bias=False), nn.SiLU()) for _ in range(3)]
+        )
         for layer in self.layers:
             layer[0].weight = self.layers[0][0].weight
 
@@ -178,7 +188,10 @@ class Shared(nn.Module):
 
 
 SHARED = Workload(
-    "shared", Shared, lambda size: torch.randn(size, 16), lambda module, batch: module(batch).square().sum()
+    "shared",
+    Shared,
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
 )
 
 
@@ -202,8 +215,18 @@ def keeps_casts(context, operation, *args, **kwargs):
         (gates.products, miscounted, SQUARE, "counts the second"),
         (gates.regions, no_op, "transformer", "nothing is freed"),
         (gates.regions, regions_of_everything, "transformer", "a product runs again"),
-        (gates.regions, torch_policy([aten.mm.default, aten.bmm.default]), "transformer", "a dispatch mode is on"),
-        (gates.refusals, any_policy, "transformer", "matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD"),
+        (
+            gates.regions,
+            torch_policy([aten.mm.default, aten.bmm.default]),
+            "transformer",
+            "a dispatch mode is on",
+        ),
+        (
+            gates.refusals,
+            any_policy,
+            "transformer",
+            "matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD",
+        ),
         (gates.refusals, no_op, "transformer", "matches nothing"),
     ],
 )
@@ -225,7 +248,12 @@ class Lone(nn.Module):
         return x
 
 
-LONE = Workload("lone", Lone, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).square().sum())
+LONE = Workload(
+    "lone",
+    Lone,
+    lambda size: torch.randn(size, 8),
+    lambda module, batch: module(batch).square().sum(),
+)
 
 
 @pytest.mark.parametrize("apply", [None, no_op], ids=["sac", "no-op"])
@@ -236,15 +264,20 @@ def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(str
 
 
 @pytest.mark.parametrize(
-    ("check", "saboteur"), [(gates.products, any_policy), (gates.refusals, any_policy), (gates.refusals, no_op)]
+    ("check", "saboteur"),
+    [(gates.products, any_policy), (gates.refusals, any_policy), (gates.refusals, no_op)],
 )
 def test_policies_are_for_the_blocks_that_were_named(check, saboteur):
-    case = Case(LONE, blocks="layers.*")  # without a name there are none, and that was an error of its own
+    case = Case(
+        LONE, blocks="layers.*"
+    )  # without a name there are none, and that was an error of its own
     assert check(case).passed
     assert check(case, apply=saboteur).passed is False
 
 
-@pytest.mark.skipif(torch.__version__ >= "2.13", reason="torch 2.13 asks a policy in the first run alone")
+@pytest.mark.skipif(
+    torch.__version__ >= "2.13", reason="torch 2.13 asks a policy in the first run alone"
+)
 def test_parity_catches_a_policy_that_counts_both_runs():
     verdict = parity(Case(SQUARE), apply=torch_policy(miscounting()))
     assert verdict.passed is False
@@ -260,7 +293,9 @@ def test_a_policy_that_counts_both_runs_is_right_here():
 
 
 def test_parity_catches_a_shared_weight_under_autocast():
-    verdict = Gate("sac/parity", functools.partial(parity, apply=torch_policy(keeps_casts))).run(Case(SHARED))
+    verdict = Gate("sac/parity", functools.partial(parity, apply=torch_policy(keeps_casts))).run(
+        Case(SHARED)
+    )
     assert verdict.passed is False, verdict
     assert parity(Case(SHARED), apply=None).passed
 
@@ -297,9 +332,12 @@ def gradients_on_ranks():
                 with GradientSyncs() as counted:
                     workload.mean_loss(model, batch).backward()
             syncs.append(counted.num_calls)
-            gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()])
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
         worst = [
-            max((a - b).abs().max().item() for a, b in zip(gradients[0], other, strict=True)) for other in gradients[1:]
+            max((a - b).abs().max().item() for a, b in zip(gradients[0], other, strict=True))
+            for other in gradients[1:]
         ]
         found[kind] = [syncs, worst]
     return found

@@ -61,7 +61,12 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
 
 def test_gates_take_a_model_without_blocks_and_short_loops_and_patterns_that_mean_others():
     lone = replace(snn(depth=1), build=lambda: SpikingNetwork(64, 1))
-    for case in (Case(lone), Case(snn(timesteps=2)), Case(snn(timesteps=1)), Case(snn(), blocks="layers.*")):
+    for case in (
+        Case(lone),
+        Case(snn(timesteps=2)),
+        Case(snn(timesteps=1)),
+        Case(snn(), blocks="layers.*"),
+    ):
         for check in CHECKS.values():
             verdict = check(case)
             assert verdict.passed is not False, verdict
@@ -108,7 +113,12 @@ def no_op(module, sample):
 def drops_the_rest(step, inputs, state, *, time_dim=0, outputs="stack"):
     whole = inputs.shape[time_dim] // 5 * 5
     return checkpoint_timesteps(
-        step, inputs.narrow(time_dim, 0, whole), state, chunk_size=5, time_dim=time_dim, outputs=outputs
+        step,
+        inputs.narrow(time_dim, 0, whole),
+        state,
+        chunk_size=5,
+        time_dim=time_dim,
+        outputs=outputs,
     )
 
 
@@ -202,7 +212,9 @@ def looks_for_spikes_only(step, timesteps, state):
         raise HiddenState("state", "", "potential")
 
 
-@pytest.mark.parametrize("detector", [blind, sees_it_everywhere, names_another, looks_for_spikes_only])
+@pytest.mark.parametrize(
+    "detector", [blind, sees_it_everywhere, names_another, looks_for_spikes_only]
+)
 def test_the_gate_catches_a_detector_that_is_wrong(detector):
     assert gates.hidden_state(Case(snn()), check=check_step).passed
     verdict = gates.hidden_state(Case(snn()), check=detector)
@@ -239,7 +251,9 @@ class KeeperNet(SpikingNetwork):
 KEEPERS = replace(snn(), build=KeeperNet)
 
 
-@pytest.mark.parametrize("check", ["snn-timesteps/hidden-state", "snn-timesteps/parity", "snn-timesteps/memory"])
+@pytest.mark.parametrize(
+    "check", ["snn-timesteps/hidden-state", "snn-timesteps/parity", "snn-timesteps/memory"]
+)
 def test_a_model_with_hidden_state_fails_with_its_name(check):
     gate = next(gate for gate in gates.GATES if gate.name == check)
     verdict = gate.run(Case(KEEPERS))
@@ -280,8 +294,13 @@ def gradients_on_ranks():
                 with GradientSyncs() as counted:
                     workload.mean_loss(model, batch).backward()
             syncs.append(counted.num_calls)
-            gradients.append([getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()])
-        found[kind] = [syncs, max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))]
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
+        found[kind] = [
+            syncs,
+            max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
+        ]
     return found
 
 

@@ -6,7 +6,15 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "lazy": ("MissingTechnique", "lazy_names"),
-        "measure": ("Flops", "Memory", "StepTime", "count_flops", "measure_memory", "recompute_flops", "time_step"),
+        "measure": (
+            "Flops",
+            "Memory",
+            "StepTime",
+            "count_flops",
+            "measure_memory",
+            "recompute_flops",
+            "time_step",
+        ),
         "parity": ("Parity", "StepRecord", "compare", "record_step"),
         "verdict": ("Gate", "Verdict"),
         "load": ("load_workload",),

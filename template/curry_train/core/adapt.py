@@ -68,10 +68,16 @@ def _output_loss(module: nn.Module, batch: Any) -> Tensor:
     while isinstance(output, tuple | list | Mapping):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     if not isinstance(output, Tensor):
-        raise TypeError(f"the module returned {type(output).__name__}: no loss can be made of it; return a Workload")
+        raise TypeError(
+            f"the module returned {type(output).__name__}: no loss can be made of it; return a Workload"
+        )
     if output.dim() == 0:
         return output * batch_size(batch)
-    return output.float().square().flatten(1).mean(1).sum() if output.dim() > 1 else output.float().square().sum()
+    return (
+        output.float().square().flatten(1).mean(1).sum()
+        if output.dim() > 1
+        else output.float().square().sum()
+    )
 
 
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
@@ -81,7 +87,9 @@ def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy summed over the targets that are not ignored."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def _count_labels(batch: Any) -> int:
@@ -96,7 +104,9 @@ def mask_tails(targets: Tensor) -> Tensor:
     """Give each row another number of valid targets, at least two."""
     rows, length = targets.shape
     valid = torch.linspace(2, length, rows, device=targets.device).round()
-    return targets.masked_fill(torch.arange(length, device=targets.device) >= valid[:, None], IGNORED)
+    return targets.masked_fill(
+        torch.arange(length, device=targets.device) >= valid[:, None], IGNORED
+    )
 
 
 def _example_batch(module: nn.Module) -> Any:
@@ -112,4 +122,6 @@ def _example_batch(module: nn.Module) -> Any:
             return torch.randint(layer.num_embeddings, (8, SEQUENCE_LENGTH))
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             return torch.randn(8, layer.in_channels, *[32] * len(layer.kernel_size))
-    raise ValueError(f"can't tell what {type(module).__name__} takes as input; return (module, batch)")
+    raise ValueError(
+        f"can't tell what {type(module).__name__} takes as input; return (module, batch)"
+    )

@@ -26,7 +26,9 @@ from .untouched import untouched
 
 ALLOCATION = "[memory]"  # or what was freed
 FORWARD_ENDS = "curry_train: forward ends"
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13 writes two lines to standard error for each profile, 2.11 one
+QUIET = {
+    "KINETO_LOG_LEVEL": "99"
+}  # torch 2.13 writes two lines to standard error for each profile, 2.11 one
 
 
 def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
@@ -55,7 +57,11 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
 def saved_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
     """Bytes that autograd keeps for backward, beside parameters, buffers and the batch; quick, and blind for what is
     kept elsewhere, such as the tensors that selective recompute caches."""
-    there = [*module.parameters(), *module.buffers(), *(leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor))]
+    there = [
+        *module.parameters(),
+        *module.buffers(),
+        *(leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)),
+    ]
     known = {tensor.untyped_storage().data_ptr() for tensor in there}
     kept: dict[int, Tensor] = {}
 
@@ -109,7 +115,10 @@ def _profiled(*, memory: bool = False, shapes: bool = False) -> Iterator[list[An
     events: list[Any] = []
     try:
         with profile(
-            activities=[ProfilerActivity.CPU], profile_memory=memory, record_shapes=shapes, acc_events=True
+            activities=[ProfilerActivity.CPU],
+            profile_memory=memory,
+            record_shapes=shapes,
+            acc_events=True,
         ) as profiled:
             yield events
     finally:
@@ -122,8 +131,14 @@ def _profiled(*, memory: bool = False, shapes: bool = False) -> Iterator[list[An
 def _counted(name: str) -> Any:
     """The operation of that name, where there is a formula for its FLOPs."""
     space, _, operation = name.partition("::")
-    packet: Any = getattr(torch.ops.aten, operation, None) if space == "aten" and operation else None
-    return packet.default if packet in flop_registry or packet in ATTENTION | ATTENTION_BACKWARD else None
+    packet: Any = (
+        getattr(torch.ops.aten, operation, None) if space == "aten" and operation else None
+    )
+    return (
+        packet.default
+        if packet in flop_registry or packet in ATTENTION | ATTENTION_BACKWARD
+        else None
+    )
 
 
 def _came_to_its_end(event: Any, operation: Any, made: list[int]) -> bool:
@@ -138,7 +153,9 @@ def _run_on_meta(event: Any, operation: Any) -> None:
     """The operation on tensors of the same shapes that hold nothing, for its FLOPs."""
     recorded = zip(event.shapes(), event.dtypes(), event.concrete_inputs(), strict=True)
     arguments = [
-        torch.empty(shape, device="meta") if shape and kind not in ("", "Scalar", "ScalarList") else value
+        torch.empty(shape, device="meta")
+        if shape and kind not in ("", "Scalar", "ScalarList")
+        else value
         for shape, kind, value in recorded
     ]
     needed = sum(not argument.kwarg_only for argument in operation._schema.arguments)

@@ -48,7 +48,9 @@ class Variables(MutableMapping[str, Any]):
 
     def __init__(self, cells: dict[str, Any]) -> None:
         own = (nn.Module, type, FunctionType, ModuleType)
-        self._cells = {name: cell for name, cell in cells.items() if not isinstance(cell.cell_contents, own)}
+        self._cells = {
+            name: cell for name, cell in cells.items() if not isinstance(cell.cell_contents, own)
+        }
 
     def __getitem__(self, name: str) -> Any:
         return self._cells[name].cell_contents
@@ -76,7 +78,9 @@ def code_of(function: Any) -> Any:
 
 def roots_of(function: Any) -> dict[str, nn.Module]:
     """The modules that a function reaches, by the name it knows them by; "" is the one that it is a method of."""
-    return {name: found for name, found in _reached(function).items() if isinstance(found, nn.Module)}
+    return {
+        name: found for name, found in _reached(function).items() if isinstance(found, nn.Module)
+    }
 
 
 def places_of(function: Any) -> list[Place]:
@@ -108,7 +112,9 @@ def _modules_of(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
             found[name := _join(root, path)] = part
             for key, value in vars(part).items():
                 if key not in BARE and isinstance(value, list | tuple | dict):
-                    waiting += [(_join(name, each), inner) for each, inner in _modules_in(key, value)]
+                    waiting += [
+                        (_join(name, each), inner) for each, inner in _modules_in(key, value)
+                    ]
     return found
 
 
@@ -130,7 +136,11 @@ def _reached(function: Any) -> dict[str, Any]:
         if isinstance(value, nn.Module):
             found[name] = value
         elif isinstance(value, functools.partial):
-            parts: dict[Any, Any] = {"": value.func, **dict(enumerate(value.args)), **value.keywords}
+            parts: dict[Any, Any] = {
+                "": value.func,
+                **dict(enumerate(value.args)),
+                **value.keywords,
+            }
             waiting += [(_join(name, key), part, depth) for key, part in parts.items()]
         elif inspect.ismethod(value):
             waiting += [(name, value.__self__, depth), (name, value.__func__, depth)]
@@ -145,7 +155,11 @@ def _reached(function: Any) -> dict[str, Any]:
         elif is_object(value):
             found[name or type(value).__name__] = value
             parts = vars(value)
-            waiting += [(_join(name, key), parts[key], depth + 1) for key in parts if isinstance(parts[key], nn.Module)]
+            waiting += [
+                (_join(name, key), parts[key], depth + 1)
+                for key in parts
+                if isinstance(parts[key], nn.Module)
+            ]
     return found
 
 
@@ -153,7 +167,11 @@ def _filled_cells(function: FunctionType) -> dict[str, Any]:
     """A variable that is not set yet has a cell without contents."""
     names = function.__code__.co_freevars
     filled = inspect.getclosurevars(function).nonlocals if names else {}
-    return {name: cell for name, cell in zip(names, function.__closure__ or (), strict=True) if name in filled}
+    return {
+        name: cell
+        for name, cell in zip(names, function.__closure__ or (), strict=True)
+        if name in filled
+    }
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
@@ -162,7 +180,8 @@ def _globals_of(function: FunctionType) -> dict[str, Any]:
     return {
         name: part
         for name, part in used.items()
-        if isinstance(part, nn.Module) or (isinstance(part, FunctionType) and part.__globals__ is function.__globals__)
+        if isinstance(part, nn.Module)
+        or (isinstance(part, FunctionType) and part.__globals__ is function.__globals__)
     }
 
 
@@ -172,5 +191,7 @@ def _join(name: str, key: Any) -> str:
 
 def is_object(value: Any) -> bool:
     """Somebody's own object with attributes, and nothing of Python's or torch's."""
-    own = type(value).__module__.split(".")[0] not in {"torch", *sys.stdlib_module_names} - {"__main__"}
+    own = type(value).__module__.split(".")[0] not in {"torch", *sys.stdlib_module_names} - {
+        "__main__"
+    }
     return own and hasattr(value, "__dict__") and not isinstance(value, type | Tensor | nn.Module)

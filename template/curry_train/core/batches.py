@@ -25,11 +25,15 @@ def batch_size(batch: Any) -> int:
     sizes: list[int] = []
     map_tensors(batch, lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None)
     if not sizes:
-        raise ValueError(f"a batch must hold at least one tensor with a batch dimension, got {type(batch).__name__}")
+        raise ValueError(
+            f"a batch must hold at least one tensor with a batch dimension, got {type(batch).__name__}"
+        )
     return sizes[0]
 
 
 def take(batch: Any, rows: slice | list[int]) -> Any:
     """The samples `rows` of a batch; tensors without the batch's leading dimension are shared."""
     size = batch_size(batch)
-    return map_tensors(batch, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor)
+    return map_tensors(
+        batch, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
+    )

@@ -27,7 +27,9 @@ class LoneLayers(NoBlocks):
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_blocks(module: nn.Module, pattern: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+def find_blocks(
+    module: nn.Module, pattern: str | Sequence[str] | None = None
+) -> dict[str, nn.Module]:
     """Blocks by qualified name, in the model's order; outermost ones only.
 
     Without a pattern they are the children of one class that a container holds at least twice (Hugging Face's
@@ -35,13 +37,17 @@ def find_blocks(module: nn.Module, pattern: str | Sequence[str] | None = None) -
     several of them.
     """
     names = (
-        _repeated(module) if pattern is None else _matching(module, [pattern] if isinstance(pattern, str) else pattern)
+        _repeated(module)
+        if pattern is None
+        else _matching(module, [pattern] if isinstance(pattern, str) else pattern)
     )
     blocks: dict[str, nn.Module] = {}
     for name in names:
         block = module.get_submodule(name)
         inside = any(name.startswith(f"{other}.") for other in names)
-        if not inside and not any(block is other for other in blocks.values()):  # a shared block counts once
+        if not inside and not any(
+            block is other for other in blocks.values()
+        ):  # a shared block counts once
             blocks[name] = block
     return blocks
 
@@ -55,15 +61,24 @@ def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
     return found
 
 
-def match_inside(blocks: Mapping[str, nn.Module], patterns: Sequence[str], *, option: str) -> set[str]:
+def match_inside(
+    blocks: Mapping[str, nn.Module], patterns: Sequence[str], *, option: str
+) -> set[str]:
     """The names of modules inside of blocks that globs take."""
-    names = [f"{name}.{path}" for name, block in blocks.items() for path, _ in block.named_modules() if path]
+    names = [
+        f"{name}.{path}"
+        for name, block in blocks.items()
+        for path, _ in block.named_modules()
+        if path
+    ]
     return {name for pattern in patterns for name in match_names(names, pattern, option=option)}
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in module.named_modules() if name]
-    taken = {name for pattern in patterns for name in match_names(names, pattern, option="the pattern")}
+    taken = {
+        name for pattern in patterns for name in match_names(names, pattern, option="the pattern")
+    }
     return [name for name in names if name in taken]
 
 
@@ -74,7 +89,9 @@ def _repeated(module: nn.Module) -> list[str]:
         if not isinstance(container, CONTAINERS):
             continue
         children = dict(container.named_children())
-        trained = {name: child for name, child in children.items() if any(True for _ in child.parameters())}
+        trained = {
+            name: child for name, child in children.items() if any(True for _ in child.parameters())
+        }
         kinds = Counter(map(_kind, trained.values()))
         names = [name for name, child in trained.items() if kinds[_kind(child)] > 1]
         blocks = [name for name in names if not _is_own_layer(children[name])]
@@ -111,4 +128,6 @@ def _is_own_layer(module: nn.Module) -> bool:
     """One of torch's own with nothing inside, which keeps its input; recurrent ones keep every step."""
     if isinstance(module, nn.RNNBase):
         return False
-    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return type(module).__module__.startswith("torch.nn.") and not any(
+        True for _ in module.children()
+    )

@@ -65,7 +65,9 @@ def transformer(
 
 def llama_8b(*, depth: int = 32, length: int = 4096) -> Workload:
     """The shape of an 8B Llama 3, to plan for; it fits no laptop."""
-    return transformer(depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336)
+    return transformer(
+        depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336
+    )
 
 
 class Bottleneck(nn.Module):
@@ -88,9 +90,13 @@ def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
     """Bottleneck blocks with BatchNorm on small images."""
 
     def build() -> nn.Module:
-        stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         blocks = nn.Sequential(*[Bottleneck(width) for _ in range(depth)])
-        return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+        return nn.Sequential(
+            stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+        )
 
     return _classifier("resnet", build, (3, size, size))
 
@@ -125,7 +131,9 @@ class SpikingLayer(nn.Module):
 class SpikingNetwork(nn.Module):
     """Layers of spiking neurons stepped through time; input is (batch, timesteps, features)."""
 
-    unroll = staticmethod(run_timesteps)  # the loop as one method, so that a derived class can replace it
+    unroll = staticmethod(
+        run_timesteps
+    )  # the loop as one method, so that a derived class can replace it
 
     def __init__(self, width: int, depth: int):
         super().__init__()
@@ -162,8 +170,15 @@ def _classifier(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...
         name=name,
         build=build,
         batch=lambda size: (torch.randn(size, *shape), torch.randint(10, (size,))),
-        loss=lambda module, batch: F.cross_entropy(module(batch[0]).float(), batch[1], reduction="sum"),
+        loss=lambda module, batch: F.cross_entropy(
+            module(batch[0]).float(), batch[1], reduction="sum"
+        ),
     )
 
 
-BUILTIN: dict[str, Callable[[], Workload]] = {"mlp": mlp, "transformer": transformer, "resnet": resnet, "snn": snn}
+BUILTIN: dict[str, Callable[[], Workload]] = {
+    "mlp": mlp,
+    "transformer": transformer,
+    "resnet": resnet,
+    "snn": snn,
+}

@@ -38,7 +38,9 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.determinism_check not in DETERMINISM_CHECKS:
-            raise ValueError(f"determinism_check must be one of {DETERMINISM_CHECKS}, got {self.determinism_check!r}")
+            raise ValueError(
+                f"determinism_check must be one of {DETERMINISM_CHECKS}, got {self.determinism_check!r}"
+            )
 
 
 def run_checkpointed(
@@ -64,11 +66,16 @@ def run_checkpointed(
         args = tuple(run.take_tensors())
         chosen["context_fn"] = functools.partial(_contexts, modules, contexts)
     else:  # the compiler's code takes and saves every tensor, and refuses one that was written over
-        run = functools.partial(run, **kwargs) if kwargs else run  # a keyword such as `debug` is the module's own
+        run = (
+            functools.partial(run, **kwargs) if kwargs else run
+        )  # a keyword such as `debug` is the module's own
         chosen |= {"context_fn": contexts} if contexts is not None else {}
     if options.use_reentrant:
         return checkpoint(
-            _once_in_two(run, modules), *args, use_reentrant=True, preserve_rng_state=options.preserve_rng_state
+            _once_in_two(run, modules),
+            *args,
+            use_reentrant=True,
+            preserve_rng_state=options.preserve_rng_state,
         )
     output = checkpoint(
         run,
@@ -102,7 +109,12 @@ def _contexts(modules: Sequence[nn.Module], contexts: Callable[[], Pair] | None)
 class _EachRecompute(contextlib.AbstractContextManager[None]):
     """`_statistics_kept` as often as it is entered: with `create_graph=True` one forward is recomputed twice."""
 
-    def __init__(self, modules: Sequence[nn.Module], *, inside: contextlib.AbstractContextManager[Any] | None = None):
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        inside: contextlib.AbstractContextManager[Any] | None = None,
+    ):
         self.modules, self.inside, self.function_modes = modules, inside, function_modes()
         self.entered: list[contextlib.ExitStack] = []
 
@@ -125,7 +137,9 @@ def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     A momentum of 0 rather than `track_running_stats` off: autograd has to save as many tensors as the first time.
     """
     layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
-    norms = [layer for layer in layers if isinstance(layer, _NormBase) and layer.track_running_stats]
+    norms = [
+        layer for layer in layers if isinstance(layer, _NormBase) and layer.track_running_stats
+    ]
     before = [(layer.momentum, layer._buffers.get("num_batches_tracked")) for layer in norms]
     try:
         for layer, (_, batches) in zip(norms, before, strict=True):

@@ -60,7 +60,10 @@ def chunked_cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing!r}")
     inputs = hidden.reshape(-1, hidden.shape[-1])
-    needs = [torch.is_grad_enabled() and given is not None and given.requires_grad for given in (inputs, weight, bias)]
+    needs = [
+        torch.is_grad_enabled() and given is not None and given.requires_grad
+        for given in (inputs, weight, bias)
+    ]
     options = Options(
         chunk_tokens=rows_of_chunk(weight.shape[0]) if chunk_tokens is None else chunk_tokens,
         ignore_index=ignore_index,
@@ -80,7 +83,9 @@ def check_chunk_tokens(chunk_tokens: int | None) -> None:
     """Refuse what is not a number of tokens."""
     whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
     if chunk_tokens is not None and not (whole and chunk_tokens >= 1):
-        raise ValueError(f"chunk_tokens must be a whole number of at least 1, or None for 64 MiB, got {chunk_tokens!r}")
+        raise ValueError(
+            f"chunk_tokens must be a whole number of at least 1, or None for 64 MiB, got {chunk_tokens!r}"
+        )
 
 
 def refuse_second_derivative() -> None:
@@ -101,13 +106,21 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype in which `F.linear` would compute here, autocast or not."""
     kind = hidden.device.type
     autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast and hidden.dtype is not torch.float64 else hidden.dtype
+    return (
+        torch.get_autocast_dtype(kind)
+        if autocast and hidden.dtype is not torch.float64
+        else hidden.dtype
+    )
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(f"{shapes} do not fit: hidden must be (..., width) and weight (vocabulary, width)")
+        raise ValueError(
+            f"{shapes} do not fit: hidden must be (..., width) and weight (vocabulary, width)"
+        )
     if targets.dtype not in TARGETS:
         raise ValueError(
             f"targets must be indices of classes (torch.int64), got {targets.dtype}: convert with .long(), or use "
@@ -115,9 +128,13 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None,
         )
     if targets.shape != hidden.shape[:-1]:
         shapes = f"targets {tuple(targets.shape)}, hidden {tuple(hidden.shape)}"
-        raise ValueError(f"{shapes}: one target per row of hidden is needed, so targets of {tuple(hidden.shape[:-1])}")
+        raise ValueError(
+            f"{shapes}: one target per row of hidden is needed, so targets of {tuple(hidden.shape[:-1])}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be ({weight.shape[0]},), one number per row of weight, got {tuple(bias.shape)}")
+        raise ValueError(
+            f"bias must be ({weight.shape[0]},), one number per row of weight, got {tuple(bias.shape)}"
+        )
     others = {given.dtype for given in (weight, bias) if given is not None}
     if not hidden.is_floating_point() or (dtype == hidden.dtype and others != {dtype}):
         raise ValueError(
@@ -138,7 +155,11 @@ def _run(
         for (given, dtype), wanted in zip(shapes, options.wanted, strict=True)
     ]
     total = inputs.new_zeros((), dtype=exact)
-    plain = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else contextlib.nullcontext()
+    plain = (
+        torch.autocast(kind, enabled=False)
+        if torch.amp.is_autocast_available(kind)
+        else contextlib.nullcontext()
+    )
     with torch.no_grad(), plain:
         weight = weight.to(options.dtype)
         bias = None if bias is None else bias.to(options.dtype)
@@ -177,7 +198,9 @@ def _loss(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
     return loss.masked_fill_(ignored[:, None], 0).sum()
 
 
-def _add_gradients(gradients: list[Tensor | None], part: slice, slopes: Tensor, rows: Tensor, weight: Tensor) -> None:
+def _add_gradients(
+    gradients: list[Tensor | None], part: slice, slopes: Tensor, rows: Tensor, weight: Tensor
+) -> None:
     """Two products, as in a plain backward; the weight's and the bias's are summed in float32 at least."""
     of_inputs, of_weight, of_bias = gradients
     if of_bias is not None:
@@ -194,7 +217,12 @@ def _add_gradients(gradients: list[Tensor | None], part: slice, slopes: Tensor, 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: Options
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: Options,
     ) -> Any:
         loss, divisor, gradients = _run(inputs, weight, bias, targets, options)
         ctx.save_for_backward(divisor, *gradients)
@@ -214,7 +242,9 @@ class _Chunked(torch.autograd.Function):
         return *found, None, None
 
 
-def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool, block: int) -> Tensor:
+def _scaled(
+    kept: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool, block: int
+) -> Tensor:
     """Times the factor in the factor's dtype: a bfloat16 factor would be off by a part in 500, for the whole gradient,
     and a float16 one may be infinite. What is not needed again is written over."""
     result = kept if in_place and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)

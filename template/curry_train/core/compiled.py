@@ -45,7 +45,9 @@ def with_own_code(function: Callable[..., Any], *, name: str) -> Callable[..., A
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return types.FunctionType(call.__code__.replace(co_name=name), globals(), name, None, call.__closure__)
+    return types.FunctionType(
+        call.__code__.replace(co_name=name), globals(), name, None, call.__closure__
+    )
 
 
 def current_budget() -> float:
@@ -57,6 +59,10 @@ def current_budget() -> float:
 def warnings_of_the_compiler_ignored() -> Iterator[None]:
     """Where warnings are errors, as in many tests, torch 2.11 and 2.13 trip over their own while they trace."""
     with warnings.catch_warnings():
-        for message in ("The .grad attribute of a Tensor", ".*should not be instantiated", ".*torch.jit.script_method"):
+        for message in (
+            "The .grad attribute of a Tensor",
+            ".*should not be instantiated",
+            ".*torch.jit.script_method",
+        ):
             warnings.filterwarnings("ignore", message)
         yield

@@ -28,10 +28,14 @@ def _attention(
 ) -> Tensor:
     """Attention as CUDA runs it: flash for half precision without a mask, the memory-efficient kernel otherwise."""
     if torch.is_autocast_enabled("cpu"):  # the operations below are beneath autocast
-        query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
+        query, key, value = (
+            part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value)
+        )
     half = query.dtype in HALF
     if query.dim() != 4:
-        return _PLAIN_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _PLAIN_ATTENTION(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if half and attn_mask is None and query.shape[-1] <= 256:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         output: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -41,10 +45,14 @@ def _attention(
         key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), -torch.inf
+            )
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    kept: Tensor = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    kept: Tensor = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[
+        0
+    ]
     return kept
 
 
@@ -54,7 +62,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
         rows = (*x.shape[: x.dim() - num_dims], *[1] * num_dims)
-        statistic = x.new_empty(rows, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        statistic = x.new_empty(
+            rows, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
+        )
         ctx.save_for_backward(x, weight, statistic)
         return torch.empty_like(x)
 
@@ -64,7 +74,9 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     output: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape))
     return output
 
@@ -75,10 +87,34 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
 }
-_NAMES = ("layer_norm", "group_norm", "softmax", "log_softmax", "softplus", "cosine_similarity", "normalize")
-_MORE = ("exp", "log", "log1p", "pow", "rsqrt", "reciprocal", "sum", "prod", "cumsum", "cumprod", "norm", "logsumexp")
+_NAMES = (
+    "layer_norm",
+    "group_norm",
+    "softmax",
+    "log_softmax",
+    "softplus",
+    "cosine_similarity",
+    "normalize",
+)
+_MORE = (
+    "exp",
+    "log",
+    "log1p",
+    "pow",
+    "rsqrt",
+    "reciprocal",
+    "sum",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "norm",
+    "logsumexp",
+)
 IN_FLOAT32 = frozenset(
-    getattr(space, name) for space in (torch, Tensor, F) for name in (*_NAMES, *_MORE) if hasattr(space, name)
+    getattr(space, name)
+    for space in (torch, Tensor, F)
+    for name in (*_NAMES, *_MORE)
+    if hasattr(space, name)
 ) | {Tensor.__pow__}  # what autocast runs in float32 on CUDA and in half precision on the CPU
 
 
@@ -91,7 +127,9 @@ def as_on_cuda() -> Iterator[None]:
     """Torch's own Python code finds the stand-in for attention, and autocast for CUDA is on for these tensors."""
     start = torch.autocast.__init__
 
-    def autocast(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any) -> None:
+    def autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+    ) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
         start(self, device_type, dtype, enabled, **kwargs)

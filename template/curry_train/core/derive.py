@@ -14,7 +14,11 @@ class Derived(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         mixin, original = _parts(type(self))
-        return _rebuild, (mixin, original), self.__getstate__()  # the derived class has no name to be pickled by
+        return (
+            _rebuild,
+            (mixin, original),
+            self.__getstate__(),
+        )  # the derived class has no name to be pickled by
 
 
 def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
@@ -35,7 +39,9 @@ def become(mixin: type[Derived], module: nn.Module, **attributes: Any) -> None:
 def restore(module: nn.Module, *attributes: str) -> None:
     """Undo `become`."""
     if "_parts" not in vars(type(module)):
-        raise ValueError(f"{type(module).__name__} was wrapped again since (by fully_shard?), so this can't be undone")
+        raise ValueError(
+            f"{type(module).__name__} was wrapped again since (by fully_shard?), so this can't be undone"
+        )
     module.__class__ = _parts(type(module))[1]
     for name in attributes:
         module.__dict__.pop(name, None)
@@ -47,11 +53,17 @@ def refuse(module: nn.Module) -> None:
         raise ValueError(f"a module is needed, got {type(module).__name__}")
     name, own = type(module).__name__, module.__dict__
     if isinstance(module, Derived):
-        raise ValueError(f"{name} is wrapped already, and twice would run its forward three times; wrap it once")
+        raise ValueError(
+            f"{name} is wrapped already, and twice would run its forward three times; wrap it once"
+        )
     if "forward" in own:
-        raise ValueError(f"{name} has a forward of its own on the instance (compiled, or hooked): wrap it before that")
+        raise ValueError(
+            f"{name} has a forward of its own on the instance (compiled, or hooked): wrap it before that"
+        )
     if own.get("_compiled_call_impl") is not None:
-        raise ValueError(f"{name} is compiled already, and would run as compiled: wrap first, compile afterwards")
+        raise ValueError(
+            f"{name} is compiled already, and would run as compiled: wrap first, compile afterwards"
+        )
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise ValueError("wrap the blocks before DistributedDataParallel wraps the model")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):

@@ -40,13 +40,23 @@ from .workload import Case
 class NeedsValues(RuntimeError):
     """An operation that can't do with shapes, or whose kernel keeps what shapes do not tell."""
 
-    def __init__(self, func: Any, why: str = "it needs values, which an estimate from shapes does not have") -> None:
+    def __init__(
+        self, func: Any, why: str = "it needs values, which an estimate from shapes does not have"
+    ) -> None:
         self.func, self.why = func, why
         super().__init__(f"{func}: {why}")
 
 
 KERNELS = ("cpu", "cuda")
-NUMBERS = (torch.arange, torch.linspace, torch.logspace, torch.randint, torch.randperm, torch.tensor, torch.as_tensor)
+NUMBERS = (
+    torch.arange,
+    torch.linspace,
+    torch.logspace,
+    torch.randint,
+    torch.randperm,
+    torch.tensor,
+    torch.as_tensor,
+)
 WRITTEN: dict[Any, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 NEEDS_VALUES = (
     NeedsValues,
@@ -58,7 +68,9 @@ NEEDS_VALUES = (
 
 
 @contextlib.contextmanager
-def pretended(*, mode: FakeTensorMode | None = None, kernels: str = "cpu") -> Iterator[FakeTensorMode]:
+def pretended(
+    *, mode: FakeTensorMode | None = None, kernels: str = "cpu"
+) -> Iterator[FakeTensorMode]:
     """Every tensor that is made here has no values. Tensors of one `mode` may be used together; CUDA is the CPU."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {KERNELS}, got {kernels!r}")
@@ -67,9 +79,15 @@ def pretended(*, mode: FakeTensorMode | None = None, kernels: str = "cpu") -> It
     disabled, log.disabled = log.disabled, True  # it prints every error that is raised here as well
     nn.Module._apply = _apply  # type: ignore[method-assign]
     truncated = torch.nn.init._no_grad_trunc_normal_
-    torch.nn.init._no_grad_trunc_normal_ = _as_it_is  # in 2.13 it draws until all values are within: there are none
+    torch.nn.init._no_grad_trunc_normal_ = (
+        _as_it_is  # in 2.13 it draws until all values are within: there are none
+    )
     try:
-        with mode, as_on_cuda() if kernels == "cuda" else contextlib.nullcontext(), _Here(cuda=kernels == "cuda"):
+        with (
+            mode,
+            as_on_cuda() if kernels == "cuda" else contextlib.nullcontext(),
+            _Here(cuda=kernels == "cuda"),
+        ):
             yield mode
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
@@ -91,16 +109,23 @@ class PretendedCase(Case):
 
     def batch(self, size: int | None = None) -> Any:
         return map_tensors(
-            super().batch(size), lambda part: _without_values(part) if part.is_floating_point() else part
+            super().batch(size),
+            lambda part: _without_values(part) if part.is_floating_point() else part,
         )
 
 
 def _without_real(module: nn.Module) -> nn.Module:
     """A copy where the factory had weights from elsewhere, which stay as they are."""
     tensors = [*module.parameters(), *module.buffers()]
-    real = {id(tensor): _without_values(tensor) for tensor in tensors if not isinstance(tensor, FakeTensor)}
+    real = {
+        id(tensor): _without_values(tensor)
+        for tensor in tensors
+        if not isinstance(tensor, FakeTensor)
+    }
     return (
-        copy.deepcopy(module, {**real, **{id(t): t for t in tensors if isinstance(t, FakeTensor)}}) if real else module
+        copy.deepcopy(module, {**real, **{id(t): t for t in tensors if isinstance(t, FakeTensor)}})
+        if real
+        else module
     )
 
 
@@ -112,7 +137,9 @@ def _without_values(tensor: Tensor) -> Tensor:
     return made
 
 
-def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _apply(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """`Module.to` and its like for parameters without values, which torch 2.11 to 2.13 refuses to swap."""
     for child in module.children() if recurse else ():
         child._apply(function)
@@ -132,8 +159,15 @@ class _Here(TorchFunctionMode):
         self.cuda = cuda
         self.stand_ins: Mapping[Any, Callable[..., Any]] = STAND_INS if cuda else {}
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and len(args) == 1 and isinstance(args[0], FakeTensor) and function not in NOT_AS_USUAL:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            not kwargs
+            and len(args) == 1
+            and isinstance(args[0], FakeTensor)
+            and function not in NOT_AS_USUAL
+        ):
             return self._run(function, args, {})
         args = tuple(map(_on_cpu, args))
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
@@ -167,7 +201,9 @@ def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
     if found:
         return not any(isinstance(tensor, FakeTensor) for tensor in found)
     dtype = WRITTEN.get(kwargs.get("dtype"), kwargs.get("dtype"))
-    return function in NUMBERS or (dtype is not None and not dtype.is_floating_point and not dtype.is_complex)
+    return function in NUMBERS or (
+        dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+    )
 
 
 def _on_cpu(value: Any) -> Any:
@@ -183,7 +219,9 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         memo[id(tensor)] = nn.Parameter(copied) if isinstance(tensor, nn.Parameter) else copied
         memo[id(tensor)].requires_grad_(tensor.requires_grad)
         for name, value in vars(tensor).items():
-            vars(memo[id(tensor)]).setdefault(name, copy.copy(value))  # what the model has noted on its parameter
+            vars(memo[id(tensor)]).setdefault(
+                name, copy.copy(value)
+            )  # what the model has noted on its parameter
     result: Tensor = memo[id(tensor)]
     return result
 

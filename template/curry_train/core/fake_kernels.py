@@ -30,18 +30,27 @@ class KernelsAsTheyRun(FakeTensorMode):
                 return func(*args, **kwargs)
         if func is NORM_BACKWARD and not args[0].is_contiguous():
             with self:
-                args = (torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:])
+                args = (
+                    torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device),
+                    *args[1:],
+                )
         if func is GROUPED and args[0].dtype is not torch.bfloat16:
             return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         return super().dispatch(func, types, args, kwargs)
 
     def _grouped(self, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
         groups = [ends.shape[0]] if ends is not None and a.dim() == b.dim() == 2 else []
-        size = [*groups, a.shape[-2], b.shape[-1]] if a.dim() == 2 or b.dim() == 2 else [*a.shape[:2], b.shape[-1]]
+        size = (
+            [*groups, a.shape[-2], b.shape[-1]]
+            if a.dim() == 2 or b.dim() == 2
+            else [*a.shape[:2], b.shape[-1]]
+        )
         step = ALIGNED // a.dtype.itemsize
         row = -(-size[-1] // step) * step
         with self:
-            return torch.empty_strided(size, [size[1] * row, row, 1][-len(size) :], dtype=a.dtype, device=a.device)
+            return torch.empty_strided(
+                size, [size[1] * row, row, 1][-len(size) :], dtype=a.dtype, device=a.device
+            )
 
 
 def _has_values(value: Any) -> bool:

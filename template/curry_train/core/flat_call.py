@@ -24,7 +24,9 @@ class FlatCall:
     appends to a list is appended once, and what it takes out of a dictionary is there again.
     """
 
-    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.run, self.names = run, tuple(kwargs)
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.leaves: list[Any] = [*args, *kwargs.values()]
@@ -36,7 +38,9 @@ class FlatCall:
         """They are not held here any more. Last come those of dataclasses, which are held there too, and watched."""
         tensors = []
         for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor) and not leaf.is_inference():  # those have no version, and can't be saved
+            if (
+                isinstance(leaf, Tensor) and not leaf.is_inference()
+            ):  # those have no version, and can't be saved
                 tensors.append(leaf)
                 self.leaves[index] = TENSOR
         return tensors if self.shape is None else [*tensors, *_in_dataclasses(self.leaves, set())]
@@ -59,5 +63,7 @@ def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
         if is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
             seen.add(id(leaf))
             values = tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
-            yield from (value for value in values if isinstance(value, Tensor) and not value.is_inference())
+            yield from (
+                value for value in values if isinstance(value, Tensor) and not value.is_inference()
+            )
             yield from _in_dataclasses(values, seen)

@@ -29,7 +29,9 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return _attention_flops(*args[1:4], products=5)
     if packet in GROUPED:
         return _grouped_flops(args[0], args[1])
-    return int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
+    return (
+        int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
+    )
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, products: int) -> int:

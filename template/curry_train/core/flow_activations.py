@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backward_pass import at_end_of_backward, in_backward, in_transform, outside_selective_checkpoints
+from .backward_pass import (
+    at_end_of_backward,
+    in_backward,
+    in_transform,
+    outside_selective_checkpoints,
+)
 from .flow_layers import Layer
 from .flow_sums import empty_sums, sums_of
 from .layers import tensors_in
@@ -66,7 +71,9 @@ class Activations:
         self.calls = [0] * len(self._layers)
         self.order: dict[int, None] = {}
         self.num_forwards = 0
-        self._training: list[bool] = []  # for each running forward of the model, whether it is one of training
+        self._training: list[
+            bool
+        ] = []  # for each running forward of the model, whether it is one of training
         self._waiting = False
         for sums in self._sums.values():
             sums.zero_()
@@ -79,7 +86,11 @@ class Activations:
         compiled = compiled_modules(self._model)
         for index, layer in enumerate(self._layers):
             if layer.module not in compiled:
-                add(layer.module.register_forward_hook(Hook(layer.module, functools.partial(self._add, index))))
+                add(
+                    layer.module.register_forward_hook(
+                        Hook(layer.module, functools.partial(self._add, index))
+                    )
+                )
 
     def detach(self) -> None:
         while self._handles:

@@ -33,7 +33,9 @@ def told_of_zero_grad(optimizer: torch.optim.Optimizer, call: Callable[[], None]
     try:
         yield
     finally:
-        if optimizer.__dict__.get("zero_grad") is told:  # else somebody has put theirs around it, and keeps it
+        if (
+            optimizer.__dict__.get("zero_grad") is told
+        ):  # else somebody has put theirs around it, and keeps it
             del optimizer.__dict__["zero_grad"]
             if own is not None:
                 optimizer.__dict__["zero_grad"] = own
@@ -58,11 +60,15 @@ def check_arguments(model: Any, every: Any, recompute: Any, first_step: Any, sca
 
 def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     """One, several or none; each has to hold parameters of the model."""
-    optimizers = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    optimizers = (
+        [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    )
     own = set(model.parameters())
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"an optimizer is needed, got {type(optimizer).__name__}; pass the one it wraps")
+            raise ValueError(
+                f"an optimizer is needed, got {type(optimizer).__name__}; pass the one it wraps"
+            )
         if not any(member in own for group in optimizer.param_groups for member in group["params"]):
             raise ValueError(
                 f"{type(optimizer).__name__} holds no parameter of this model: make it after the model is moved, "

@@ -40,7 +40,13 @@ def find(records: Sequence[StepFlow]) -> list[Finding]:
     found = _nonfinite(records) + _skipped(records)
     recent = [record for record in records if record.stepped and not record.nonfinite][-RECENT:]
     if recent:
-        found += [*_no_gradient(recent), *_vanishing(recent), *_dead(recent), *_updates(recent), *_scaled(recent)]
+        found += [
+            *_no_gradient(recent),
+            *_vanishing(recent),
+            *_dead(recent),
+            *_updates(recent),
+            *_scaled(recent),
+        ]
     return found
 
 
@@ -55,10 +61,24 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
         inner = [name for name in [*rest, *record.order] if not _holds_another(name, record)]
         where = _first_bad(inner[::-1], lambda layer: layer.gradient, record)
         part, of = "gradients", "in the order of backward; all activations were finite"
-    weights = [name for name, layer in record.layers.items() if layer.update and not _finite(layer.update.weight_norm)]
+    weights = [
+        name
+        for name, layer in record.layers.items()
+        if layer.update and not _finite(layer.update.weight_norm)
+    ]
     if where is None:
-        return [Finding("nonfinite", (), record.step, float("nan"), "a gradient outside of the probed layers")]
-    spread = record.layers[where].activation if part == "activations" else record.layers[where].gradient
+        return [
+            Finding(
+                "nonfinite",
+                (),
+                record.step,
+                float("nan"),
+                "a gradient outside of the probed layers",
+            )
+        ]
+    spread = (
+        record.layers[where].activation if part == "activations" else record.layers[where].gradient
+    )
     assert spread is not None
     said = f"{spread.bad:.1%} of its {part} are inf or nan, the first {of}"
     if weights:
@@ -66,7 +86,9 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
     return [Finding("nonfinite", (where,), record.step, spread.bad, said)]
 
 
-def _first_bad(names: Sequence[str], part: Callable[[LayerFlow], Any], record: StepFlow) -> str | None:
+def _first_bad(
+    names: Sequence[str], part: Callable[[LayerFlow], Any], record: StepFlow
+) -> str | None:
     for name in names:
         spread = part(record.layers[name])
         if spread is not None and spread.nonfinite:
@@ -93,10 +115,16 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
         if _holds_another(name, last):
             continue
         seen = [record.layers[name] for record in recent]
-        never = [absent for absent in layer.without_gradient if all(absent in one.without_gradient for one in seen)]
+        never = [
+            absent
+            for absent in layer.without_gradient
+            if all(absent in one.without_gradient for one in seen)
+        ]
         if never:
             found[name] = f"{never[0]} gets no gradient at all"
-        elif layer.gradient is not None and all(one.gradient is not None and not one.gradient.squares for one in seen):
+        elif layer.gradient is not None and all(
+            one.gradient is not None and not one.gradient.squares for one in seen
+        ):
             found[name] = "its gradient is exactly 0"
     if not found:
         return []
@@ -105,7 +133,13 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
 
 
 def _more(number: int) -> str:
-    return f"; so {number - 1} layers more" if number > 2 else "; so 1 layer more" if number == 2 else ""
+    return (
+        f"; so {number - 1} layers more"
+        if number > 2
+        else "; so 1 layer more"
+        if number == 2
+        else ""
+    )
 
 
 def _vanishing(recent: Sequence[StepFlow]) -> list[Finding]:
@@ -156,11 +190,17 @@ def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
     last, ratios = recent[-1], {}
     for name in last.layers:
         updates = [record.layers[name].update for record in recent]
-        known = [update.ratio for update in updates if update is not None and update.ratio is not None]
+        known = [
+            update.ratio for update in updates if update is not None and update.ratio is not None
+        ]
         if known and not _holds_another(name, last):
             ratios[name] = statistics.median(known)
-    far = sorted((name for name in ratios if ratios[name] > UPDATE[1]), key=lambda name: -ratios[name])
-    near = sorted((name for name in ratios if ratios[name] < UPDATE[0]), key=lambda name: ratios[name])
+    far = sorted(
+        (name for name in ratios if ratios[name] > UPDATE[1]), key=lambda name: -ratios[name]
+    )
+    near = sorted(
+        (name for name in ratios if ratios[name] < UPDATE[0]), key=lambda name: ratios[name]
+    )
     found = []
     for names, way in ((far, "moves far"), (near, "hardly moves")):
         if names:

@@ -13,7 +13,10 @@ from torch.nn.parameter import is_lazy
 from .blocks import NoBlocks, find_blocks, match_names
 
 MOST = 400  # layers; a model with more is probed by blocks, and outside of them by modules that own parameters
-ACTIVATIONS = ("activation", "activations")  # modules of torch and of Hugging Face that hold nothing but ReLU's kind
+ACTIVATIONS = (
+    "activation",
+    "activations",
+)  # modules of torch and of Hugging Face that hold nothing but ReLU's kind
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,10 @@ class Layer:
 
 
 def choose_layers(
-    model: nn.Module, layers: str | Sequence[str] | None = None, *, blocks: str | Sequence[str] | None = None
+    model: nn.Module,
+    layers: str | Sequence[str] | None = None,
+    *,
+    blocks: str | Sequence[str] | None = None,
 ) -> list[Layer]:
     """The layers that globs over module names take. Without globs: the blocks, the modules that own parameters, and
     activations, which own none but die; of a model with very many of them the blocks and what is around them."""
@@ -40,7 +46,11 @@ def choose_layers(
     except NoBlocks:
         found = []
     if layers is None:
-        taken = {name for name, module in named.items() if name in found or _owns(module) or _is_activation(module)}
+        taken = {
+            name
+            for name, module in named.items()
+            if name in found or _owns(module) or _is_activation(module)
+        }
         if len(taken) > MOST:
             taken = {name for name in taken if name in found or not _inside(name, found)}
     else:
@@ -48,14 +58,18 @@ def choose_layers(
         taken = {name for glob in globs for name in match_names(list(named), glob, option="layers")}
     names = [name for name in named if name in taken]
     if not names:
-        raise ValueError(f"{type(model).__name__} has no module with parameters to probe: name some with layers=")
+        raise ValueError(
+            f"{type(model).__name__} has no module with parameters to probe: name some with layers="
+        )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"{lazy[0]} has no shape yet: run one batch through the model first")
     return _with_parameters(model, names, found, named)
 
 
-def _with_parameters(model: nn.Module, names: list[str], blocks: list[str], named: dict[str, nn.Module]) -> list[Layer]:
+def _with_parameters(
+    model: nn.Module, names: list[str], blocks: list[str], named: dict[str, nn.Module]
+) -> list[Layer]:
     """Each parameter is the business of the first of its names that lies in a layer."""
     aliases: dict[nn.Parameter, list[str]] = {}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
@@ -73,8 +87,13 @@ def _with_parameters(model: nn.Module, names: list[str], blocks: list[str], name
                     counted[name].append(found[0])
                 else:
                     tied[name].append(home or alias)
-    once = [{name: tuple(dict.fromkeys(found)) for name, found in kind.items()} for kind in (counted, tied, frozen)]
-    return [Layer(name, named[name], name in blocks, *(kind[name] for kind in once)) for name in names]
+    once = [
+        {name: tuple(dict.fromkeys(found)) for name, found in kind.items()}
+        for kind in (counted, tied, frozen)
+    ]
+    return [
+        Layer(name, named[name], name in blocks, *(kind[name] for kind in once)) for name in names
+    ]
 
 
 def _parents(name: str) -> list[str]:

@@ -27,7 +27,10 @@ class ParameterSums:
 
     def _rows(self, columns: int) -> dict[torch.device, Tensor]:
         devices = {parameter.device for parameter in self._parameters}
-        return {device: empty_sums(len(self._parameters), device)[:, :columns].clone() for device in devices}
+        return {
+            device: empty_sums(len(self._parameters), device)[:, :columns].clone()
+            for device in devices
+        }
 
     def start(self) -> None:
         """Nothing was read, and nothing has moved."""
@@ -64,7 +67,9 @@ class ParameterSums:
                 row[SQUARES].div_(_squared(scale, row))
 
     @torch.no_grad()
-    def before_step(self, optimizer: torch.optim.Optimizer, *, updates: bool, scale: Tensor | None = None) -> None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, *, updates: bool, scale: Tensor | None = None
+    ) -> None:
         """Sum up the gradients that an optimizer gets, and keep its weights while it steps."""
         for index in self._of(optimizer):
             parameter = self._parameters[index]

@@ -29,8 +29,14 @@ def groups_of(tensor: Tensor) -> list[Any]:
     placed: Any = tensor
     for placement in placed.placements:
         if placement.is_partial():
-            raise ValueError(f"a gradient of placements {placed.placements} is a part of a sum: reduce it first")
-    return [placed.device_mesh.get_group(index) for index, kind in enumerate(placed.placements) if kind.is_shard()]
+            raise ValueError(
+                f"a gradient of placements {placed.placements} is a part of a sum: reduce it first"
+            )
+    return [
+        placed.device_mesh.get_group(index)
+        for index, kind in enumerate(placed.placements)
+        if kind.is_shard()
+    ]
 
 
 def add_over_ranks(sums: Tensor, groups: Sequence[Sequence[Any]]) -> None:
@@ -51,7 +57,9 @@ def group_of_batch(model: nn.Module) -> Any:
     fully_sharded = torch.distributed.fsdp.FSDPModule
     if not any(isinstance(module, fully_sharded) for module in model.modules()):
         return None
-    meshes: Any = {parameter.device_mesh for parameter in model.parameters() if is_divided(parameter)}  # type: ignore[attr-defined]
+    meshes: Any = {
+        parameter.device_mesh for parameter in model.parameters() if is_divided(parameter)
+    }  # type: ignore[attr-defined]
     return meshes.pop().get_group() if len(meshes) == 1 and next(iter(meshes)).ndim == 1 else None
 
 

@@ -40,8 +40,13 @@ class Spread:
         return self.nonfinite / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in ("elements", "zeros", "nonfinite", "norm", "rms")}
-        return {name: plain(value) for name, value in found.items()} | {"zero": self.zero, "bad": self.bad}
+        found = {
+            name: getattr(self, name) for name in ("elements", "zeros", "nonfinite", "norm", "rms")
+        }
+        return {name: plain(value) for name, value in found.items()} | {
+            "zero": self.zero,
+            "bad": self.bad,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,11 @@ class StepFlow:
     @property
     def nonfinite(self) -> bool:
         """Whether anything at all was infinite or no number."""
-        spreads = [spread for layer in self.layers.values() for spread in (layer.activation, layer.gradient)]
+        spreads = [
+            spread
+            for layer in self.layers.values()
+            for spread in (layer.activation, layer.gradient)
+        ]
         return any(spread is not None and spread.nonfinite for spread in [*spreads, self.gradient])
 
     def to_json(self) -> dict[str, Any]:

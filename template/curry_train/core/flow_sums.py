@@ -36,7 +36,9 @@ def sums_of(tensor: Tensor) -> Tensor:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
         tensor, elements = torch.view_as_real(tensor), 2 * elements
-    nonzero, bad, squares = _counted_here(tensor) if tensor.device.type == "cpu" else _counted_there(tensor)
+    nonzero, bad, squares = (
+        _counted_here(tensor) if tensor.device.type == "cpu" else _counted_there(tensor)
+    )
     return torch.stack([torch.full_like(bad, elements), elements - nonzero, bad, squares])
 
 
@@ -58,7 +60,11 @@ def _counted_there(tensor: Tensor) -> Tensor:
     counted = torch.zeros(3, dtype=wide(tensor.device), device=tensor.device)
     for piece in _pieces(tensor, LARGE_PIECE):
         values = piece.to(counted.dtype).flatten()
-        parts = torch.count_nonzero(values), torch.count_nonzero(values - values), torch.dot(values, values)
+        parts = (
+            torch.count_nonzero(values),
+            torch.count_nonzero(values - values),
+            torch.dot(values, values),
+        )
         counted += torch.stack([part.to(counted.dtype) for part in parts])
     return counted
 
@@ -70,10 +76,15 @@ def squares_of(tensor: Tensor, *, less: Tensor | None = None) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
-        tensor, less = torch.view_as_real(tensor), None if less is None else torch.view_as_real(less)
+        tensor, less = (
+            torch.view_as_real(tensor),
+            None if less is None else torch.view_as_real(less),
+        )
     most, dtype = PIECE if tensor.device.type == "cpu" else LARGE_PIECE, wide(tensor.device)
     total = torch.zeros((), dtype=dtype, device=tensor.device)
-    others: Iterator[Tensor | None] = itertools.repeat(None) if less is None else _pieces(less, most)
+    others: Iterator[Tensor | None] = (
+        itertools.repeat(None) if less is None else _pieces(less, most)
+    )
     for piece, other in zip(_pieces(tensor, most), others, strict=False):
         values = piece.to(dtype).flatten()
         values = values if other is None else values - other.to(dtype).flatten()

@@ -56,7 +56,10 @@ def make_record(
             is_block=layer.is_block,
         )
     total = _spread([row for name, row in by_name.items() if has[name]])
-    met = [has[name] and by_optimizer for name, by_optimizer in zip(by_name, parameters.met, strict=True)]
+    met = [
+        has[name] and by_optimizer
+        for name, by_optimizer in zip(by_name, parameters.met, strict=True)
+    ]
     pairs = [(row[NUM - 1], row[NUM + 2]) for row, counts in zip(rows, met, strict=True) if counts]
     read, got = (sum(squares) for squares in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
     return StepFlow(
@@ -85,7 +88,9 @@ def _add_up(tables: Sequence[Tensor], num_rows: int) -> list[list[float]]:
 def _spread(rows: Sequence[Sequence[float]]) -> Spread | None:
     if not rows:
         return None
-    elements, zeros, nonfinite, squares = (sum(column) for column in list(zip(*rows, strict=True))[:NUM])
+    elements, zeros, nonfinite, squares = (
+        sum(column) for column in list(zip(*rows, strict=True))[:NUM]
+    )
     return Spread(int(elements), int(zeros), int(nonfinite), squares)
 
 

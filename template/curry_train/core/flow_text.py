@@ -25,12 +25,18 @@ def table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     names = list(last.layers)
     if len(names) > most:
-        inner = {name for name in names if any(name.startswith(f"{block}.") for block in names if block != name)}
+        inner = {
+            name
+            for name in names
+            if any(name.startswith(f"{block}.") for block in names if block != name)
+        }
         ranked = sorted(names, key=lambda name: (name not in flagged, name in inner))
         names = [name for name in last.layers if name in set(ranked[:most])]
     lines += [_row(name, last.layers[name]) for name in names]
     if len(last.layers) > len(names):
-        lines.append(f"... and {len(last.layers) - len(names)} layers more: layers= chooses, to_json() has all")
+        lines.append(
+            f"... and {len(last.layers) - len(names)} layers more: layers= chooses, to_json() has all"
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -73,7 +79,15 @@ def _activation(layer: LayerFlow) -> str:
 def _gradient(layer: LayerFlow) -> str:
     if layer.gradient is not None:
         return f"{layer.gradient.norm:>7.1e} {_share(layer.gradient.zero):>5} {_bad(layer.gradient):>3}"
-    why = "none" if layer.without_gradient else "tied" if layer.tied else "frozen" if layer.frozen else "-"
+    why = (
+        "none"
+        if layer.without_gradient
+        else "tied"
+        if layer.tied
+        else "frozen"
+        if layer.frozen
+        else "-"
+    )
     return f"{why:>17}"
 
 

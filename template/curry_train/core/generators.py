@@ -35,7 +35,9 @@ class Generators:
     def are_as(self, other: "Generators") -> bool:
         if self._python != other._python or not torch.equal(self._torch, other._torch):
             return False
-        if self._devices != other._devices or not all(map(torch.equal, self._states, other._states)):
+        if self._devices != other._devices or not all(
+            map(torch.equal, self._states, other._states)
+        ):
             return False
         return _same_numpy(self._numpy, other._numpy)
 
@@ -57,4 +59,8 @@ def _same_numpy(one: Any, other: Any) -> bool:
     """A state is a dict of numbers, arrays and dicts of them; one that is not loaded yet is None."""
     if isinstance(one, dict) and isinstance(other, dict):
         return all(_same_numpy(one[key], other[key]) for key in one)
-    return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") and other is not None else bool(one == other)
+    return (
+        one.tobytes() == other.tobytes()
+        if hasattr(one, "tobytes") and other is not None
+        else bool(one == other)
+    )

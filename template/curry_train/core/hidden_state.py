@@ -48,18 +48,27 @@ def check_step(step: Step, timesteps: Sequence[Any], state: Any) -> dict[Key, bo
 
 
 def _check(probe: Probe) -> dict[Key, bool]:
-    start, versions = probe.keep(), {name: version_of(value) for name, value in probe.parameters.items()}
+    start, versions = (
+        probe.keep(),
+        {name: version_of(value) for name, value in probe.parameters.items()},
+    )
     first = _first_run(probe)
     once = probe.keep()
     _check_leaves(first)
-    lost = [name.rpartition(".") for name, value in probe.parameters.items() if version_of(value) != versions[name]]
+    lost = [
+        name.rpartition(".")
+        for name, value in probe.parameters.items()
+        if version_of(value) != versions[name]
+    ]
     lost += [(key[0], ".", key[2]) for key in start.changed(once) if start.is_lost(key, once)]
     if lost:
         module, _, name = lost[0]
         said = f"step writes into {name!r} of {module}, which can't be put back: make it part of the state"
         raise HiddenState(said, module, name)
     probe.exact = probe.run_from(start, {}).is_as(first, exact=True)
-    if not probe.exact and all(value.device.type == "cpu" for value in first.values if isinstance(value, Tensor)):
+    if not probe.exact and all(
+        value.device.type == "cpu" for value in first.values if isinstance(value, Tensor)
+    ):
         raise HiddenState(OUTSIDE)  # elsewhere a kernel may add in another order each time
     once = probe.keep()
     second, twice = probe.run(0, probe.state), probe.keep()
@@ -69,18 +78,30 @@ def _check(probe: Probe) -> dict[Key, bool]:
             "the state that step returns has another structure after the second timestep than after the first: keep "
             "it as it is, and collect over time with `outputs`"
         )
-    statistics = {(place.name, place.where, name) for place in probe.places for name in place.statistics}
-    changing = [key for key in dict.fromkeys([*once.changed(twice), *twice.changed(thrice)]) if key not in statistics]
+    statistics = {
+        (place.name, place.where, name) for place in probe.places for name in place.statistics
+    }
+    changing = [
+        key
+        for key in dict.fromkeys([*once.changed(twice), *twice.changed(thrice)])
+        if key not in statistics
+    ]
     if not second.is_as(first, exact=probe.exact):
-        touched = [key for key in dict.fromkeys([*start.changed(once), *changing]) if key in once.kept]
+        touched = [
+            key for key in dict.fromkeys([*start.changed(once), *changing]) if key in once.kept
+        ]
         guilty = (key for key in touched if probe.matters(start, once.rebuilt([key]), first))
         raise _refusal(probe, next(guilty, touched[0])) if touched else HiddenState(OUTSIDE)
     if changing:
         _try_out(probe, changing, once, thrice)
-        probe.state = tree_map(partial(_disturbed, scale=SCALES[0]), first.state)  # so that every neuron has spikes
+        probe.state = tree_map(
+            partial(_disturbed, scale=SCALES[0]), first.state
+        )  # so that every neuron has spikes
         _try_out(probe, changing, once, thrice)
     _check_attached(first)
-    return {key: once.kept[key].is_written(twice.kept[key]) for key in changing if key in twice.kept}
+    return {
+        key: once.kept[key].is_written(twice.kept[key]) for key in changing if key in twice.kept
+    }
 
 
 def _try_out(probe: Probe, keys: list[Key], once: KeptPlaces, thrice: KeptPlaces) -> None:
@@ -98,13 +119,21 @@ def _first_run(probe: Probe) -> Outcome:
     try:
         return probe.run(0, probe.state)
     except RuntimeError as error:
-        shapes = [tuple(leaf.shape) for leaf in tree_leaves(probe.timesteps[0]) if isinstance(leaf, Tensor)]
-        error.add_note(f"step was given an input of shape {shapes}, one of {len(probe.timesteps)}: is time_dim right?")
+        shapes = [
+            tuple(leaf.shape)
+            for leaf in tree_leaves(probe.timesteps[0])
+            if isinstance(leaf, Tensor)
+        ]
+        error.add_note(
+            f"step was given an input of shape {shapes}, one of {len(probe.timesteps)}: is time_dim right?"
+        )
         raise
 
 
 def _check_leaves(first: Outcome) -> None:
-    strange = next((leaf for leaf in tree_leaves(first.state) if not isinstance(leaf, (Tensor, *PLAIN))), None)
+    strange = next(
+        (leaf for leaf in tree_leaves(first.state) if not isinstance(leaf, (Tensor, *PLAIN))), None
+    )
     if strange is not None:
         raise ValueError(
             f"the state that step returns holds {type(strange).__name__}: keep tensors in tuples, lists or dicts, "
@@ -113,7 +142,9 @@ def _check_leaves(first: Outcome) -> None:
 
 
 def _check_attached(first: Outcome) -> None:
-    floating = [leaf for leaf in first.made if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    floating = [
+        leaf for leaf in first.made if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
     if floating and first.reached and not any(leaf.requires_grad for leaf in floating):
         raise ValueError(
             "the state that step returns is detached, so that no gradient reaches an earlier timestep: return it as it "
@@ -121,7 +152,9 @@ def _check_attached(first: Outcome) -> None:
         )
 
 
-def _trials(probe: Probe, once: KeptPlaces, thrice: KeptPlaces, plain: Outcome) -> list[Callable[[list[Key]], bool]]:
+def _trials(
+    probe: Probe, once: KeptPlaces, thrice: KeptPlaces, plain: Outcome
+) -> list[Callable[[list[Key]], bool]]:
     """Ways to find out whether the values of some keys matter, the gentle ones first."""
 
     def with_values(kept: KeptPlaces, change: Callable[[Any], Any] = lambda value: value) -> Any:

@@ -18,7 +18,9 @@ def peak_bytes(device: torch.device) -> int:
     """The most that was allocated on the device; on the CPU, the most that the process had."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.is_file():  # the kernel's other figure begins with that of the process which started this one
+    if (
+        _STATUS.is_file()
+    ):  # the kernel's other figure begins with that of the process which started this one
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024

@@ -62,19 +62,34 @@ def _group_bytes(system: Path) -> Iterator[int]:
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, used, droppable = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            root, limit, used, droppable = (
+                "sys/fs/cgroup",
+                "memory.max",
+                "memory.current",
+                "inactive_file",
+            )
         elif "memory" in controllers.split(","):
-            root, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root, limit, used = (
+                "sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
             droppable = "total_inactive_file"
         else:
             continue
         folder = Path(path.strip("/"))
-        for group in dict.fromkeys([folder, *folder.parents, Path()]):  # in a container only the last may be visible
+        for group in dict.fromkeys(
+            [folder, *folder.parents, Path()]
+        ):  # in a container only the last may be visible
             at = system / root / group
             if (at / limit).is_file() and (at / used).is_file():
                 most = (at / limit).read_text().strip()
                 if most != "max":
-                    yield int(most) - int((at / used).read_text()) + _statistic(at / "memory.stat", droppable)
+                    yield (
+                        int(most)
+                        - int((at / used).read_text())
+                        + _statistic(at / "memory.stat", droppable)
+                    )
 
 
 def _statistic(path: Path, name: str) -> int:
@@ -112,14 +127,20 @@ class HostPool:
                     missing.append(capacity)
             require_host_memory(sum(missing))
             for capacity in missing:
-                self._idle.setdefault(capacity, []).append(self._allocate(capacity).zero_())  # its pages are there then
+                self._idle.setdefault(capacity, []).append(
+                    self._allocate(capacity).zero_()
+                )  # its pages are there then
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer of at least so many bytes."""
         with self._lock:
             self._settle()
             wanted = self.capacity(nbytes)
-            fitting = [size for size, idle in self._idle.items() if idle and wanted <= size <= LOOSEST_FIT * wanted]
+            fitting = [
+                size
+                for size, idle in self._idle.items()
+                if idle and wanted <= size <= LOOSEST_FIT * wanted
+            ]
             if fitting:
                 return self._idle[min(fitting)].pop()
             self._drop_idle(wanted)
@@ -157,8 +178,13 @@ class HostPool:
                 buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu", pin_memory=True)
             else:  # no operation makes it, so no instrument takes it for memory of the device that a CPU stands for
                 buffer = torch.frombuffer(mmap.mmap(-1, capacity), dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:  # CUDA says that it is out of memory, and means the host's
-            raise HostMemoryShort(f"the host gave no {format_bytes(capacity)} of {kind} ({error}): {ADVICE}") from error
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # CUDA says that it is out of memory, and means the host's
+            raise HostMemoryShort(
+                f"the host gave no {format_bytes(capacity)} of {kind} ({error}): {ADVICE}"
+            ) from error
         self.reserved_bytes += capacity
         return buffer
 
@@ -210,7 +236,9 @@ class Copies:
         if self.stream is None:
             target.copy_(source)
             return None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # it made the source, and has used the target
+        self.stream.wait_stream(
+            torch.cuda.current_stream(self.device)
+        )  # it made the source, and has used the target
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
             return self.stream.record_event()

@@ -42,7 +42,9 @@ class OffloadReport:
             f"host memory reserved  {format_bytes(self.reserved_bytes):>9}",
         ]
         for reason, (count, nbytes) in sorted(self.skipped.items(), key=lambda item: -item[1][1]):
-            lines.append(f"not moved             {format_bytes(nbytes):>9} in {count:,} tensors: {reason}")
+            lines.append(
+                f"not moved             {format_bytes(nbytes):>9} in {count:,} tensors: {reason}"
+            )
         return "\n".join(lines)
 
 
@@ -98,7 +100,11 @@ class Moved:
     def __init__(self, step: Step, tensor: Tensor, base: Tensor, lane: Lane | None) -> None:
         self.host: Tensor | None = None
         self.step, self.lane, self.nbytes = step, lane, tensor.untyped_storage().nbytes()
-        self.source, self.base, self.version = weakref.ref(tensor.untyped_storage()), weakref.ref(base), tensor._version
+        self.source, self.base, self.version = (
+            weakref.ref(tensor.untyped_storage()),
+            weakref.ref(base),
+            tensor._version,
+        )
         self.witness = _witness(tensor)
         self.flat: Tensor | None = None
         self.done: Any = None
@@ -204,7 +210,10 @@ class CastAgain(Stays):
 
     def __init__(self, tensor: Tensor, parameter: Tensor, step: Step) -> None:
         super().__init__(parameter, step)
-        self.dtype, self.view = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.dtype, self.view = (
+            tensor.dtype,
+            (tensor.shape, tensor.stride(), tensor.storage_offset()),
+        )
 
     def value(self) -> Tensor:
         return super().value().to(self.dtype).as_strided(*self.view)

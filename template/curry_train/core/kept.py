@@ -22,8 +22,12 @@ from .attributes import Place, is_object
 LONGEST = 1000  # a longer container is data: nothing is looked for in it, but it is seen to grow
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
-Copies = dict[tuple[int, int], tuple[Tensor, Tensor]]  # by identity and version, so that a tensor is copied once
-Key = tuple[str, str, str]  # a place's name, which of its values (`Place.where`), and the name of one
+Copies = dict[
+    tuple[int, int], tuple[Tensor, Tensor]
+]  # by identity and version, so that a tensor is copied once
+Key = tuple[
+    str, str, str
+]  # a place's name, which of its values (`Place.where`), and the name of one
 
 
 class Kept:
@@ -35,9 +39,13 @@ class Kept:
     def __init__(self, value: Any, *, copies: Copies | None, depth: int = 4) -> None:
         self.value, self.length = value, len(value) if is_container(value) else 0
         self.version = version_of(value)
-        self.copy = _copy(value, copies) if copies is not None and isinstance(value, Tensor) else None
+        self.copy = (
+            _copy(value, copies) if copies is not None and isinstance(value, Tensor) else None
+        )
         deepest = 0 if is_container(value) else 2
-        self.is_open = (is_container(value) or is_object(value)) and depth > deepest and self.length <= LONGEST
+        self.is_open = (
+            (is_container(value) or is_object(value)) and depth > deepest and self.length <= LONGEST
+        )
         parts = _parts(value) if self.is_open else {}
         inside = depth - (1 if is_container(value) else 2)
         self.inside = {key: Kept(part, copies=copies, depth=inside) for key, part in parts.items()}
@@ -46,7 +54,9 @@ class Kept:
         """The value, with its contents as they were."""
         for part in self.inside.values():
             part.put_back()
-        if self.copy is not None and not _is_equal(self.value.detach(), self.copy):  # BatchNorm counts no version
+        if self.copy is not None and not _is_equal(
+            self.value.detach(), self.copy
+        ):  # BatchNorm counts no version
             with torch.no_grad():
                 if self.value.shape == self.copy.shape:
                     self.value.copy_(self.copy)
@@ -84,7 +94,11 @@ class Kept:
         """Whether a tensor in it was written into."""
         if self.value is later.value and self.version != later.version:
             return True
-        return any(part.is_written(later.inside[key]) for key, part in self.inside.items() if key in later.inside)
+        return any(
+            part.is_written(later.inside[key])
+            for key, part in self.inside.items()
+            if key in later.inside
+        )
 
 
 def is_container(value: Any) -> bool:
@@ -106,7 +120,9 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 def _is_equal(one: Any, other: Any) -> bool:
     same = one.shape == other.shape
-    return same and bool(torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all())
+    return same and bool(
+        torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all()
+    )
 
 
 def _copy(tensor: Tensor, copies: Copies) -> Tensor:
@@ -129,7 +145,9 @@ def _fill(value: Any, parts: dict[Any, Any]) -> None:
 
 def _holds(value: Any, inside: dict[Any, Kept]) -> bool:
     parts = _parts(value)
-    return list(parts) == list(inside) and all(parts[key] is kept.value for key, kept in inside.items())
+    return list(parts) == list(inside) and all(
+        parts[key] is kept.value for key, kept in inside.items()
+    )
 
 
 @dataclass
@@ -142,7 +160,11 @@ class KeptPlaces:
 
     def put_back(self) -> None:
         for place in self.places:
-            before = {key[2]: kept for key, kept in self.kept.items() if key[:2] == (place.name, place.where)}
+            before = {
+                key[2]: kept
+                for key, kept in self.kept.items()
+                if key[:2] == (place.name, place.where)
+            }
             for key in place.names():
                 if self.whole and key not in before:
                     del place.values[key]
@@ -159,10 +181,14 @@ class KeptPlaces:
 
     def is_lost(self, key: Key, later: "KeptPlaces") -> bool:
         """Whether a tensor was written into that there is no copy of."""
-        copied = any(place.is_module for place in self.places if (place.name, place.where) == key[:2])
+        copied = any(
+            place.is_module for place in self.places if (place.name, place.where) == key[:2]
+        )
         return not copied and key in later.kept and self.kept[key].is_written(later.kept[key])
 
-    def rebuilt(self, keys: Sequence[Key], change: Callable[[Any], Any] = lambda value: value) -> dict[Key, Any]:
+    def rebuilt(
+        self, keys: Sequence[Key], change: Callable[[Any], Any] = lambda value: value
+    ) -> dict[Key, Any]:
         """Values of their own, changed, for some keys."""
         return {key: self.kept[key].rebuilt(change) for key in keys if key in self.kept}
 
@@ -182,7 +208,9 @@ def keep(
 
 
 @contextmanager
-def put_back_later(places: Sequence[Place], *, only: Mapping[Key, bool] | None = None) -> Iterator[None]:
+def put_back_later(
+    places: Sequence[Place], *, only: Mapping[Key, bool] | None = None
+) -> Iterator[None]:
     """Put the values of places, or some of them, back afterwards."""
     before = keep(places, only=only)
     try:

@@ -35,7 +35,9 @@ def no_cache_please(module: nn.Module) -> dict[str, bool]:
     if not _caches(module):
         return {}
     written: Any = class_as_written(module)
-    return {"use_cache": False} if "use_cache" in inspect.signature(written.forward).parameters else {}
+    return (
+        {"use_cache": False} if "use_cache" in inspect.signature(written.forward).parameters else {}
+    )
 
 
 def leave_out_caches(
@@ -43,8 +45,14 @@ def leave_out_caches(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a block that is run again is called with: without a cache that is empty as far as it is this block's."""
     known = sys.modules.get("transformers.cache_utils")
-    caches = [] if known is None else [value for value in (*args, *kwargs.values()) if isinstance(value, known.Cache)]
-    if not caches or getattr(block, "_can_checkpoint_with_cache", False):  # it reads what another block has put there
+    caches = (
+        []
+        if known is None
+        else [value for value in (*args, *kwargs.values()) if isinstance(value, known.Cache)]
+    )
+    if not caches or getattr(
+        block, "_can_checkpoint_with_cache", False
+    ):  # it reads what another block has put there
         return args, kwargs
     if any(type(layer).__name__ == "DummyLayer" for cache in caches for layer in _layers(cache)):
         return args, kwargs  # blocks that share keys find them there
@@ -53,7 +61,10 @@ def leave_out_caches(
         _left_out.setdefault(cache, WeakSet()).add(block)
     _say_once()
     kept = tuple(None if any(value is cache for cache in caches) else value for value in args)
-    return kept, {name: None if any(value is cache for cache in caches) else value for name, value in kwargs.items()}
+    return kept, {
+        name: None if any(value is cache for cache in caches) else value
+        for name, value in kwargs.items()
+    }
 
 
 def _caches(module: nn.Module) -> bool:
@@ -64,7 +75,11 @@ def _caches(module: nn.Module) -> bool:
 
 def _layers(cache: Any, index: int | None = None) -> Iterator[Any]:
     """Those of a decoder's own attention and of that to an encoder; of one block, if `index` is given."""
-    for part in (cache, getattr(cache, "self_attention_cache", None), getattr(cache, "cross_attention_cache", None)):
+    for part in (
+        cache,
+        getattr(cache, "self_attention_cache", None),
+        getattr(cache, "cross_attention_cache", None),
+    ):
         layers = getattr(part, "layers", None) or []
         yield from layers if index is None else layers[index : index + 1]
 
@@ -84,7 +99,9 @@ def _require_unread(block: nn.Module, cache: Any) -> None:
 def _is_filled(layer: Any) -> bool:
     state = getattr(layer, "has_previous_state", False)
     states = state.values() if isinstance(state, Mapping) else [state]
-    return bool(getattr(layer, "is_initialized", getattr(layer, "keys", None) is not None)) or any(states)
+    return bool(getattr(layer, "is_initialized", getattr(layer, "keys", None) is not None)) or any(
+        states
+    )
 
 
 def _say_once() -> None:

@@ -30,11 +30,15 @@ def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> di
     return dict(_around("", model, found))
 
 
-def _around(prefix: str, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _around(
+    prefix: str, module: nn.Module, blocks: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = prefix + name
         never_called = isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if path not in blocks and (never_called or any(block.startswith(f"{path}.") for block in blocks)):
+        if path not in blocks and (
+            never_called or any(block.startswith(f"{path}.") for block in blocks)
+        ):
             yield from _around(f"{path}.", child, blocks)
         else:
             yield path, child
@@ -108,17 +112,23 @@ class Boundaries(RunningLayers):
         self._outputs: dict[str, list[Life]] = {name: [] for name in layers}
 
     def entered(self, layer: str, inputs: Any) -> None:
-        self._inputs[layer] += [life for tensor in tensors_in(inputs) for life in self.lives_of(tensor)]
+        self._inputs[layer] += [
+            life for tensor in tensors_in(inputs) for life in self.lives_of(tensor)
+        ]
 
     def left(self, layer: str, output: Any) -> None:
-        self._outputs[layer] += [life for tensor in tensors_in(output) for life in self.lives_of(tensor)]
+        self._outputs[layer] += [
+            life for tensor in tensors_in(output) for life in self.lives_of(tensor)
+        ]
 
     def stays(self, layer: str) -> int:
         """Recomputing keeps inputs that are gone now, and what of the layer's own goes in or out of it."""
         inputs, outputs = set(self._inputs[layer]), set(self._outputs[layer])
         gone = {life for life in inputs if life.died is not None}
         alive = {life for life in inputs | outputs if life.died is None and life.owner == layer}
-        own = {life for life in alive if life in inputs or life.used_elsewhere}  # nobody may want an output
+        own = {
+            life for life in alive if life in inputs or life.used_elsewhere
+        }  # nobody may want an output
         return sum(life.nbytes for life in gone | own)
 
 

@@ -15,7 +15,10 @@ class MissingTechnique(ImportError):
 
 
 def lazy_names(
-    package: str, names: Mapping[str, Sequence[str]], *, technique_of: Mapping[str, str] | None = None
+    package: str,
+    names: Mapping[str, Sequence[str]],
+    *,
+    technique_of: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for `package`; `names` lists the public names of each module.
 

@@ -18,15 +18,17 @@ from .chunked_cross_entropy import product_dtype, refuse_second_derivative
 from .logits import Logits, Product, cast, copy_together, index, loss_options, move_classes, regroup
 
 STEPS: dict[Any, Callable[..., Logits | None]] = {
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), regroup),
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), move_classes),
+    **dict.fromkeys(
+        (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), regroup
+    ),
+    **dict.fromkeys(
+        (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), move_classes
+    ),
     **dict.fromkeys((Tensor.float, Tensor.to), cast),
     Tensor.contiguous: copy_together,
     Tensor.__getitem__: index,
 }
-_GETTERS = (
-    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_leaf"
-)
+_GETTERS = "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_leaf"
 _METHODS = "size dim ndimension numel nelement is_floating_point is_complex get_device element_size __len__"
 METADATA = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),
@@ -58,7 +60,10 @@ class LazyLogits(Tensor):
                 if derived is first.logits:
                     return first
                 if derived is not None:
-                    derived.parent, derived.step = first.logits, partial(_again, func, args[1:], kwargs)
+                    derived.parent, derived.step = (
+                        first.logits,
+                        partial(_again, func, args[1:], kwargs),
+                    )
                     return _Stand.apply(derived, *derived.product.inputs)
         args, kwargs = tree_map(partial(_plain, operation=name), (args, kwargs))
         return func(*args, **kwargs)
@@ -74,7 +79,9 @@ class LazyLogits(Tensor):
 
 def stand_in(product: Product) -> Tensor:
     """A tensor that stands for the product's logits."""
-    tensor: Tensor = _Stand.apply(Logits(product, product.hidden, product_dtype(product.hidden)), *product.inputs)
+    tensor: Tensor = _Stand.apply(
+        Logits(product, product.hidden, product_dtype(product.hidden)), *product.inputs
+    )
     return tensor
 
 
@@ -93,10 +100,13 @@ class _Stand(torch.autograd.Function):
         refuse_second_derivative()
         logits, needed = ctx.logits, ctx.needs_input_grad[1:]
         inputs = [
-            given.detach().requires_grad_(need) for given, need in zip(logits.product.inputs, needed, strict=True)
+            given.detach().requires_grad_(need)
+            for given, need in zip(logits.product.inputs, needed, strict=True)
         ]
         whole = logits.follow(logits.product.compute, *inputs)
-        found = iter(torch.autograd.grad(whole, [given for given in inputs if given.requires_grad], gradient))
+        found = iter(
+            torch.autograd.grad(whole, [given for given in inputs if given.requires_grad], gradient)
+        )
         return None, *(next(found) if need else None for need in needed)
 
 
@@ -111,4 +121,8 @@ def _plain(leaf: Any, *, operation: str) -> Any:
 def _name(function: Any) -> str:
     """Of a property's getter the property's name."""
     name = str(getattr(function, "__name__", function))
-    return str(getattr(function.__self__, "__name__", name)) if name in ("__get__", "__set__") else name
+    return (
+        str(getattr(function.__self__, "__name__", name))
+        if name in ("__get__", "__set__")
+        else name
+    )

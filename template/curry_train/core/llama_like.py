@@ -13,7 +13,12 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, dim // heads, dropout
+        self.heads, self.kv_heads, self.head_dim, self.dropout = (
+            heads,
+            kv_heads,
+            dim // heads,
+            dropout,
+        )
         self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
@@ -26,7 +31,9 @@ class Attention(nn.Module):
         v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
         dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True
+        )
         projected: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
         return projected
 
@@ -54,7 +61,10 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float):
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(dim), Attention(dim, heads, kv_heads, dropout)
+        self.attention_norm, self.attention = (
+            nn.RMSNorm(dim),
+            Attention(dim, heads, kv_heads, dropout),
+        )
         self.feed_forward_norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
         self.dropout = nn.Dropout(dropout)
 
@@ -84,7 +94,9 @@ class Transformer(nn.Module):
         super().__init__()
         hidden = hidden or 32 * round(dim * 8 / 3 / 32)
         self.embedding = nn.Embedding(vocabulary, dim)
-        self.layers = nn.ModuleList(Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth)
+        )
         self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
         half = dim // heads // 2
         angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))

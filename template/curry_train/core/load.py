@@ -31,7 +31,9 @@ def load_workload(spec: str) -> Workload:
         return replace(BUILTIN[spec](), spec=spec)
     if ":" not in spec:
         others = f"use one of {', '.join(BUILTIN)}, pkg.module:factory or file.py:factory"
-        raise WorkloadError(f"no workload is called {spec!r}; {did_you_mean(spec, BUILTIN, otherwise=others)}")
+        raise WorkloadError(
+            f"no workload is called {spec!r}; {did_you_mean(spec, BUILTIN, otherwise=others)}"
+        )
     factory = _import_factory(spec)
     with seeded(0):  # an example batch is drawn here, and every process has to draw the same
         made = _call(factory, spec)
@@ -47,7 +49,9 @@ def load_workload(spec: str) -> Workload:
         return without_cache(again if isinstance(again, nn.Module) else again[0])
 
     name = spec.rsplit(":", 1)[1]
-    workload = Workload(name, build, parts.batch, parts.loss, parts.count, parts.mask, spec, parts.own_batch)
+    workload = Workload(
+        name, build, parts.batch, parts.loss, parts.count, parts.mask, spec, parts.own_batch
+    )
     _try_once(workload)
     return workload
 
@@ -70,13 +74,23 @@ def _import_factory(spec: str) -> Callable[[], Any]:
             f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its folder/file.py:factory"
         ) from error
     except Exception as error:  # as in `_call`
-        raise WorkloadError(f"{spec}: the import of {module_name} raised {describe_raised(error)}") from error
+        raise WorkloadError(
+            f"{spec}: the import of {module_name} raised {describe_raised(error)}"
+        ) from error
     if file is not None and file != (loaded := Path(str(module.__file__)).resolve()):
-        raise WorkloadError(f"{spec}: Python knows another {module_name} already, {loaded}: give the file another name")
+        raise WorkloadError(
+            f"{spec}: Python knows another {module_name} already, {loaded}: give the file another name"
+        )
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        found = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-        raise WorkloadError(f"{spec}: {module_name} has no callable {attribute!r}; it has {', '.join(found) or 'none'}")
+        found = sorted(
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_")
+        )
+        raise WorkloadError(
+            f"{spec}: {module_name} has no callable {attribute!r}; it has {', '.join(found) or 'none'}"
+        )
     return factory
 
 
@@ -93,8 +107,12 @@ def _located(file: Path, spec: str) -> tuple[Path, str]:
 def _call(factory: Callable[[], Any], spec: str) -> Any:
     try:
         return factory()
-    except Exception as error:  # the user's own code may raise anything: it is told as theirs, its traceback kept
-        raise WorkloadError(f"{spec}: the factory raised {describe_raised(error, called=factory)}") from error
+    except (
+        Exception
+    ) as error:  # the user's own code may raise anything: it is told as theirs, its traceback kept
+        raise WorkloadError(
+            f"{spec}: the factory raised {describe_raised(error, called=factory)}"
+        ) from error
 
 
 def _try_once(workload: Workload) -> None:

@@ -27,7 +27,11 @@ class LossUse:
     whole: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        chunked = f"{self.num_chunked} loss{'es' * (self.num_chunked > 1)} in chunks" if self.num_chunked else ""
+        chunked = (
+            f"{self.num_chunked} loss{'es' * (self.num_chunked > 1)} in chunks"
+            if self.num_chunked
+            else ""
+        )
         asked = f"all logits made for {', '.join(self.whole)}" if self.whole else ""
         return "; ".join(part for part in (chunked, asked) if part) or "no loss yet"
 
@@ -104,7 +108,11 @@ class Logits:
 
     def make(self) -> Tensor:
         if self.whole is None:
-            self.whole = self.follow(self.product.compute) if self.parent is None else self.take(self.parent.make())
+            self.whole = (
+                self.follow(self.product.compute)
+                if self.parent is None
+                else self.take(self.parent.make())
+            )
         return self.whole
 
     def take(self, parent: Tensor) -> Tensor:
@@ -124,7 +132,12 @@ class Logits:
         product.check()
         with autocast_as(product.autocast):
             loss = chunked_cross_entropy(
-                self.rows, product.weight, targets, bias=product.bias, chunk_tokens=product.chunk_tokens, **options
+                self.rows,
+                product.weight,
+                targets,
+                bias=product.bias,
+                chunk_tokens=product.chunk_tokens,
+                **options,
             )
         product.use.num_chunked += 1
         return loss if autocast_now() else loss.to(self.dtype)  # autocast makes losses float32
@@ -145,12 +158,17 @@ def loss_options(
         "class weights": weight is not None,
         "size_average or reduce": size_average is not None or reduce is not None,
         f"reduction={reduction!r}": reduction not in ("mean", "sum"),
-        "targets that are no indices": not isinstance(target, Tensor) or target.dtype not in TARGETS,
+        "targets that are no indices": not isinstance(target, Tensor)
+        or target.dtype not in TARGETS,
         "classes that are not in dimension 1": logits.classes_last and len(logits.shape) != 2,
     }
     if not any(reasons.values()):
         reasons["targets of another shape"] = target.shape != logits.rows.shape[:-1]
-    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
     return options, next((reason for reason, holds in reasons.items() if holds), "")
 
 
@@ -159,12 +177,16 @@ def loss_options(
 
 def regroup(function: Any, logits: Logits, *sizes: Any, **named: Any) -> Logits | None:
     """Of view, reshape and flatten: the leading dimensions become others."""
-    if not logits.classes_last or any(isinstance(size, torch.dtype) for size in (*sizes, *named.values())):
+    if not logits.classes_last or any(
+        isinstance(size, torch.dtype) for size in (*sizes, *named.values())
+    ):
         return None
     shape = function(torch.empty((), device="meta").expand(logits.shape), *sizes, **named).shape
     if shape[-1:] != logits.shape[-1:]:
         return None
-    return Logits(logits.product, logits.rows.reshape(*shape[:-1], logits.rows.shape[-1]), logits.dtype)
+    return Logits(
+        logits.product, logits.rows.reshape(*shape[:-1], logits.rows.shape[-1]), logits.dtype
+    )
 
 
 def index(function: Any, logits: Logits, where: Any) -> Logits | None:
@@ -174,10 +196,15 @@ def index(function: Any, logits: Logits, where: Any) -> Logits | None:
         return None
     if len(entries) == 1 and isinstance(entries[0], Tensor):
         mask = entries[0].dtype is torch.bool
-        if (entries[0].dim() if mask else 1) >= rank or (not mask and entries[0].dtype is not torch.int64):
+        if (entries[0].dim() if mask else 1) >= rank or (
+            not mask and entries[0].dtype is not torch.int64
+        ):
             return None
         return Logits(logits.product, logits.rows[entries[0]], logits.dtype)
-    if any(isinstance(entry, bool) or not isinstance(entry, slice | int | type(...)) for entry in entries):
+    if any(
+        isinstance(entry, bool) or not isinstance(entry, slice | int | type(...))
+        for entry in entries
+    ):
         return None
     if entries.count(...) > 1 or len(entries) - entries.count(...) > rank:
         return None

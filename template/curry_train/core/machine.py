@@ -38,7 +38,13 @@ class Reading:
 class Machine:
     """A context; afterwards `remarks` says what spoils timings."""
 
-    def __init__(self, device: torch.device, *, read: Callable[[], Reading] | None = None, cores: int | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        read: Callable[[], Reading] | None = None,
+        cores: int | None = None,
+    ):
         self._read = read or (lambda: _reading(device))
         self._cores = cores or os.cpu_count() or 1
         self._on_cpu = device.type != "cuda"
@@ -56,7 +62,9 @@ class Machine:
         start, end = self._start, self._end
         if start.all_cores is None or end.all_cores is None or end.wall - start.wall < SHORTEST:
             return None
-        return max(0.0, (end.all_cores - start.all_cores - end.own + start.own) / (end.wall - start.wall))
+        return max(
+            0.0, (end.all_cores - start.all_cores - end.own + start.own) / (end.wall - start.wall)
+        )
 
     def remarks(self) -> list[str]:
         said = []
@@ -86,7 +94,9 @@ def _seconds_of_all() -> float | None:
     """User, nice, system, interrupts and what the host gave to other guests."""
     if not STAT.is_file():
         return None
-    fields = [int(field) for field in STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+    fields = [
+        int(field) for field in STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    ]
     user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = fields
     return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
 

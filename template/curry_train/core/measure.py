@@ -72,7 +72,9 @@ class LiveStorages(TorchDispatchMode):
     `owner` is asked in whose name a storage is made; with `device` only storages of that kind of device count.
     """
 
-    def __init__(self, *, owner: Callable[[], Any] = lambda: None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, *, owner: Callable[[], Any] = lambda: None, device: torch.device | None = None
+    ) -> None:
         super().__init__()
         self.bytes_alive = 0
         self.bytes_peak = 0
@@ -102,18 +104,31 @@ class LiveStorages(TorchDispatchMode):
     def lives_of(self, tensor: Tensor) -> list[Life]:
         """What was recorded of the storages of a tensor; nothing where they were there before."""
         known = (self._known.get(storage._cdata) for storage in _storages(tensor))
-        return [entry[1] for entry in known if entry is not None and entry[0]() is not None and entry[1] is not None]
+        return [
+            entry[1]
+            for entry in known
+            if entry is not None and entry[0]() is not None and entry[1] is not None
+        ]
 
     def _meet(self, tensor: Tensor, *, was_there: bool, owner: Any = None) -> None:
         if self._device is not None and tensor.device.type != self._device.type:
             return
         for storage in _storages(tensor):
             known = self._known.get(storage._cdata)
-            if was_there and known is not None and known[1] is not None and self._owner() != known[1].owner:
+            if (
+                was_there
+                and known is not None
+                and known[1] is not None
+                and self._owner() != known[1].owner
+            ):
                 known[1].used_elsewhere = True
             if known is None or known[0]() is None:
                 counts = not was_there and storage.nbytes() > 0
-                self._watch(storage, Life(storage.nbytes(), owner or self._owner(), self.num_operations), counts)
+                self._watch(
+                    storage,
+                    Life(storage.nbytes(), owner or self._owner(), self.num_operations),
+                    counts,
+                )
 
     def _watch(self, storage: Any, life: Life, counts: bool) -> None:
         key = storage._cdata
@@ -133,7 +148,9 @@ class LiveStorages(TorchDispatchMode):
 
 def _storages(tensor: Tensor) -> list[Any]:
     """The storage of a tensor, or those of the two parts of a sparse one."""
-    parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    parts = (
+        (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+    )
     return [part.untyped_storage() for part in parts]
 
 
@@ -193,7 +210,9 @@ def recompute_flops(plain: Flops, technique: Flops) -> int:
     return technique.backward - plain.backward
 
 
-def time_step(module: nn.Module, batch: Any, loss: Loss, *, repeats: int = 5, warmup: int = 1) -> StepTime:
+def time_step(
+    module: nn.Module, batch: Any, loss: Loss, *, repeats: int = 5, warmup: int = 1
+) -> StepTime:
     """Wall time of a forward and backward; the device is waited for."""
     device, seconds = _device(module), []
     with untouched(module):

@@ -28,18 +28,26 @@ def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
 
 
 def _higher_order(*names: str) -> frozenset[Operation]:
-    return frozenset(getattr(torch.ops.higher_order, name) for name in names if hasattr(torch.ops.higher_order, name))
+    return frozenset(
+        getattr(torch.ops.higher_order, name)
+        for name in names
+        if hasattr(torch.ops.higher_order, name)
+    )
 
 
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _OTHERS = "_scaled_dot_product_fused_attention_overrideable"
-MATMULS = _overloads("aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+MATMULS = _overloads(
+    "aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"
+)
 ATTENTION = _overloads(
     "aten",
     *(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS),
     "_scaled_dot_product_fused_attention_overrideable",
 ) | _higher_order("flex_attention")
-CONVOLUTIONS = _overloads("aten", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
+CONVOLUTIONS = _overloads(
+    "aten", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"
+)
 COLLECTIVES = _overloads(
     "_c10d_functional",
     "all_gather_into_tensor",
@@ -48,9 +56,16 @@ COLLECTIVES = _overloads(
     "broadcast",
     "reduce_scatter_tensor",
 )
-SPLITS = _overloads("aten", "unsafe_split", "unsafe_split_with_sizes")  # autograd takes their parts for new tensors
+SPLITS = _overloads(
+    "aten", "unsafe_split", "unsafe_split_with_sizes"
+)  # autograd takes their parts for new tensors
 EXPENSIVE = MATMULS | ATTENTION | CONVOLUTIONS | COLLECTIVES
-FAMILIES = {"matmul": MATMULS, "attention": ATTENTION, "convolution": CONVOLUTIONS, "collective": COLLECTIVES}
+FAMILIES = {
+    "matmul": MATMULS,
+    "attention": ATTENTION,
+    "convolution": CONVOLUTIONS,
+    "collective": COLLECTIVES,
+}
 
 
 @functools.cache
@@ -69,7 +84,9 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
         elif isinstance(operation, Operation):
             found.add(operation)
         else:
-            raise ValueError(f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}")
+            raise ValueError(
+                f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}"
+            )
     return frozenset(found)
 
 
@@ -80,12 +97,17 @@ def _by_name(text: str) -> Any:
     space = getattr(torch.ops, parts[0])
     if not hasattr(space, parts[1]):
         near = difflib.get_close_matches(parts[1], dir(space), n=3)
-        raise ValueError(f"torch has no operation {text!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        raise ValueError(
+            f"torch has no operation {text!r}"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
     packet = getattr(space, parts[1])
     if len(parts) == 2:
         return packet
     if parts[2] not in packet.overloads():
-        raise ValueError(f"{parts[0]}.{parts[1]} has no overload {parts[2]!r}; it has {', '.join(packet.overloads())}")
+        raise ValueError(
+            f"{parts[0]}.{parts[1]} has no overload {parts[2]!r}; it has {', '.join(packet.overloads())}"
+        )
     return getattr(packet, parts[2])
 
 
@@ -100,7 +122,10 @@ def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 @functools.cache
 def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
     """Whether an operation draws, and where it depends on an argument, which one and its default."""
-    if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
+    if (
+        not isinstance(operation, OpOverload)
+        or torch.Tag.nondeterministic_seeded not in operation.tags
+    ):
         return False, None, None
     for index, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
@@ -122,5 +147,11 @@ def is_cheap(operation: Operation) -> bool:
 
 
 _NORMALIZATIONS = _overloads(
-    "aten", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "_softmax", "_log_softmax", "native_batch_norm"
+    "aten",
+    "native_layer_norm",
+    "native_group_norm",
+    "_fused_rms_norm",
+    "_softmax",
+    "_log_softmax",
+    "native_batch_norm",
 )

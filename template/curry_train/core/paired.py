@@ -58,14 +58,18 @@ def spread_of(seconds: Sequence[float]) -> Spread:
     return Spread(statistics.median(seconds), tenths[0], tenths[-1])
 
 
-def paired_ratio(seconds: Sequence[float], reference: Sequence[float], *, coverage: float = COVERAGE) -> Ratio:
+def paired_ratio(
+    seconds: Sequence[float], reference: Sequence[float], *, coverage: float = COVERAGE
+) -> Ratio:
     """How much longer than the reference, from figures of the same rounds in the same order."""
     if len(seconds) != len(reference) or not seconds:
         raise ValueError(
             f"{len(seconds)} timings can't be held against {len(reference)}: give those of the same rounds, one or more"
         )
     if min(reference) <= 0:
-        raise ValueError(f"the reference took {min(reference)} seconds in some round: give it more to do")
+        raise ValueError(
+            f"the reference took {min(reference)} seconds in some round: give it more to do"
+        )
     ratios = sorted(ours / theirs for ours, theirs in zip(seconds, reference, strict=True))
     rank, reached = _rank(len(ratios), coverage)
     if rank is None:
@@ -76,7 +80,11 @@ def paired_ratio(seconds: Sequence[float], reference: Sequence[float], *, covera
 def drift_of(seconds: Sequence[float]) -> float:
     """How the last third compares with the first one; 1 where there are too few to tell."""
     third = len(seconds) // 3
-    return statistics.median(seconds[-third:]) / statistics.median(seconds[:third]) if third >= 2 else 1.0
+    return (
+        statistics.median(seconds[-third:]) / statistics.median(seconds[:third])
+        if third >= 2
+        else 1.0
+    )
 
 
 def _rank(num: int, coverage: float) -> tuple[int | None, float | None]:

@@ -34,7 +34,9 @@ class Difference:
     error: float
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}: " + ("differs in kind" if math.isinf(self.error) else f"{self.error:.1e}")
+        return f"{self.kind} {self.name}: " + (
+            "differs in kind" if math.isinf(self.error) else f"{self.error:.1e}"
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Parity:
         return "; ".join(lines) or ("bit-equal" if self.worst == 0 else f"worst {self.worst:.1e}")
 
 
-def record_step(module: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> StepRecord:
+def record_step(
+    module: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+) -> StepRecord:
     """Run one forward and backward and keep copies of all that it left behind; gradients start at None."""
     for parameter in module.parameters():
         parameter.grad = None
@@ -99,27 +103,42 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     A gradient's error is relative to its own norm or to a hundredth of the whole gradient's, whichever is larger, so
     that the rounding of a gradient that is zero in exact arithmetic does not count as a difference.
     """
-    norms = [gradient.norm().item() for gradient in reference.gradients.values() if gradient is not None]
+    norms = [
+        gradient.norm().item() for gradient in reference.gradients.values() if gradient is not None
+    ]
     floor = 0.01 * math.hypot(*norms)
     found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
     found += _compare_all("gradient", reference.gradients, candidate.gradients, floor=floor)
     found += _compare_all("buffer", reference.buffers, candidate.buffers, floor=0.0)
     found += [
-        Difference("generator", name, 0.0 if _same_state(state, candidate.generators.get(name)) else math.inf)
+        Difference(
+            "generator",
+            name,
+            0.0 if _same_state(state, candidate.generators.get(name)) else math.inf,
+        )
         for name, state in reference.generators.items()
     ]
     return Parity(
         worst=max(difference.error for difference in found),
         differences=tuple(difference for difference in found if not difference.error <= tolerance),
-        without_gradient=tuple(name for name, gradient in candidate.gradients.items() if gradient is None),
+        without_gradient=tuple(
+            name for name, gradient in candidate.gradients.items() if gradient is None
+        ),
     )
 
 
 def _compare_all(
-    kind: str, reference: Mapping[str, Tensor | None], candidate: Mapping[str, Tensor | None], *, floor: float
+    kind: str,
+    reference: Mapping[str, Tensor | None],
+    candidate: Mapping[str, Tensor | None],
+    *,
+    floor: float,
 ) -> list[Difference]:
     names = [*reference, *(name for name in candidate if name not in reference)]
-    return [Difference(kind, name, _error(reference.get(name), candidate.get(name), floor=floor)) for name in names]
+    return [
+        Difference(kind, name, _error(reference.get(name), candidate.get(name), floor=floor))
+        for name in names
+    ]
 
 
 def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:
@@ -140,7 +159,10 @@ def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) 
 def _generator_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_initialized():
-        states |= {f"cuda:{index}": torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
+        states |= {
+            f"cuda:{index}": torch.cuda.get_rng_state(index)
+            for index in range(torch.cuda.device_count())
+        }
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     return states
@@ -151,4 +173,8 @@ def _same_state(reference: Any, candidate: Any) -> bool:
         return isinstance(candidate, Tensor) and torch.equal(reference, candidate)
     if isinstance(reference, tuple):
         return isinstance(candidate, tuple) and all(map(_same_state, reference, candidate))
-    return bool((reference == candidate).all()) if hasattr(reference, "all") else bool(reference == candidate)
+    return (
+        bool((reference == candidate).all())
+        if hasattr(reference, "all")
+        else bool(reference == candidate)
+    )

@@ -39,15 +39,21 @@ class Compiled:
     `name` goes into messages. `num_graphs` counts what was compiled so far.
     """
 
-    def __init__(self, function: Callable[..., Any], *, budget: float, backend: str, name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *, budget: float, backend: str, name: str
+    ) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, which know budgets; got {backend!r}")
+            raise ValueError(
+                f"backend must be one of {', '.join(BACKENDS)}, which know budgets; got {backend!r}"
+            )
         self.function, self.budget, self.backend, self.name = function, budget, backend, name
         self.num_graphs = 0
         self._run = torch.compile(with_own_code(function, name=name), backend=self._compile_graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():  # 2.11 and 2.13 would never run this code compiled again
+        if (
+            torch._C._len_torch_dispatch_stack()
+        ):  # 2.11 and 2.13 would never run this code compiled again
             return self.function(*args, **kwargs)
         try:
             return self._run(*args, **kwargs)
@@ -61,7 +67,11 @@ class Compiled:
             if self.backend == "inductor":
                 with inductor_config.patch(custom_partitioner_fn=DrawingOnce()):
                     return lookup_backend("inductor")(graph, inputs)
-            as_it_is = {"fw_compiler": boxed_nop, "bw_compiler": boxed_nop, "keep_inference_input_mutations": True}
+            as_it_is = {
+                "fw_compiler": boxed_nop,
+                "bw_compiler": boxed_nop,
+                "keep_inference_input_mutations": True,
+            }
             return aot_autograd(partition_fn=partition, **as_it_is)(graph, inputs)
 
     def _explained(self, cause: Exception) -> CompileFailed:
@@ -95,7 +105,9 @@ def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> P
         budget = 1.0 if _is_a_tuple_alone(joint, drawing) else max(budget, SMALLEST)
     with functorch_config.patch(activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
-    twice = {node.name for node in drawing_nodes(forward)} & {node.name for node in drawing_nodes(backward)}
+    twice = {node.name for node in drawing_nodes(forward)} & {
+        node.name for node in drawing_nodes(backward)
+    }
     if twice := twice | _drawing_within(backward):
         raise BudgetUnsafe(
             f"at budget {budget:g} the compiler runs {', '.join(sorted(twice))} again in backward with other random "
@@ -114,12 +126,18 @@ def keep_what_draws(joint: GraphModule) -> list[Node]:
 
 
 def drawing_nodes(graph: GraphModule) -> list[Node]:
-    return [node for node in graph.graph.nodes if _is_call(node) and draws(node.target, node.args, node.kwargs)]
+    return [
+        node
+        for node in graph.graph.nodes
+        if _is_call(node) and draws(node.target, node.args, node.kwargs)
+    ]
 
 
 def _drawing_within(backward: GraphModule) -> set[str]:
     """What draws in regions that are compiled as one (`nested_compile_region`), which torch divides by itself."""
-    regions = [part for name, part in backward.named_modules() if name and isinstance(part, GraphModule)]
+    regions = [
+        part for name, part in backward.named_modules() if name and isinstance(part, GraphModule)
+    ]
     return {node.name for region in regions for node in drawing_nodes(region)}
 
 
@@ -127,7 +145,9 @@ def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:
     """Torch 2.11 and 2.13 fail on a kept operation of several outputs where they have nothing else to choose from.
     There is no costly operation then, so nothing that a budget is for."""
     several = any(isinstance(node.meta.get("val"), tuple | list) for node in drawing)
-    return several and not any(_is_call(node) and node.target in EXPENSIVE for node in joint.graph.nodes)
+    return several and not any(
+        _is_call(node) and node.target in EXPENSIVE for node in joint.graph.nodes
+    )
 
 
 def _is_call(node: Node) -> bool:

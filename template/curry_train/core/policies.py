@@ -36,7 +36,9 @@ class Policy:
     def __post_init__(self) -> None:
         for operation in self.save | self.alternate:
             if operations.writes_in_place(operation):
-                raise PolicyError(f"{operation} writes in place, and what it wrote to can't be kept: leave it out")
+                raise PolicyError(
+                    f"{operation} writes in place, and what it wrote to can't be kept: leave it out"
+                )
 
     def __reduce__(self) -> Any:
         """Operations can't be pickled, their names can."""
@@ -62,7 +64,12 @@ FIGURES = (
     "On the built-in transformer keeping all but products and attention holds 144% of what no recompute holds, and "
     "computes 72% of a forward again; 'save_expensive' holds 58%, and computes no product again"
 )
-BACKWARDS = ("recompute_matmuls", "save_norms", "save_activations", "save_pointwise")  # seen in the wild
+BACKWARDS = (
+    "recompute_matmuls",
+    "save_norms",
+    "save_activations",
+    "save_pointwise",
+)  # seen in the wild
 
 
 def make_policy(policy: Any) -> Policy:
@@ -71,7 +78,9 @@ def make_policy(policy: Any) -> Policy:
         return policy
     if isinstance(policy, str):
         if policy in BACKWARDS:
-            raise PolicyError(f"{policy!r} keeps what is cheap to compute, which is the wrong way round. {FIGURES}")
+            raise PolicyError(
+                f"{policy!r} keeps what is cheap to compute, which is the wrong way round. {FIGURES}"
+            )
         if policy not in POLICIES:
             raise PolicyError(f"no policy is called {policy!r}; {did_you_mean(policy, POLICIES)}")
         return POLICIES[policy]

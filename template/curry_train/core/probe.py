@@ -81,7 +81,11 @@ class Probe:
         wanted = {id(parameter) for parameter in self.parameters.values()} | self.traced.keys()
         reached = _leaves_of_graph(leaves) & wanted
         values = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        made = [leaf for leaf in tree_leaves(after) if not any(leaf is given for given in tree_leaves(state))]
+        made = [
+            leaf
+            for leaf in tree_leaves(after)
+            if not any(leaf is given for given in tree_leaves(state))
+        ]
         return Outcome(values, shape, reached, generators, after, made)
 
     def run_from(self, base: KeptPlaces, values: dict[Key, Any]) -> Outcome:
@@ -108,7 +112,9 @@ class Probe:
         values = base.rebuilt(keys, self._trace)
         try:
             return not self.traced.keys().isdisjoint(self.run_from(base, values).reached)
-        except RuntimeError:  # a value that requires grad is refused in places that a plain one is not
+        except (
+            RuntimeError
+        ):  # a value that requires grad is refused in places that a plain one is not
             return False
         finally:
             self.traced = {}
@@ -135,7 +141,9 @@ def _equal(value: Any, other: Any) -> bool:
 def _leaves_of_graph(leaves: list[Any]) -> set[int]:
     """The tensors that require grad, by identity, that a backward from these would reach."""
     found = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
-    waiting = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    waiting = [
+        leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -19,7 +19,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", *_as_typed(sys.orig_argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({platform.machine()})",
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
@@ -39,4 +41,7 @@ def _as_typed(arguments: list[str]) -> list[str]:
     """Without the folders of this machine."""
     here = Path.cwd()
     paths = (Path(argument) for argument in arguments)
-    return [str(path.relative_to(here)) if path.is_absolute() and here in path.parents else str(path) for path in paths]
+    return [
+        str(path.relative_to(here)) if path.is_absolute() and here in path.parents else str(path)
+        for path in paths
+    ]

@@ -23,13 +23,18 @@ LAST_LINES = 12
 PYTHON: str | os.PathLike[str] = sys.executable  # which the ranks run under
 
 
-def run_on_ranks(target: str, *, num_ranks: int = 2, timeout: float = 180.0, **arguments: Any) -> list[Any]:
+def run_on_ranks(
+    target: str, *, num_ranks: int = 2, timeout: float = 180.0, **arguments: Any
+) -> list[Any]:
     """Call the function that `load_function` finds on every rank; arguments and results travel as JSON.
 
     The ranks import from where this process imports. A rank that fails ends the others, and its last words are told.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = [_start(rank, num_ranks, [target, json.dumps(arguments), folder]) for rank in range(num_ranks)]
+        ranks = [
+            _start(rank, num_ranks, [target, json.dumps(arguments), folder])
+            for rank in range(num_ranks)
+        ]
         try:
             ended = _wait(ranks, until=time.monotonic() + timeout)
         finally:
@@ -40,19 +45,28 @@ def run_on_ranks(target: str, *, num_ranks: int = 2, timeout: float = 180.0, **a
             raise RuntimeError(f"{target} on {num_ranks} ranks did not end within {timeout:.0f} s")
         results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
         if any(rank.returncode for rank in ranks) or not all(path.exists() for path in results):
-            said = "; ".join(filter(None, (_last_words(Path(folder), rank) for rank in range(num_ranks))))
+            said = "; ".join(
+                filter(None, (_last_words(Path(folder), rank) for rank in range(num_ranks)))
+            )
             raise RuntimeError(f"{target} on {num_ranks} ranks failed: {said}")
         return [json.loads(path.read_text()) for path in results]
 
 
 def _start(rank: int, num_ranks: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """A process with the variables that torchrun would set; starting torchrun itself takes as long as a rank."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    places = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+    }
     environment = os.environ | {name: str(value) for name, value in places.items()}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     with Path(arguments[-1], f"{rank}.log").open("wb") as log:
         command = [PYTHON, "-m", str(__spec__.name), *arguments]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
@@ -103,7 +117,9 @@ def load_function(target: str) -> Callable[..., Any]:
 def _rank_main(target: str, arguments: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=num_ranks)
+    dist.init_process_group(
+        "gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=num_ranks
+    )
     try:
         result = load_function(target)(**json.loads(arguments))
         Path(folder, f"{rank}.json").write_text(json.dumps(result))
@@ -113,7 +129,9 @@ def _rank_main(target: str, arguments: str, folder: str) -> None:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # torch 2.13 aborts about one in four ends of a process that used DDP on gloo; 2.11 did not in 15
+    os._exit(
+        0
+    )  # torch 2.13 aborts about one in four ends of a process that used DDP on gloo; 2.11 did not in 15
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ RECIPES: dict[str, Callable[[Any], Tensor]] = {
     "MishBackward0": lambda node: F.mish(node._saved_self),
     "HardswishBackward0": lambda node: F.hardswish(node._saved_self),
     "LeakyReluBackward0": lambda node: F.leaky_relu(node._saved_self, node._saved_negative_slope),
-    "SoftplusBackward0": lambda node: F.softplus(node._saved_self, node._saved_beta, node._saved_threshold),
+    "SoftplusBackward0": lambda node: F.softplus(
+        node._saved_self, node._saved_beta, node._saved_threshold
+    ),
     "GluBackward0": lambda node: F.glu(node._saved_self, _signed(node._saved_dim)),
     "PowBackward0": lambda node: torch.pow(node._saved_self, node._saved_exponent),
 }
@@ -47,7 +49,10 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version  # detached: it may be its own node's output
+        self.tensor, self.version = (
+            tensor.detach(),
+            tensor._version,
+        )  # detached: it may be its own node's output
 
     def value(self) -> Tensor:
         check_unchanged(self.tensor, self.version)
@@ -62,7 +67,9 @@ class Made:
     def __init__(self, tensor: Tensor, base: Tensor, make: Callable[[], Tensor]) -> None:
         self.make = make
         self.shape, self.strides = base.shape, base.stride()
-        self.view = None if base is tensor else (tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.view = (
+            None if base is tensor else (tensor.shape, tensor.stride(), tensor.storage_offset())
+        )
 
     def value(self) -> Tensor:
         with torch.no_grad(), autocast_as([]):
@@ -96,7 +103,17 @@ class Keeper:
         return Kept(tensor)
 
 
-EXPENSIVE_NODES = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "ScaledDotProduct", "Linear", "Embedding", "Native")
+EXPENSIVE_NODES = (
+    "Mm",
+    "Addmm",
+    "Bmm",
+    "Baddbmm",
+    "Convolution",
+    "ScaledDotProduct",
+    "Linear",
+    "Embedding",
+    "Native",
+)
 
 
 def can_be_made(node: Any, kept: Container[Any]) -> bool:
@@ -105,7 +122,10 @@ def can_be_made(node: Any, kept: Container[Any]) -> bool:
         return False
     makers = [maker for maker, _ in node.next_functions if maker is not None]
     return (
-        all(maker in kept or hasattr(maker, "variable") or can_be_made(maker, kept) for maker in makers)
+        all(
+            maker in kept or hasattr(maker, "variable") or can_be_made(maker, kept)
+            for maker in makers
+        )
         and makers != []
     )
 
@@ -126,7 +146,9 @@ def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
         return None if source is None else Made(tensor, base, lambda: source().to(dtype))
     recipe = RECIPES.get(node.name())
     makers = [maker for maker, _ in node.next_functions]
-    if recipe is None or (node.name() in NEEDS_BOTH and None in makers):  # a factor is saved for the other's gradient
+    if recipe is None or (
+        node.name() in NEEDS_BOTH and None in makers
+    ):  # a factor is saved for the other's gradient
         return None
     depth = 1 + max(maker.metadata.get(DEPTH, 0) for maker in makers if maker is not None)
     if depth > DEEPEST:

@@ -44,7 +44,11 @@ def recompute_off(model: nn.Module) -> Iterator[None]:
         if isinstance(value, Options) and value.enabled
     ]
     try:
-        for module, name, value in options:  # a reentrant block takes a forward in grad mode for its second one
+        for (
+            module,
+            name,
+            value,
+        ) in options:  # a reentrant block takes a forward in grad mode for its second one
             module.__dict__[name] = replace(value, enabled=False)
         setattr(torch_checkpoint, NOT_REENTRANT, _nothing_around)
         setattr(torch_checkpoint, REENTRANT, _Plain)

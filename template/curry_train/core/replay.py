@@ -28,7 +28,9 @@ class Replay:
     as long as the loss, so they must not.
     """
 
-    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.run, self.inputs = run, (args, kwargs)
         self.versions: list[tuple[Tensor, int]] = []
         self.autocast, self.modes = autocast_now(), function_modes()
@@ -87,11 +89,21 @@ class Replay:
 
         args, kwargs = tree_map(_cut, self.inputs)
         modes = function_modes_as(self.modes)
-        with torch.enable_grad(), autocast_as(self.autocast), modes, saved_tensors_hooks(capture, saved.__getitem__):
+        with (
+            torch.enable_grad(),
+            autocast_as(self.autocast),
+            modes,
+            saved_tensors_hooks(capture, saved.__getitem__),
+        ):
             output = self.run(*args, **kwargs)
         if len(saved) != self.num_saved:
-            raise RuntimeError(f"saved {self.num_saved} tensors the first time and {len(saved)} the second: not pure")
-        self.saved, self.output = dict(enumerate(saved)), output.detach() if isinstance(output, Tensor) else None
+            raise RuntimeError(
+                f"saved {self.num_saved} tensors the first time and {len(saved)} the second: not pure"
+            )
+        self.saved, self.output = (
+            dict(enumerate(saved)),
+            output.detach() if isinstance(output, Tensor) else None,
+        )
 
 
 def _cut(leaf: Any) -> Any:
@@ -112,7 +124,11 @@ Autocast = list[tuple[str, torch.dtype]]
 
 def autocast_now() -> Autocast:
     """The kinds of device for which autocast is on, and to which dtype."""
-    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    ]
 
 
 @contextlib.contextmanager

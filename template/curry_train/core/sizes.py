@@ -19,15 +19,21 @@ def parse_bytes(text: str) -> int:
     """Whole bytes of a size such as `24GiB` (2**30 each), `24GB` (10**9 each), `1.5 MiB` or `512B`."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is no size of memory: write a number and a unit, such as 24GiB or 512MiB")
+        raise ValueError(
+            f"{text!r} is no size of memory: write a number and a unit, such as 24GiB or 512MiB"
+        )
     number, unit = found["number"], found["unit"]
     if not unit and Fraction(number) > 0:
-        raise ValueError(f"{text!r} has no unit: write {number}GiB (2**30 bytes each) or {number}GB (10**9)")
+        raise ValueError(
+            f"{text!r} has no unit: write {number}GiB (2**30 bytes each) or {number}GB (10**9)"
+        )
     if unit and unit.lower() not in _BY_LOWER_CASE:
         raise ValueError(f"{text!r} has the unit {unit!r}: use one of {', '.join(UNITS)}")
     size = int(Fraction(number) * _BY_LOWER_CASE.get(unit.lower(), 1))
     if size < 1:
-        raise ValueError(f"{text!r} is no size of memory: it must be more than nothing, such as 24GiB or 512MiB")
+        raise ValueError(
+            f"{text!r} is no size of memory: it must be more than nothing, such as 24GiB or 512MiB"
+        )
     return size
 
 

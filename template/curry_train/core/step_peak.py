@@ -39,4 +39,6 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Of what lies on the device; a storage that several share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
     block = BLOCK if device.type == "cuda" else 1
-    return sum({storage._cdata: -(-storage.nbytes() // block) * block for storage in storages}.values())
+    return sum(
+        {storage._cdata: -(-storage.nbytes() // block) * block for storage in storages}.values()
+    )

@@ -48,8 +48,12 @@ def measure_costs(step: Step, timesteps: Sequence[Any], state: Any) -> Costs:
             held.append(storages.bytes_alive)
     after = torch.get_rng_state()
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    kept = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    drawn = 0 if torch.equal(before, after) else after.nbytes  # a chunk that draws keeps the generator's state
+    kept = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
+    drawn = (
+        0 if torch.equal(before, after) else after.nbytes
+    )  # a chunk that draws keeps the generator's state
     return Costs(sum(kept.values()) + drawn, held[2] - held[1])
 
 
@@ -59,9 +63,13 @@ def even_schedule(num_steps: int, chunk_size: int, levels: int) -> Schedule:
     size = chunk_size
     if levels == 2:
         near = max(1, int((num_steps / chunk_size) ** 0.5))
-        size *= min((near, near + 1), key=lambda count: -(-num_steps // (count * chunk_size)) + count)
+        size *= min(
+            (near, near + 1), key=lambda count: -(-num_steps // (count * chunk_size)) + count
+        )
     sizes = [min(size, num_steps - start) for start in range(0, num_steps, size)]
-    inside = [even_schedule(part, chunk_size, 1) if levels == 2 else Schedule(part) for part in sizes]
+    inside = [
+        even_schedule(part, chunk_size, 1) if levels == 2 else Schedule(part) for part in sizes
+    ]
     return Schedule(num_steps, tuple(inside))
 
 
@@ -71,13 +79,22 @@ def best_schedule(num_steps: int, costs: Costs, levels: int) -> Schedule:
     if not levels:
         return Schedule(num_steps)
     most = num_steps * (costs.step_bytes + costs.boundary_bytes) + 1
-    peak = bisect_left(range(most), num_steps, key=lambda peak: _fitting(peak, num_steps, costs, levels))
+    peak = bisect_left(
+        range(most), num_steps, key=lambda peak: _fitting(peak, num_steps, costs, levels)
+    )
     sizes: list[int] = []
     left = num_steps
-    while left > (last := _fitting(peak - len(sizes) * costs.boundary_bytes, left, costs, levels - 1)):
-        sizes.append(_fitting(peak - (len(sizes) + 1) * costs.boundary_bytes, left, costs, levels - 1))
+    while left > (
+        last := _fitting(peak - len(sizes) * costs.boundary_bytes, left, costs, levels - 1)
+    ):
+        sizes.append(
+            _fitting(peak - (len(sizes) + 1) * costs.boundary_bytes, left, costs, levels - 1)
+        )
         left -= sizes[-1]
-    return Schedule(num_steps, tuple(best_schedule(size, costs, levels - 1) for size in (*sizes, min(left, last))))
+    return Schedule(
+        num_steps,
+        tuple(best_schedule(size, costs, levels - 1) for size in (*sizes, min(left, last))),
+    )
 
 
 def best_chunk_size(num_steps: int, costs: Costs, levels: int) -> int:
@@ -85,7 +102,10 @@ def best_chunk_size(num_steps: int, costs: Costs, levels: int) -> int:
 
     Near sqrt(T*b/s), which is not sqrt(T). With two levels, where C = sqrt(T*c), it is cbrt(T*(b/s)**2).
     """
-    peaks = {size: peak_bytes(even_schedule(num_steps, size, levels), costs) for size in range(1, num_steps + 1)}
+    peaks = {
+        size: peak_bytes(even_schedule(num_steps, size, levels), costs)
+        for size in range(1, num_steps + 1)
+    }
     return min(peaks, key=lambda size: (peaks[size], -size))
 
 

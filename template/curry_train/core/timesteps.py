@@ -17,7 +17,9 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 OUTPUTS = ("stack", "sum", "mean", "last")
 
 
-def run_timesteps(step: Step, inputs: Any, state: Any, *, time_dim: int = 0, outputs: str = "stack") -> tuple[Any, Any]:
+def run_timesteps(
+    step: Step, inputs: Any, state: Any, *, time_dim: int = 0, outputs: str = "stack"
+) -> tuple[Any, Any]:
     """The plain loop: `state` goes in and comes out, beside the outputs of all timesteps.
 
     `inputs` is a tensor with time in `time_dim`, or a sequence with one entry for each timestep. `outputs` is what is
@@ -45,13 +47,25 @@ def slice_time(inputs: Any, time_dim: Any) -> Sequence[Any]:
     if isinstance(inputs, Tensor):
         shape = tuple(inputs.shape)
         if not -inputs.dim() <= time_dim < inputs.dim():
-            raise ValueError(f"inputs of shape {shape} have no dimension {time_dim}: time_dim says which one is time")
+            raise ValueError(
+                f"inputs of shape {shape} have no dimension {time_dim}: time_dim says which one is time"
+            )
         if not shape[time_dim]:
-            raise ValueError(f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim right?")
-        return inputs.unbind(time_dim)  # one gradient of all slices, where each select makes one as large as the input
-    if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes) or hasattr(inputs, "_fields"):
+            raise ValueError(
+                f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim right?"
+            )
+        return inputs.unbind(
+            time_dim
+        )  # one gradient of all slices, where each select makes one as large as the input
+    if (
+        not isinstance(inputs, Sequence)
+        or isinstance(inputs, str | bytes)
+        or hasattr(inputs, "_fields")
+    ):
         kind = type(inputs).__name__
-        raise ValueError(f"inputs must be a tensor, or a sequence with one entry for each timestep; got {kind}")
+        raise ValueError(
+            f"inputs must be a tensor, or a sequence with one entry for each timestep; got {kind}"
+        )
     if not inputs:
         raise ValueError("inputs are an empty sequence: there is no timestep to run")
     return inputs
@@ -76,7 +90,9 @@ class Collected:
             self._all.append(output)
         elif self.outputs == "last" or self._count == 0:
             if self.outputs != "last" and any(_is_bool(leaf) for leaf in tree_leaves(output)):
-                raise ValueError(f"the {self.outputs} of truth values is none: return the output as floating point")
+                raise ValueError(
+                    f"the {self.outputs} of truth values is none: return the output as floating point"
+                )
             self._total = output
         elif isinstance(output, Tensor):
             self._total = self._total + output

@@ -16,7 +16,9 @@ Act = Callable[[], object]
 
 def order_of_rounds(num_ways: int) -> Iterator[list[int]]:
     """The ways by number, round after round, for ever."""
-    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(num_ways)]  # 0, 1, -1, 2, -2, ...
+    zigzag = [
+        (place + 1) // 2 if place % 2 else -(place // 2) for place in range(num_ways)
+    ]  # 0, 1, -1, 2, -2, ...
     while True:
         for first in range(num_ways):
             row = [(first + offset) % num_ways for offset in zigzag]
@@ -40,7 +42,9 @@ def time_in_turns(
     step and no other's. `before` is called ahead of each step, outside of what is timed; `tell` hears what is next.
     """
     if rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}")
+        raise ValueError(
+            f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
+        )
     seconds: list[list[float]] = [[] for _ in ways]
     order = order_of_rounds(len(ways))
     for turn in range(warmup + rounds):

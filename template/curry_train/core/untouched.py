@@ -38,9 +38,16 @@ def generators_kept() -> Iterator[None]:
 
 def generator_states(module: nn.Module) -> list[torch.Tensor]:
     """Torch's generators that a module's operations may draw from."""
-    devices = {parameter.device for parameter in module.parameters()} if torch.cuda.is_initialized() else set()
+    devices = (
+        {parameter.device for parameter in module.parameters()}
+        if torch.cuda.is_initialized()
+        else set()
+    )
     with unwatched():
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(place) for place in devices if place.type == "cuda")]
+        return [
+            torch.get_rng_state(),
+            *(torch.cuda.get_rng_state(place) for place in devices if place.type == "cuda"),
+        ]
 
 
 @contextlib.contextmanager
@@ -65,7 +72,9 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for (owner, name, buffer), value in zip(before, values, strict=True):
-                owner._buffers[name] = buffer if buffer is None or value is None else buffer.copy_(value)
+                owner._buffers[name] = (
+                    buffer if buffer is None or value is None else buffer.copy_(value)
+                )
 
 
 @contextlib.contextmanager

@@ -26,7 +26,9 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if not self.passed and not self.hint:
-            raise ValueError(f"gate {self.gate}: a verdict that does not hold needs a hint that says what to do")
+            raise ValueError(
+                f"gate {self.gate}: a verdict that does not hold needs a hint that says what to do"
+            )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,7 +62,9 @@ class Gate:
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"raised {type(error).__name__}: {error}"
-            return Verdict(self.name, False, said, "to run", f"see {where.filename}, line {where.lineno}")
+            return Verdict(
+                self.name, False, said, "to run", f"see {where.filename}, line {where.lineno}"
+            )
 
 
 def no_such_gate(pattern: str, names: Sequence[str]) -> str:

@@ -69,12 +69,20 @@ class Case:
 
     def place(self, batch: Batch) -> Batch:
         return map_tensors(
-            batch, lambda tensor: tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+            batch,
+            lambda tensor: tensor.to(
+                self.device, self.dtype if tensor.is_floating_point() else None
+            ),
         )
 
     def split(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         """Cut a batch into microbatches of these sizes, nothing left over."""
         if sum(sizes) != batch_size(batch):
-            raise WorkloadError(f"sizes {list(sizes)} do not add up to a batch of {batch_size(batch)}")
+            raise WorkloadError(
+                f"sizes {list(sizes)} do not add up to a batch of {batch_size(batch)}"
+            )
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        return [take(batch, slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+        return [
+            take(batch, slice(start, start + size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]

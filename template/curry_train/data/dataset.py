@@ -41,7 +41,9 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= len(self.dataset):
-            raise ValueError(f"there are no samples {self.start} to {self.stop} in a dataset of {len(self.dataset)}")
+            raise ValueError(
+                f"there are no samples {self.start} to {self.stop} in a dataset of {len(self.dataset)}"
+            )
 
     def __len__(self) -> int:
         return self.stop - self.start

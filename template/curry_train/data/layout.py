@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..core.adapt import IGNORED
 
-Layout = Callable[[Tensor, Tensor, Tensor], Any]  # from tokens, targets and which tokens are there at all
+Layout = Callable[
+    [Tensor, Tensor, Tensor], Any
+]  # from tokens, targets and which tokens are there at all
 
 
 def layout_of(example: Any) -> tuple[Layout, int]:
@@ -21,9 +23,15 @@ def layout_of(example: Any) -> tuple[Layout, int]:
     """
     keys = set(example) if isinstance(example, Mapping) else set()
     if {"tokens", "targets"} <= keys:
-        return lambda tokens, targets, there: {"tokens": tokens, "targets": targets}, example["tokens"].shape[1]
+        return lambda tokens, targets, there: {"tokens": tokens, "targets": targets}, example[
+            "tokens"
+        ].shape[1]
     if not {"input_ids", "labels"} <= keys:
-        found = f"a mapping of {', '.join(map(str, example))}" if keys else f"a {type(example).__name__}"
+        found = (
+            f"a mapping of {', '.join(map(str, example))}"
+            if keys
+            else f"a {type(example).__name__}"
+        )
         raise ValueError(
             f"text goes to models whose batches hold tokens and targets, or input_ids and labels; this one takes "
             f"{found}: use data.source=workload, or your own data with data.source=pkg.module:factory"

@@ -41,22 +41,30 @@ class Order:
         samples = numpy.empty_like(places)
         for epoch in numpy.unique(epochs):
             inside = epochs == epoch
-            samples[inside] = permute(places[inside], self.num_samples, keys=_round_keys(self.seed, int(epoch)))
+            samples[inside] = permute(
+                places[inside], self.num_samples, keys=_round_keys(self.seed, int(epoch))
+            )
         return samples
 
 
-def permute(places: NDArray[numpy.int64], size: int, *, keys: NDArray[numpy.uint64]) -> NDArray[numpy.int64]:
+def permute(
+    places: NDArray[numpy.int64], size: int, *, keys: NDArray[numpy.uint64]
+) -> NDArray[numpy.int64]:
     """A permutation of `range(size)` at these places."""
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     found = places.astype(numpy.uint64)
     outside = numpy.ones(found.shape, dtype=bool)
-    while outside.any():  # at most three of four values are outside, and each walk ends, because the network permutes
+    while (
+        outside.any()
+    ):  # at most three of four values are outside, and each walk ends, because the network permutes
         found[outside] = _feistel(found[outside], half, keys)
         outside = found >= size
     return found.astype(numpy.int64)
 
 
-def _feistel(values: NDArray[numpy.uint64], half: int, keys: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+def _feistel(
+    values: NDArray[numpy.uint64], half: int, keys: NDArray[numpy.uint64]
+) -> NDArray[numpy.uint64]:
     bits, mask = numpy.uint64(half), numpy.uint64((1 << half) - 1)
     left, right = values >> bits, values & mask
     for key in keys:

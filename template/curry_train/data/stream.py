@@ -49,7 +49,12 @@ class Stream:
         if position < 0:
             raise ValueError(f"position must be at least 0, got {position}")
         self.dataset, self.order = dataset, Order(len(dataset), seed=seed, shuffle=shuffle)
-        self.batch_size, self.microbatch, self.rank, self.ranks = batch_size, microbatch, rank, ranks
+        self.batch_size, self.microbatch, self.rank, self.ranks = (
+            batch_size,
+            microbatch,
+            rank,
+            ranks,
+        )
         self.skipped, self.position = _merged(skipped), position
 
     @property
@@ -91,7 +96,11 @@ class Stream:
 
     def samples_between(self, start: int, stop: int) -> list[int]:
         """The samples at these positions that are not skipped."""
-        held = [place for place in range(start, stop) if not any(low <= place < high for low, high in self.skipped)]
+        held = [
+            place
+            for place in range(start, stop)
+            if not any(low <= place < high for low, high in self.skipped)
+        ]
         return [int(sample) for sample in self.order(held)]
 
     def samples(self, position: int) -> NDArray[numpy.int64]:

@@ -51,8 +51,12 @@ class Tokens:
         self._starts_of = starts
         self._ends = numpy.cumsum([len(begin) for begin, _ in starts])
         if not len(self):
-            sizes = ", ".join(f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True))
-            raise ValueError(f"there is no sample of {length} tokens and a target: {sizes or 'no files'}")
+            sizes = ", ".join(
+                f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True)
+            )
+            raise ValueError(
+                f"there is no sample of {length} tokens and a target: {sizes or 'no files'}"
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -68,10 +72,14 @@ class Tokens:
             whole = torch.from_numpy(tokens.astype(numpy.int64))
             size = len(whole) - 1
             inputs[row, :size], there[row, :size] = whole[:-1], True
-            targets[row, :size] = whole[1:] if learned is None else whole[1:].masked_fill(~learned, IGNORED)
+            targets[row, :size] = (
+                whole[1:] if learned is None else whole[1:].masked_fill(~learned, IGNORED)
+            )
         return self.layout(inputs, targets, there)
 
-    def _starts(self, number: int, documents: Sequence[Array] | None) -> tuple[Sequence[int], Sequence[int]]:
+    def _starts(
+        self, number: int, documents: Sequence[Array] | None
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Where the samples of an array begin, and where each one's last target ends."""
         size = len(self.arrays[number])
         if documents is None:
@@ -83,7 +91,9 @@ class Tokens:
             raise ValueError(
                 f"the documents of {self.names[number]} must begin in rising order inside its {size} tokens"
             )
-        counts = numpy.maximum(0, -((1 - numpy.diff(edges)) // self.length))  # ceil of a document's targets
+        counts = numpy.maximum(
+            0, -((1 - numpy.diff(edges)) // self.length)
+        )  # ceil of a document's targets
         first: Array = numpy.repeat(edges[:-1], counts)
         within = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
         starts: Any = first + within * self.length
@@ -105,20 +115,34 @@ class Tokens:
 
 
 def open_tokens(
-    pattern: str, *, length: int, layout: Layout, documents: bool = False, mask: bool = False, **options: Any
+    pattern: str,
+    *,
+    length: int,
+    layout: Layout,
+    documents: bool = False,
+    mask: bool = False,
+    **options: Any,
 ) -> Tokens:
     """The files of a glob, memory-mapped: `.npy`, or `.bin` of unsigned 16-bit numbers. Beside `a.npy` stand, where
     asked for, `a.documents.npy` and `a.mask.npy`; `options` are those of `Tokens`."""
     root = Path(Path(pattern).anchor or ".")
-    paths = [path for path in sorted(root.glob(str(Path(pattern).relative_to(root)))) if not _beside(path)]
+    paths = [
+        path
+        for path in sorted(root.glob(str(Path(pattern).relative_to(root))))
+        if not _beside(path)
+    ]
     if not paths:
-        raise ValueError(f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)")
+        raise ValueError(
+            f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)"
+        )
     arrays = [_mapped(path) for path in paths]
     return Tokens(
         arrays,
         length=length,
         layout=layout,
-        documents=[_mapped(path.with_suffix(".documents.npy")) for path in paths] if documents else None,
+        documents=[_mapped(path.with_suffix(".documents.npy")) for path in paths]
+        if documents
+        else None,
         masks=[_mapped(path.with_suffix(".mask.npy")) for path in paths] if mask else None,
         names=[str(path) for path in paths],
         **options,
@@ -133,9 +157,17 @@ def _mapped(path: Path) -> Array:
     if not path.is_file():
         raise ValueError(f"{path} is not there: it goes with the token file beside it")
     try:
-        array = numpy.memmap(path, dtype=RAW, mode="r") if path.suffix == ".bin" else numpy.load(path, mmap_mode="r")
+        array = (
+            numpy.memmap(path, dtype=RAW, mode="r")
+            if path.suffix == ".bin"
+            else numpy.load(path, mmap_mode="r")
+        )
     except ValueError as error:
-        raise ValueError(f"{path} holds no array that can be mapped ({error}): write it with numpy.save") from error
+        raise ValueError(
+            f"{path} holds no array that can be mapped ({error}): write it with numpy.save"
+        ) from error
     if array.ndim != 1 or array.dtype.kind not in "uib":
-        raise ValueError(f"{path} holds {array.dtype} of shape {array.shape}: tokens are one row of whole numbers")
+        raise ValueError(
+            f"{path} holds {array.dtype} of shape {array.shape}: tokens are one row of whole numbers"
+        )
     return array

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 def discover() -> tuple["Gate", ...]:
     """Every gate of every technique in this package, in the order of the files."""
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    modules = [
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+    ]
     return tuple(gate for module in modules for gate in module.GATES)
 
 

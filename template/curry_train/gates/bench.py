@@ -40,14 +40,21 @@ RATE = 1e-3
 
 
 def twice(
-    case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio, summary: Summary = spread_of
+    case: Case,
+    *,
+    time: Time = time_in_turns,
+    ratio: Ratios = paired_ratio,
+    summary: Summary = spread_of,
 ) -> Verdict:
     """A step that is taken twice takes 2.00 times as long, on a machine that slows down by a third, is slow at first,
     stalls now and then, and answers before it is done."""
     step = TrainingStep(case)
     work = [_work_of(step, 1), _work_of(step, 2)]
     machine = PlantedMachine(
-        unit=work[0], steps=EACH_ROUND * (WARMUP + ROUNDS), cold_steps=EACH_ROUND * WARMUP, stall_every=11
+        unit=work[0],
+        steps=EACH_ROUND * (WARMUP + ROUNDS),
+        cold_steps=EACH_ROUND * WARMUP,
+        stall_every=11,
     )
     ways = [lambda amount=amount: machine.launch(amount) for amount in work]
     once, double = time(ways, rounds=ROUNDS, warmup=WARMUP, clock=machine.clock, wait=machine.wait)
@@ -72,7 +79,9 @@ def same(case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio
     steps.append(TrainingStep(case, like=steps[0]))
     ours, theirs = time(steps, rounds=ROUNDS, warmup=1, wait=steps[0].wait)
     pairs, draw, unseen = list(zip(ours, theirs, strict=True)), random.Random(case.seed), 0
-    for _ in range(SWAPS):  # where nothing differs, each round could as well have come out the other way
+    for _ in range(
+        SWAPS
+    ):  # where nothing differs, each round could as well have come out the other way
         swapped = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs]
         unseen += not _sees(ratio([one for one, _ in swapped], [other for _, other in swapped]))
     longer = 1.1 * max(other / one for one, other in pairs)
@@ -80,11 +89,17 @@ def same(case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio
     here = ratio(ours, theirs)
     span = "no interval" if here.lower is None else f"{here.lower:.2f} to {here.upper:.2f}"
     measured = f"{unseen / SWAPS:.1%} unseen; {longer:.2f} times {'seen' if seen else 'unseen'}; here {span}"
-    hint = "" if unseen >= OFTEN * SWAPS and seen else "take the interval from the ranks of the rounds' ratios"
+    hint = (
+        ""
+        if unseen >= OFTEN * SWAPS and seen
+        else "take the interval from the ranks of the rounds' ratios"
+    )
     return Verdict("bench/same", not hint, measured, f"{OFTEN:.0%} at least; seen", hint)
 
 
-def whole_step(case: Case, *, make: MakeStep = TrainingStep, measure: Measure = measure_levers) -> Verdict:
+def whole_step(
+    case: Case, *, make: MakeStep = TrainingStep, measure: Measure = measure_levers
+) -> Verdict:
     """Two of the steps that are timed, with a learning rate, leave the weights where a loop by hand does. Without one,
     as they are timed, weights stay; and so do random generators after a whole benchmark."""
     reference = _by_hand(case)
@@ -122,7 +137,9 @@ GATES = (
 
 
 def _sees(ratio: Ratio) -> bool:
-    return ratio.lower is not None and ratio.upper is not None and not ratio.lower <= 1 <= ratio.upper
+    return (
+        ratio.lower is not None and ratio.upper is not None and not ratio.lower <= 1 <= ratio.upper
+    )
 
 
 def _work_of(step: TrainingStep, repeats: int) -> float:

@@ -39,33 +39,58 @@ def flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
     chain = replace(case, workload=_chain(), batch_size=ROWS, blocks=None)
     counted = measure(chain, rounds=1, warmup=0).plain.model_flops
     case = replace(case, batch_size=min(case.batch_size, 2))
-    rows = [row for row in measure(case, _levers(case), rounds=1, warmup=0).rows if row.outcome == MEASURED]
+    rows = [
+        row
+        for row in measure(case, _levers(case), rounds=1, warmup=0).rows
+        if row.outcome == MEASURED
+    ]
     plain = rows[0].model_flops or 0
     if not plain:
-        return not_applicable(gate, required="FLOPs", why="torch has a formula for nothing that this model runs")
+        return not_applicable(
+            gate, required="FLOPs", why="torch has a formula for nothing that this model runs"
+        )
     grown = [f"{row.name} {row.model_flops:,}" for row in rows if row.model_flops != plain]
     more = {row.name: (row.executed_flops or 0) - plain for row in rows}
-    held = counted == by_hand and not grown and min(more.values()) >= 0 and more.get(HALVED.name, 0) == 0
+    held = (
+        counted == by_hand
+        and not grown
+        and min(more.values()) >= 0
+        and more.get(HALVED.name, 0) == 0
+    )
     again = f", full runs {more[FULL.name]:,} again" if FULL.name in more else ""
     measured = f"chain {counted:,} of {by_hand:,}; plain {plain:,}{again}; other with {', '.join(grown) or 'none'}"
-    hint = "" if held else "count forward and backward of the plain model, over all microbatches of the step"
+    hint = (
+        ""
+        if held
+        else "count forward and backward of the plain model, over all microbatches of the step"
+    )
     return Verdict(gate, held, measured, "by hand; the same with every lever", hint)
 
 
 def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
     """The peak of a step, among others that are alive, is the one that its timeline shows for a step by itself."""
-    rows = measure(case, [lever for lever in _levers(case) if lever is FULL], rounds=1, warmup=0).rows
+    rows = measure(
+        case, [lever for lever in _levers(case) if lever is FULL], rounds=1, warmup=0
+    ).rows
     changes = {"plain": None, FULL.name: partial(recompute_blocks, blocks=case.blocks)}
     pairs = {
-        row.name: (row.peak_bytes or 0, _peak_alone(case, changes[row.name])) for row in rows if row.outcome == MEASURED
+        row.name: (row.peak_bytes or 0, _peak_alone(case, changes[row.name]))
+        for row in rows
+        if row.outcome == MEASURED
     }
     cuda = case.device.type == "cuda"
     wrong = [
-        name for name, (found, alone) in pairs.items() if abs(found - alone) > (CLOSE * alone if cuda else 0) + SCALARS
+        name
+        for name, (found, alone) in pairs.items()
+        if abs(found - alone) > (CLOSE * alone if cuda else 0) + SCALARS
     ]
     measured = "; ".join(f"{name} {found:,} of {alone:,}" for name, (found, alone) in pairs.items())
     required = f"within {CLOSE:.0%}" if cuda else f"equal but for {SCALARS} bytes of loss and norm"
-    hint = f"{', '.join(wrong)}: an owner is forgotten, or what belongs to another step is counted" if wrong else ""
+    hint = (
+        f"{', '.join(wrong)}: an owner is forgotten, or what belongs to another step is counted"
+        if wrong
+        else ""
+    )
     return Verdict("bench/peak", not wrong, measured, required, hint)
 
 

@@ -25,11 +25,23 @@ from ..runs.hashing_writer import METADATA
 from ..runs.manifest import MANIFEST, FileEntry, read_manifest
 from ..runs.saved_run import SavedRun
 from ..runs.store import Store
-from ..runs.trial import SOUND, Interrupted, InterruptedFiles, Parts, new_state, same, tensors_of, train_step, trained
+from ..runs.trial import (
+    SOUND,
+    Interrupted,
+    InterruptedFiles,
+    Parts,
+    new_state,
+    same,
+    tensors_of,
+    train_step,
+    trained,
+)
 from ..runs.writing import Writing
 
 NUM_FLIPS = 40
-NUM_FLIPS_OF_MANIFEST = 80  # most of its bits are in hashes, whose change shows in any case; the others are few
+NUM_FLIPS_OF_MANIFEST = (
+    80  # most of its bits are in hashes, whose change shows in any case; the others are few
+)
 NUM_FAILURES = 40
 LARGEST = 2**30  # bytes of a state that is saved, or read, dozens of times in a gate
 KIND = "rollback"
@@ -37,7 +49,10 @@ KIND = "rollback"
 
 def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
     """A save of step 2 is interrupted at each change that it makes on the disk; step 1 is there before."""
-    gate, required = "checkpoint-policy/committed", "of each, the newest that counts is whole and is what was saved"
+    gate, required = (
+        "checkpoint-policy/committed",
+        "of each, the newest that counts is whole and is what was saved",
+    )
     with trained(case, parts) as (state, folder):
         expected = {1: tensors_of(state)}
         if too_large := _too_large(expected[1]):
@@ -46,7 +61,9 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
         with Store(folder / "first") as store:
             _commit_by(store, parts).save(KIND, 1, state)
         for left in range(NUM_FAILURES):
-            files = InterruptedFiles(shutil.copytree(folder / "first", folder / str(left), symlinks=True))
+            files = InterruptedFiles(
+                shutil.copytree(folder / "first", folder / str(left), symlinks=True)
+            )
             with Store(files.root, files=files) as store:
                 _commit_by(store, parts)
                 files.left = left
@@ -63,7 +80,9 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
                 finally:
                     files.left = None
                     with torch.no_grad():
-                        for parameter, value in zip(state.model.parameters(), original, strict=True):
+                        for parameter, value in zip(
+                            state.model.parameters(), original, strict=True
+                        ):
                             parameter.copy_(value)
             wrong += _judged(case, parts, files.root, expected, f"interrupted at change {left + 1}")
         else:
@@ -71,7 +90,9 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
     measured = f"{interruptions} interruptions, {len(wrong)} wrong"
     hint = f"{wrong[0]}: write beside, sync, and rename once the manifest holds" if wrong else ""
     if not wrong and interruptions < 3:
-        hint = "the save changes the disk in so few places that it can't be one that syncs and renames"
+        hint = (
+            "the save changes the disk in so few places that it can't be one that syncs and renames"
+        )
     return Verdict(gate, not hint, measured, required, hint)
 
 
@@ -85,7 +106,9 @@ def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
         ahead, after = train_step(case, state), tensors_of(state)
         other = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved.folder, other)
-        differing = [name for name, held in tensors_of(other).items() if not same(held, expected.get(name))]
+        differing = [
+            name for name, held in tensors_of(other).items() if not same(held, expected.get(name))
+        ]
         differing += sorted(expected.keys() - tensors_of(other).keys())
 
         def goes_on(fresh: Any) -> bool:
@@ -98,7 +121,9 @@ def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
         told = "equal" if same_step else "not equal"
         if not differing and not same_step and not _repeats(case, parts, folder, saved.folder):
             same_step, told = True, "not repeatable on this device"
-    measured = f"{len(expected) - len(differing)} of {len(expected)} tensors equal, next step {told}"
+    measured = (
+        f"{len(expected) - len(differing)} of {len(expected)} tensors equal, next step {told}"
+    )
     hint = ""
     if differing or not same_step:
         hint = f"not saved, or not put back: {', '.join(differing[:3]) or 'a generator, or state of the model itself'}"
@@ -117,7 +142,10 @@ def damage(case: Case, *, parts: Parts = SOUND) -> Verdict:
         reader = SavedRun(folder)
         paths = sorted((folder / saved.folder).iterdir())
         parts.verify(reader, saved.folder)
-        for path in [*(paths * NUM_FLIPS)[:NUM_FLIPS], *[folder / saved.folder / MANIFEST] * NUM_FLIPS_OF_MANIFEST]:
+        for path in [
+            *(paths * NUM_FLIPS)[:NUM_FLIPS],
+            *[folder / saved.folder / MANIFEST] * NUM_FLIPS_OF_MANIFEST,
+        ]:
             place, bit = generator.randrange(path.stat().st_size), generator.randrange(8)
             with _flipped(path, place, bit):
                 flips += 1
@@ -127,7 +155,9 @@ def damage(case: Case, *, parts: Parts = SOUND) -> Verdict:
                     continue
             missed.append(f"bit {bit} of byte {place} of {path.name}")
     measured = f"{flips - len(missed)} of {flips} flipped bits found"
-    hint = f"{missed[0]} was not seen: hash every file, and the whole manifest too" if missed else ""
+    hint = (
+        f"{missed[0]} was not seen: hash every file, and the whole manifest too" if missed else ""
+    )
     return Verdict(gate, not missed, measured, required, hint)
 
 
@@ -138,7 +168,9 @@ def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
     with trained(case, parts) as (state, folder):
         with Store(folder) as store:
             saved = store.save(KIND, 1, state)
-        metadata = pickle.loads((folder / saved.folder / METADATA).read_bytes())  # our own, just written
+        metadata = pickle.loads(
+            (folder / saved.folder / METADATA).read_bytes()
+        )  # our own, just written
         place = next(iter(metadata.storage_data.values()))
         attacks = {"a call in the index": replace(metadata, planner_data=_Call(folder / "called"))}
         place.relative_path = "../../../elsewhere"
@@ -158,7 +190,11 @@ def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
             wrong.append("the index's function was called")
         if any(not same(held, before.get(name)) for name, held in tensors_of(other).items()):
             wrong.append("the state was changed")
-    hint = f"{wrong[0]}: unpickle by an allow-list, and read no file that the manifest does not name" if wrong else ""
+    hint = (
+        f"{wrong[0]}: unpickle by an allow-list, and read no file that the manifest does not name"
+        if wrong
+        else ""
+    )
     return Verdict(gate, not wrong, f"{len(attacks)} attacks, {len(wrong)} wrong", required, hint)
 
 
@@ -180,7 +216,11 @@ class _Call:
 
 def _too_large(tensors: dict[str, Tensor]) -> str:
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return f"the state has {size / 2**30:.1f} GiB, and would be written dozens of times" if size > LARGEST else ""
+    return (
+        f"the state has {size / 2**30:.1f} GiB, and would be written dozens of times"
+        if size > LARGEST
+        else ""
+    )
 
 
 def _repeats(case: Case, parts: Parts, folder: Path, saved: str) -> bool:
@@ -191,7 +231,9 @@ def _repeats(case: Case, parts: Parts, folder: Path, saved: str) -> bool:
         parts.load(SavedRun(folder), saved, fresh)
         losses.append(train_step(case, fresh))
         states.append(tensors_of(fresh))
-    return torch.equal(*losses) and all(same(held, states[1].get(name)) for name, held in states[0].items())
+    return torch.equal(*losses) and all(
+        same(held, states[1].get(name)) for name, held in states[0].items()
+    )
 
 
 def _commit_by(store: Store, parts: Parts) -> Store:
@@ -218,7 +260,9 @@ def _judged(case: Case, parts: Parts, root: Path, expected: dict[int, Any], when
     except DamagedCheckpoint as error:
         return [f"{when}, {error}"]
     found = tensors_of(other)
-    mixed = [name for name, held in found.items() if not same(held, expected[newest.step].get(name))]
+    mixed = [
+        name for name, held in found.items() if not same(held, expected[newest.step].get(name))
+    ]
     return [f"{when}, step {newest.step} is not what was saved"] if mixed else []
 
 

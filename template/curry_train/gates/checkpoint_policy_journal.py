@@ -27,7 +27,10 @@ def complete(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict
     """The model's own losses, and one that is not a number, looked for in the file after each call."""
     losses = [*_own_losses(case), math.nan]
     there = equal = 0
-    with tempfile.TemporaryDirectory(prefix="journal-gate-") as folder, journal(Path(folder)) as writer:
+    with (
+        tempfile.TemporaryDirectory(prefix="journal-gate-") as folder,
+        journal(Path(folder)) as writer,
+    ):
         writer.start()
         for step, loss in enumerate(losses, start=1):
             writer.step(step, loss=loss, learning_rate=1e-3)
@@ -37,7 +40,9 @@ def complete(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict
     number = len(losses)
     hint = ""
     if there < number:
-        hint = "write each event by one append as it happens: what is held back dies with the process"
+        hint = (
+            "write each event by one append as it happens: what is held back dies with the process"
+        )
     elif equal < number:
         hint = "write figures with all their digits, and NaN as a word"
     measured = f"{there} of {number} there at once, {equal} of {number} losses to the bit"
@@ -61,12 +66,21 @@ def torn(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict:
             path.write_bytes(whole[:cut])
             if said := _goes_on(Path(folder), whole[:cut], journal):
                 wrong.append(f"at byte {cut} of {len(whole)}: {said}")
-    hint = f"{wrong[0]}; set a torn line aside, and begin the next on a line of its own" if wrong else ""
-    return Verdict("run-journal/torn", not wrong, f"{len(cuts)} cuts, {len(wrong)} wrong", required, hint)
+    hint = (
+        f"{wrong[0]}; set a torn line aside, and begin the next on a line of its own"
+        if wrong
+        else ""
+    )
+    return Verdict(
+        "run-journal/torn", not wrong, f"{len(cuts)} cuts, {len(wrong)} wrong", required, hint
+    )
 
 
 def attempts(
-    case: Case, *, journal: Callable[[Path], Any] = Journal, read: Callable[[Path], History] = read_history
+    case: Case,
+    *,
+    journal: Callable[[Path], Any] = Journal,
+    read: Callable[[Path], History] = read_history,
 ) -> Verdict:
     """A run that went back, was killed, and was resumed: what counts is what was trained last."""
     losses = _own_losses(case)
@@ -84,11 +98,21 @@ def attempts(
         expected = [*losses[:2], again[2], *losses[3:]]
         found = list(history.steps.values["loss"])
         opened = [(one.number, one.kind, one.step) for one in history.attempts]
-    right = sum(loss == other for loss, other in zip(found, expected, strict=False)) if len(found) == NUM_STEPS else 0
+    right = (
+        sum(loss == other for loss, other in zip(found, expected, strict=False))
+        if len(found) == NUM_STEPS
+        else 0
+    )
     held = right == NUM_STEPS and opened == [(1, "start", 0), (2, "rollback", 2), (3, "resume", 3)]
-    hint = "" if held else "open a new attempt at each resume and rollback; of two losses of a step the later counts"
+    hint = (
+        ""
+        if held
+        else "open a new attempt at each resume and rollback; of two losses of a step the later counts"
+    )
     measured = f"{right} of {NUM_STEPS} losses are the last, {len(opened)} attempts"
-    return Verdict("run-journal/attempts", held, measured, f"{NUM_STEPS} of {NUM_STEPS}, 3 attempts", hint)
+    return Verdict(
+        "run-journal/attempts", held, measured, f"{NUM_STEPS} of {NUM_STEPS}, 3 attempts", hint
+    )
 
 
 GATES = (

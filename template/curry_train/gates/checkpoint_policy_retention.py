@@ -39,12 +39,17 @@ def retention(case: Case, *, rules: Rules | None = None) -> Verdict:
     hint = ""
     if broken:
         hint = f"{max(set(broken), key=broken.count)}: count steps as numbers, those of this line only, and never NaN"
-    return Verdict(gate, not broken, f"{NUM_HISTORIES} histories, {len(broken)} broken", required, hint)
+    return Verdict(
+        gate, not broken, f"{NUM_HISTORIES} histories, {len(broken)} broken", required, hint
+    )
 
 
 def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load_chosen) -> Verdict:
     """Of two checkpoints a bit is flipped in the newer; a fresh model resumes from latest."""
-    gate, required = "checkpoint-policy/fallback", "the older state to the bit, and a word on the newer"
+    gate, required = (
+        "checkpoint-policy/fallback",
+        "the older state to the bit, and a word on the newer",
+    )
     with trained(case, SOUND) as (state, folder):
         with Store(folder, files=InterruptedFiles(folder)) as store:
             store.save("rollback", 1, state)
@@ -57,12 +62,20 @@ def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load
             with unheard(load_chosen.__module__):
                 resumed = load(SavedRun(folder), other, "latest")
         except RunError as error:
-            return Verdict(gate, False, "nothing was loaded", required, f"{error}: try the checkpoint before it")
+            return Verdict(
+                gate,
+                False,
+                "nothing was loaded",
+                required,
+                f"{error}: try the checkpoint before it",
+            )
         found = tensors_of(other)
         wrong = [name for name, held in expected.items() if not same(held, found.get(name))]
         told = newer.folder in resumed.words
     named = "damage named" if told else "damage not named"
-    measured = f"step {other.step}, {len(expected) - len(wrong)} of {len(expected)} tensors equal, {named}"
+    measured = (
+        f"step {other.step}, {len(expected) - len(wrong)} of {len(expected)} tensors equal, {named}"
+    )
     hint = ""
     if wrong or other.step != 1:
         hint = f"{wrong[0] if wrong else 'the step'} is not that of the older: verify before loading, newest first"
@@ -73,13 +86,18 @@ def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load
 
 def once(case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPolicy) -> Verdict:
     """A step at which a rollback, a recovery and a best-K fall together, against one save by itself."""
-    gate, required = "checkpoint-policy/once", "1.00 times the bytes, counted as a recovery, and one best-K"
+    gate, required = (
+        "checkpoint-policy/once",
+        "1.00 times the bytes, counted as a recovery, and one best-K",
+    )
     with trained(case, SOUND) as (state, folder):
         state.step = 1
         with Store(folder / "alone", files=InterruptedFiles(folder / "alone")) as store:
             alone = store.save("recovery", 1, state).num_bytes
         with Store(folder / "run", files=InterruptedFiles(folder / "run")) as store:
-            policy(store, EVERY_STEP).after_step(1, state, {"loss": 1.0, EVERY_STEP.best_k_metric: 0.5})
+            policy(store, EVERY_STEP).after_step(
+                1, state, {"loss": 1.0, EVERY_STEP.best_k_metric: 0.5}
+            )
         written = {kind: _bytes_in(folder / "run" / kind) for kind in ("rollback", "recovery")}
         run = SavedRun(folder / "run")
         recoveries, best = len(run.committed("recovery")), len(run.committed("best-k"))
@@ -92,7 +110,11 @@ def once(case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPol
     elif best != 1:
         hint = "the best is missing: it holds other bytes, which stay when the recovery goes"
     return Verdict(
-        gate, not hint, f"{ratio:.2f} times the bytes, {recoveries} recoveries, {best} best-K", required, hint
+        gate,
+        not hint,
+        f"{ratio:.2f} times the bytes, {recoveries} recoveries, {best} best-K",
+        required,
+        hint,
     )
 
 
@@ -116,4 +138,8 @@ def _flip_a_bit(folder: Path) -> None:
 
 def _bytes_in(folder: Path) -> int:
     """Of the checkpoints, without their manifests."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    )

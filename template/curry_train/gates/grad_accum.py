@@ -36,27 +36,37 @@ Train = Callable[..., Any]
 def equal_windows(case: Case, *, train: Train = train_window) -> Verdict:
     """Four microbatches that count alike against one batch of their sum."""
     found = _parity(case, sizes=[case.batch_size] * 4, train=train)
-    return _verdict("grad-accum/equal", found, "divide each summed loss once, by the terms of the whole window")
+    return _verdict(
+        "grad-accum/equal", found, "divide each summed loss once, by the terms of the whole window"
+    )
 
 
 def uneven_windows(case: Case, *, train: Train = train_window) -> Verdict:
     """Microbatches of different size and, where the loss can be masked, of different token counts."""
     found = _parity(case, sizes=[1, 4, 2, 3], masked=True, train=train)
     return _verdict(
-        "grad-accum/uneven", found, "sum each loss and divide by the window's terms; a mean of means weighs wrongly"
+        "grad-accum/uneven",
+        found,
+        "sum each loss and divide by the window's terms; a mean of means weighs wrongly",
     )
 
 
 def short_window(case: Case, *, train: Train = train_window) -> Verdict:
     """Six microbatches in windows of four: the last window has two, and is divided and stepped as two."""
     found = _parity(case, sizes=[2] * 6, masked=True, steps=4, train=train)
-    return _verdict("grad-accum/short-window", found, "take divisor and last microbatch from the window, not from K")
+    return _verdict(
+        "grad-accum/short-window",
+        found,
+        "take divisor and last microbatch from the window, not from K",
+    )
 
 
 def once_per_window(case: Case, *, train: Train = train_window) -> Verdict:
     """Clipping, optimizer and schedule happen once per window, on the whole window's gradient."""
     steps = {"steps": 0, "schedule steps": 0}
-    parity, tolerance = _parity(case, sizes=[2] * 8, masked=True, steps=4, clip=0.5, train=train, counted=steps)
+    parity, tolerance = _parity(
+        case, sizes=[2] * 8, masked=True, steps=4, clip=0.5, train=train, counted=steps
+    )
     expected = {"steps": 2, "schedule steps": 2}
     held = parity.holds and steps == expected
     return Verdict(
@@ -64,7 +74,9 @@ def once_per_window(case: Case, *, train: Train = train_window) -> Verdict:
         held,
         f"{parity.describe()}; {_counts(steps)}",
         f"clipped gradients within {tolerance:.1e}; {_counts(expected)}",
-        "" if held else "clip, step and schedule after the last microbatch of the window, never inside it",
+        ""
+        if held
+        else "clip, step and schedule after the last microbatch of the window, never inside it",
     )
 
 
@@ -78,13 +90,17 @@ def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
     def poisoned(model: nn.Module, numbered: tuple[int, Any]) -> torch.Tensor:
         return workload.loss(model, numbered[1]) * (float("nan") if numbered[0] == 2 else 1.0)
 
-    windows = GradientAccumulation(steps=4).windows(microbatches, count=lambda numbered: workload.count(numbered[1]))
+    windows = GradientAccumulation(steps=4).windows(
+        microbatches, count=lambda numbered: workload.count(numbered[1])
+    )
     try:
         train(module, next(windows), poisoned, optimizer)
         said = "nothing was said"
     except NonFiniteWindow as error:
         said = "names microbatch 2" if "microbatch 2 " in str(error) else f"wrong place: {error}"
-    changed = [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
+    changed = [
+        name for name, value in module.state_dict().items() if not torch.equal(value, before[name])
+    ]
     held = said == "names microbatch 2" and not changed and not optimizer.state
     return Verdict(
         "grad-accum/non-finite",
@@ -103,18 +119,29 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     required = f"{TOLERANCE:.0e} or {ROUNDING} times the halved batch's; 1 sync a window"
     if not case.workload.spec:
         return not_applicable(
-            gate, required=required, why="the workload has no name to be loaded by in other processes"
+            gate,
+            required=required,
+            why="the workload has no name to be loaded by in other processes",
         )
-    _reference(replace(case, dtype=torch.float32), [case.batch(16)])  # where that does not apply it is said here
+    _reference(
+        replace(case, dtype=torch.float32), [case.batch(16)]
+    )  # where that does not apply it is said here
     arguments: dict[str, Any] = {
         "spec": case.workload.spec,
         "seed": case.seed,
         "train": train or f"{train_window.__module__}:train_window",
     }
     answers = run_on_ranks(f"{__name__}:_rank_check", **arguments)
-    worst = {kind: max((answer[kind] for answer in answers), key=lambda found: found["error"]) for kind in answers[0]}
-    held = all(found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values())
-    measured = "; ".join(f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}" for kind, found in worst.items())
+    worst = {
+        kind: max((answer[kind] for answer in answers), key=lambda found: found["error"])
+        for kind in answers[0]
+    }
+    held = all(
+        found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values()
+    )
+    measured = "; ".join(
+        f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}" for kind, found in worst.items()
+    )
     hint = "weigh by the terms of all ranks; no_sync or set_requires_gradient_sync until the window's last microbatch"
     return Verdict(gate, held, measured, required, "" if held else hint)
 
@@ -149,7 +176,9 @@ def _parity(
     if counted is not None:
         optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
     for window in GradientAccumulation(steps).windows(microbatches, count=workload.count):
-        loss = train(candidate, window, workload.loss, optimizer, clip_norm=clip, scheduler=scheduler).loss
+        loss = train(
+            candidate, window, workload.loss, optimizer, clip_norm=clip, scheduler=scheduler
+        ).loss
     if counted is not None:
         counted["schedule steps"] = scheduler.last_epoch
 
@@ -160,7 +189,9 @@ def _parity(
     return compare(reference, record(candidate, last), tolerance=tolerance), tolerance
 
 
-def _reference(case: Case, windows: Sequence[Any], *, clip: float | None = None) -> tuple[StepRecord, float]:
+def _reference(
+    case: Case, windows: Sequence[Any], *, clip: float | None = None
+) -> tuple[StepRecord, float]:
     """The last of these large batches, trained by hand; and the tolerance, which is 1e-6 or more for a model that
     parts further when each batch is summed by hand over its two halves."""
     whole, halved = (_by_hand(case, windows, parts=parts, clip=clip) for parts in (1, 2))
@@ -176,7 +207,11 @@ def _by_hand(case: Case, windows: Sequence[Any], *, parts: int, clip: float | No
     optimizer, scheduler = _optimizer(module)
     for batch in windows:
         optimizer.zero_grad()
-        rows, count, total = -(-batch_size(batch) // parts), case.workload.count(batch), torch.zeros(())
+        rows, count, total = (
+            -(-batch_size(batch) // parts),
+            case.workload.count(batch),
+            torch.zeros(()),
+        )
         for start in range(0, batch_size(batch), rows):
             value = case.workload.loss(module, take(batch, slice(start, start + rows))) / count
             value.backward()
@@ -188,7 +223,9 @@ def _by_hand(case: Case, windows: Sequence[Any], *, parts: int, clip: float | No
     return record(module, total)
 
 
-def _optimizer(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def _optimizer(
+    module: nn.Module,
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -222,11 +259,14 @@ def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]
     reference, tolerance = _reference(case, [batch])
     mesh = init_device_mesh("cpu", (ranks,))
     wraps: dict[str, Callable[[nn.Module], Any]] = {
-        "DDP": functools.partial(DistributedDataParallel, find_unused_parameters=None in reference.gradients.values()),
+        "DDP": functools.partial(
+            DistributedDataParallel, find_unused_parameters=None in reference.gradients.values()
+        ),
         "FSDP2": functools.partial(fully_shard, mesh=mesh),
     }
     return {
-        kind: _rank_parity(reference, wrap(case.build().eval()), mine, workload, train) | {"tolerance": tolerance}
+        kind: _rank_parity(reference, wrap(case.build().eval()), mine, workload, train)
+        | {"tolerance": tolerance}
         for kind, wrap in wraps.items()
     }
 
@@ -237,12 +277,16 @@ def _rank_parity(
     for _ in range(2):  # DDP lays its buckets anew after the first backward
         with GradientSyncs() as one_backward:
             workload.loss(model, microbatches[0]).backward()
-    window = next(GradientAccumulation(len(microbatches)).windows(microbatches, count=workload.count))
+    window = next(
+        GradientAccumulation(len(microbatches)).windows(microbatches, count=workload.count)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with GradientSyncs() as syncs:
         loss = load_function(train)(model, window, workload.loss, optimizer).loss
     step = record(model, torch.tensor(loss, dtype=reference.loss.dtype))
-    gradients = {name.removeprefix("module."): gradient for name, gradient in step.gradients.items()}
+    gradients = {
+        name.removeprefix("module."): gradient for name, gradient in step.gradients.items()
+    }
     candidate = replace(reference, loss=step.loss, gradients=gradients)
     return {
         "error": compare(reference, candidate).worst,

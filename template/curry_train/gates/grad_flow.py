@@ -35,7 +35,9 @@ def exact(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     errors = by_hand.errors(records[0].layers if records else {})
     wrong = [figure for figure, error in errors.items() if error > ROUNDING]
     held = not wrong and len(records) == 1
-    measured = f"{len(errors) - len(wrong)} of {len(errors)} figures, worst {max(errors.values()):.1e}"
+    measured = (
+        f"{len(errors) - len(wrong)} of {len(errors)} figures, worst {max(errors.values()):.1e}"
+    )
     measured += f"; first wrong: {wrong[0]}" if wrong else ""
     hint = "a call is left out or counted twice, or gradients are not those that the last backward left"
     required = f"all: counts equal, norms within {ROUNDING:.0e}"
@@ -48,7 +50,9 @@ def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     change = partial(recompute_blocks, blocks=case.blocks)
     bare, again = (_trained(case, probe=probe) for _ in range(2))
     if _figures(bare) != _figures(again):
-        return not_applicable(gate, required=required, why="the bare model does not repeat its own figures")
+        return not_applicable(
+            gate, required=required, why="the bare model does not repeat its own figures"
+        )
     try:
         same = compare(bare.record, _trained(case, change=change).record).bit_equal
     except CheckpointError:
@@ -56,12 +60,20 @@ def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     if not same:
         why = "recompute itself is another training here: see the gates of recompute"
         return not_applicable(gate, required=required, why=why)
-    ways = {way: _trained(case, probe=partial(probe, recompute=way), change=change) for way in RECOMPUTE}
+    ways = {
+        way: _trained(case, probe=partial(probe, recompute=way), change=change) for way in RECOMPUTE
+    }
     differing = [way for way, run in ways.items() if _figures(run) != _figures(bare)]
     held = not differing and _calls(bare) > 0
-    measured = ", ".join(f"{_calls(run):,} calls {way}" for way, run in ({"bare": bare} | ways).items())
+    measured = ", ".join(
+        f"{_calls(run):,} calls {way}" for way, run in ({"bare": bare} | ways).items()
+    )
     measured += f"; {' and '.join(differing)} differ" if differing else "; all figures equal"
-    hint = "" if held else "pass over forwards that run inside of a backward, in every kind of checkpoint"
+    hint = (
+        ""
+        if held
+        else "pass over forwards that run inside of a backward, in every kind of checkpoint"
+    )
     return Verdict(gate, held, measured, required, hint)
 
 
@@ -71,14 +83,28 @@ def same_training(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     plain, again = (_trained(case, steps=2) for _ in range(2))
     required = "bit-equal, 2 steps probed"
     if not compare(plain.record, again.record).bit_equal:
-        return not_applicable(gate, required=required, why="the plain step does not repeat bit for bit")
+        return not_applicable(
+            gate, required=required, why="the plain step does not repeat bit for bit"
+        )
     probed = _trained(case, steps=2, probe=probe)
     found = compare(plain.record, probed.record)
-    weights = sum(not torch.equal(value, probed.weights[name]) for name, value in plain.weights.items())
+    weights = sum(
+        not torch.equal(value, probed.weights[name]) for name, value in plain.weights.items()
+    )
     number = len(probed.flow.records)
     held = found.holds and not weights and number == 2
-    hint = "" if held else "use no_grad, draw nothing, and write into no tensor of a step; or nothing was probed"
-    return Verdict(gate, held, f"{found.describe()}, {weights} weights differ; {number} steps probed", required, hint)
+    hint = (
+        ""
+        if held
+        else "use no_grad, draw nothing, and write into no tensor of a step; or nothing was probed"
+    )
+    return Verdict(
+        gate,
+        held,
+        f"{found.describe()}, {weights} weights differ; {number} steps probed",
+        required,
+        hint,
+    )
 
 
 def held_bytes(case: Case, *, probe: Probe = GradFlow) -> Verdict:
@@ -96,8 +122,18 @@ def held_bytes(case: Case, *, probe: Probe = GradFlow) -> Verdict:
         seen.append(sum(layer.calls for record in flow.records for layer in record.layers.values()))
         rows.append(f"{probed:,} of {plain:,}")
     good = good and min(seen) > 0
-    hint = "" if good else "keep sums and no activation, graph or output; or no call was seen while it was measured"
-    return Verdict("grad-flow/held-bytes", good, f"plain {rows[0]}, recompute {rows[1]}", "the same bytes", hint)
+    hint = (
+        ""
+        if good
+        else "keep sums and no activation, graph or output; or no call was seen while it was measured"
+    )
+    return Verdict(
+        "grad-flow/held-bytes",
+        good,
+        f"plain {rows[0]}, recompute {rows[1]}",
+        "the same bytes",
+        hint,
+    )
 
 
 def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
@@ -124,7 +160,11 @@ class Run:
 
 
 def _trained(
-    case: Case, *, steps: int = 1, probe: Probe | None = None, change: Callable[[nn.Module], Any] | None = None
+    case: Case,
+    *,
+    steps: int = 1,
+    probe: Probe | None = None,
+    change: Callable[[nn.Module], Any] | None = None,
 ) -> Run:
     """Steps of one batch in two microbatches, with clipping, so that the last backward's unclipped gradient counts."""
     module, batch = case.build(), case.batch()
@@ -141,7 +181,9 @@ def _trained(
                     loss.backward()
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
                 optimizer.step()
-        weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        weights = {
+            name: parameter.detach().clone() for name, parameter in module.named_parameters()
+        }
         return Run(flow, record(module, loss.detach()), weights)
 
 
@@ -174,7 +216,9 @@ class _ByHand(_Nothing):
         optimizer.register_step_post_hook(lambda *_: self._keep_weights(module))
 
     def _keep_output(self, name: str, layer: nn.Module, arguments: Any, output: Any) -> None:
-        self.outputs[name] += [tensor.detach().clone() for tensor in tensors_in(output) if tensor.is_floating_point()]
+        self.outputs[name] += [
+            tensor.detach().clone() for tensor in tensors_in(output) if tensor.is_floating_point()
+        ]
 
     def _keep_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -194,7 +238,9 @@ class _ByHand(_Nothing):
             gradients = [self.gradients[name] for name in names]
             found[f"activation of {layer.name}"] = _error(parts[0], self.outputs[layer.name])
             found[f"gradient of {layer.name}"] = _error(parts[1], gradients)
-            found[f"update of {layer.name}"] = _update_error(flow, [self.weights[name] for name in layer.parameters])
+            found[f"update of {layer.name}"] = _update_error(
+                flow, [self.weights[name] for name in layer.parameters]
+            )
         return found
 
 
@@ -213,7 +259,10 @@ def _update_error(flow: LayerFlow | None, pairs: Sequence[Sequence[Tensor]]) -> 
         return 0.0 if flow is not None and flow.update is None and not pairs else math.inf
     before, after = (torch.cat([pair[place].flatten() for pair in pairs]) for place in (0, 1))
     update = flow.update
-    errors = _apart(update.weight_norm, before.norm().item()), _apart(update.distance, (after - before).norm().item())
+    errors = (
+        _apart(update.weight_norm, before.norm().item()),
+        _apart(update.distance, (after - before).norm().item()),
+    )
     return max(errors)
 
 

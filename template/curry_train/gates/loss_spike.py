@@ -37,14 +37,21 @@ def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog)
     for number in range(NUM_PLANTED):
         first = generator.randrange(WATCHED.window // 2, HEALTHY - patience)
         before = losses[:first]
-        rise = math.nan if number % 5 == 0 else generator.uniform(3, 30) * (max(before) - min(before) or 1.0)
+        rise = (
+            math.nan
+            if number % 5 == 0
+            else generator.uniform(3, 30) * (max(before) - min(before) or 1.0)
+        )
         allowed = 1 if math.isnan(rise) else patience
         seen = _first_alarm(watchdog, [*before, *(loss + rise for loss in losses[first:])])
         late += seen is None or not first < seen <= first + allowed
         alone = [loss + (abs(rise) if place == first else 0) for place, loss in enumerate(losses)]
         noisy += not math.isnan(rise) and _first_alarm(watchdog, alone) is not None
     alarms = int(_first_alarm(watchdog, losses) is not None)
-    gate, required = "loss-spike/found", f"all within {patience} steps, NaN at once, and nothing else"
+    gate, required = (
+        "loss-spike/found",
+        f"all within {patience} steps, NaN at once, and nothing else",
+    )
     hint = ""
     if alarms or noisy:
         taken = "a healthy step" if alarms else "one high loss"
@@ -86,7 +93,11 @@ def bounded(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
                 break
             rollbacks += len(trial.recovered)
     told = "an error that says where" if "--resume" in said else "an error" if said else "no error"
-    hint = "" if rollbacks == most and "--resume" in said else "count the attempts at one place, on the disk"
+    hint = (
+        ""
+        if rollbacks == most and "--resume" in said
+        else "count the attempts at one place, on the disk"
+    )
     return Verdict(gate, not hint, f"{rollbacks} rollbacks, then {told}", required, hint)
 
 
@@ -104,7 +115,11 @@ def _three_windows(step: int, position: int) -> bool:
 
 
 def _compared(
-    gate: str, case: Case, folder: Path, lives: Sequence[Trial], runs: Sequence[Callable[[], dict[str, Tensor]]]
+    gate: str,
+    case: Case,
+    folder: Path,
+    lives: Sequence[Trial],
+    runs: Sequence[Callable[[], dict[str, Tensor]]],
 ) -> Verdict:
     """The lives of one run in turn; what is left in the end, against a run without bad samples that skips alike."""
     required = "one rollback, every tensor equal to the bit"
@@ -115,13 +130,28 @@ def _compared(
         return Verdict(gate, False, "the run gave up", required, str(error))
     done = [each.recovery for life in lives for each in life.recovered]
     if not done:
-        return Verdict(gate, False, "no rollback", required, "the spike was not found: watch the loss of each step")
+        return Verdict(
+            gate,
+            False,
+            "no rollback",
+            required,
+            "the spike was not found: watch the loss of each step",
+        )
     skipped = tuple((each.start, each.stop) for each in done)
     never = replace(SAVING, rollback_every=None)
-    sound = Trial(case, folder / "straight", SOUND, bad=lambda step, position: False, skipped=skipped, saving=never)
+    sound = Trial(
+        case,
+        folder / "straight",
+        SOUND,
+        bad=lambda step, position: False,
+        skipped=skipped,
+        saving=never,
+    )
     straight = sound.run()
     wrong = [name for name, held in straight.items() if not same(held, tensors.get(name))]
-    measured = f"{len(done)} rollbacks, {len(straight) - len(wrong)} of {len(straight)} tensors equal"
+    measured = (
+        f"{len(done)} rollbacks, {len(straight) - len(wrong)} of {len(straight)} tensors equal"
+    )
     hint = ""
     if wrong:
         hint = f"{wrong[0]} differs: load the whole state of before the spike, and skip its samples by position"
@@ -149,4 +179,6 @@ def _own_losses(case: Case) -> list[float]:
 def _first_alarm(watchdog: Callable[[SpikeConfig], Any], losses: Sequence[float]) -> int | None:
     """The step, which count from 1, at which it is told."""
     watched = watchdog(WATCHED)
-    return next((step for step, loss in enumerate(losses, start=1) if watched.observe(step, loss)), None)
+    return next(
+        (step for step, loss in enumerate(losses, start=1) if watched.observe(step, loss)), None
+    )

@@ -26,7 +26,10 @@ ApplyToHead = Callable[..., list[str]]  # takes what apply_chunked_loss takes
 HALVES = (torch.bfloat16, torch.float16)
 ROUNDING = 2.0  # of the distance between a step in half precision and the same in float32
 AT_MOST = 0.15  # of the peak of a head and its loss, beside the gradients, which every loss makes
-TOKENS_PER_WIDTH, CHUNKS = 8, 16  # logits of eight times the weight's size own the peak, a sixteenth of them does not
+TOKENS_PER_WIDTH, CHUNKS = (
+    8,
+    16,
+)  # logits of eight times the weight's size own the peak, a sixteenth of them does not
 
 
 def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
@@ -40,13 +43,17 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
     candidate, flops = _step(case, batch, lambda module: apply(module, chunk_tokens=chunk))
     tolerance = OUTER_BOUND[case.dtype]
     if case.dtype in HALVES:
-        tolerance = max(tolerance, ROUNDING * compare(_in_float32(case, batch, reference), reference).worst)
+        tolerance = max(
+            tolerance, ROUNDING * compare(_in_float32(case, batch, reference), reference).worst
+        )
     same = compare(reference, candidate, tolerance=tolerance)
     hint = ""
     if not same.holds:
         hint = f"{same.describe()}: a term, a divisor or a gradient is missing in some chunk"
     elif flops.total > plain_flops.total:
-        hint = "a product of the head runs again: compute gradients while a chunk's logits are there"
+        hint = (
+            "a product of the head runs again: compute gradients while a chunk's logits are there"
+        )
     elif flops.forward <= plain_flops.forward:
         hint = "forward computes no gradient, so the logits stay whole: is the head's output what the loss takes?"
     more = flops.total - plain_flops.total
@@ -56,7 +63,10 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
 
 def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
     """Peak bytes of the model's head and a loss on it, at so many tokens that the logits own them."""
-    gate, required = "memory-plan/chunked-memory", f"at most {AT_MOST:.0%} of plain, beside the gradients"
+    gate, required = (
+        "memory-plan/chunked-memory",
+        f"at most {AT_MOST:.0%} of plain, beside the gradients",
+    )
     found = _find_head(case)
     if isinstance(found, str):
         return not_applicable(gate, required=required, why=found)
@@ -69,15 +79,21 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
     peaks = []
     with contextlib.nullcontext() if case.device.type == "cuda" else pretended():
         for chunked in (False, True):
-            head = nn.Linear(found.width, found.classes, bias=found.bias, device=case.device, dtype=case.dtype)
+            head = nn.Linear(
+                found.width, found.classes, bias=found.bias, device=case.device, dtype=case.dtype
+            )
             module = nn.Sequential(head)
             if chunked:
                 apply(module, head="0", chunk_tokens=tokens // CHUNKS)
-            hidden = torch.zeros(tokens, found.width, device=case.device, dtype=case.dtype, requires_grad=True)
+            hidden = torch.zeros(
+                tokens, found.width, device=case.device, dtype=case.dtype, requires_grad=True
+            )
             targets = torch.zeros(tokens, device=case.device, dtype=torch.int64)
             peaks.append(measure_memory(module, (hidden, targets), _head_loss).peak_bytes)
     plain, peak = peaks
-    summed = case.dtype.itemsize + (4 if case.dtype in HALVES else 0)  # the weight's, in float32 before it is rounded
+    summed = case.dtype.itemsize + (
+        4 if case.dtype in HALVES else 0
+    )  # the weight's, in float32 before it is rounded
     gradients = tokens * found.width * case.dtype.itemsize + found.width * found.classes * summed
     part = (peak - gradients) / plain
     held = part <= AT_MOST
@@ -140,8 +156,12 @@ def _in_float32(case: Case, batch: Any, reference: StepRecord) -> StepRecord:
     """The reference's loss and gradients from the same weights computed in float32, rounded where they end."""
     module = case.build().float()
     with seeded(case.seed):
-        step = record_step(module, replace(case, dtype=torch.float32).place(batch), case.workload.mean_loss)
-    gradients = {name: None if kept is None else kept.to(case.dtype) for name, kept in step.gradients.items()}
+        step = record_step(
+            module, replace(case, dtype=torch.float32).place(batch), case.workload.mean_loss
+        )
+    gradients = {
+        name: None if kept is None else kept.to(case.dtype) for name, kept in step.gradients.items()
+    }
     return replace(reference, loss=step.loss.to(reference.loss.dtype), gradients=gradients)
 
 

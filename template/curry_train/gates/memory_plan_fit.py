@@ -22,7 +22,10 @@ from ..plan.saved_plan import Plan
 from ..plan.step_lives import record_step
 from ..plan.timeline import timeline_of
 
-PLAIN, IN_TURNS = "plain", "full and regions"  # as it is, and with the blocks recomputed whole and by regions in turns
+PLAIN, IN_TURNS = (
+    "plain",
+    "full and regions",
+)  # as it is, and with the blocks recomputed whole and by regions in turns
 BETWEEN = 0.5  # where the budget stands between the peaks of these two
 CLOSE = 0.02  # on CUDA, where the allocator rounds and libraries take workspaces
 Change = Callable[[nn.Module], object]
@@ -47,10 +50,18 @@ def estimate(case: Case, *, predict: Callable[[Case], Mapping[str, int]] | None 
     predicted = prepared(case).peaks if predict is None else predict(case)
     ways = {PLAIN: None, IN_TURNS: _in_turns(case.blocks)}
     pairs = {way: (peak, measured_peak(case, ways[way])) for way, peak in predicted.items()}
-    wrong = {way: pair for way, pair in pairs.items() if abs(pair[0] - pair[1]) > (CLOSE * pair[1] if cuda else 0)}
+    wrong = {
+        way: pair
+        for way, pair in pairs.items()
+        if abs(pair[0] - pair[1]) > (CLOSE * pair[1] if cuda else 0)
+    }
     told = (wrong or pairs).items()
     measured = "; ".join(f"{way} {ours:,} of {theirs:,}" for way, (ours, theirs) in told)
-    hint = "" if not wrong else "an owner is forgotten, or an operation takes other bytes than its shapes say"
+    hint = (
+        ""
+        if not wrong
+        else "an owner is forgotten, or an operation takes other bytes than its shapes say"
+    )
     return Verdict(gate, not wrong, measured, required, hint)
 
 
@@ -64,7 +75,9 @@ def fits(case: Case, *, make: Callable[[Case], Plan | str] | None = None) -> Ver
     off = abs(peak - plan.peak_bytes)
     held = peak <= plan.budget_bytes and off <= (CLOSE * peak if case.device.type == "cuda" else 0)
     measured = f"peak {peak:,}, predicted {plan.peak_bytes:,}, budget {plan.budget_bytes:,}"
-    hint = "" if held else "the plan is not what runs, or the chain's arithmetic leaves something out"
+    hint = (
+        "" if held else "the plan is not what runs, or the chain's arithmetic leaves something out"
+    )
     return Verdict(gate, held, measured, required, hint)
 
 
@@ -144,7 +157,10 @@ def _planner(case: Case) -> Planner:
 
 def _in_turns(pattern: str | None) -> Change:
     def change(module: nn.Module) -> None:
-        options = {name: Option((FULL, REGIONS)[place % 2]) for place, name in enumerate(find_blocks(module, pattern))}
+        options = {
+            name: Option((FULL, REGIONS)[place % 2])
+            for place, name in enumerate(find_blocks(module, pattern))
+        }
         apply_options(module, options)
 
     return change

@@ -56,8 +56,13 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
 
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """One step with and without: loss, gradients, buffers and generators."""
-    gate, by_block = f"recompute/parity-{strategy}", strategy != "sequential"  # whose runs also free what is between
-    return same_training(gate, case, apply or STRATEGIES[strategy].apply, alone=FULL, by_block=by_block)
+    gate, by_block = (
+        f"recompute/parity-{strategy}",
+        strategy != "sequential",
+    )  # whose runs also free what is between
+    return same_training(
+        gate, case, apply or STRATEGIES[strategy].apply, alone=FULL, by_block=by_block
+    )
 
 
 def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
@@ -65,7 +70,9 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
     loss, batch = case.workload.mean_loss, case.batch()
     plain, module = case.build(), case.build()
     with seeded(0):  # as in what is counted: the layers that a step drops are drawn
-        per_block = forward_flops(find_blocks(plain, case.blocks), lambda: case.workload.loss(plain, batch))
+        per_block = forward_flops(
+            find_blocks(plain, case.blocks), lambda: case.workload.loss(plain, batch)
+        )
     if not sum(per_block.values()):
         why = "the blocks have no matrix product, convolution or attention whose FLOPs could be counted"
         return not_applicable("recompute/flops", required="as predicted", why=why)
@@ -77,8 +84,14 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
     expected = sum(per_block.get(name, 0) for name in names)
     held = names != [] and whole == expected and 0 <= stopped <= whole
     measured = f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop"
-    hint = "" if held else "a block runs less or more than once again: is it wrapped twice, or not in the forward?"
-    return Verdict("recompute/flops", held, measured, "as predicted; with early stop at most that", hint)
+    hint = (
+        ""
+        if held
+        else "a block runs less or more than once again: is it wrapped twice, or not in the forward?"
+    )
+    return Verdict(
+        "recompute/flops", held, measured, "as predicted; with early stop at most that", hint
+    )
 
 
 def off(case: Case, *, apply: Apply = FULL) -> Verdict:
@@ -116,11 +129,15 @@ def profiler(case: Case, *, profiled: Callable[..., Any] = MemoryProfiler) -> Ve
     report = profiled(module).profile(case.batch(), 3, loss=loss, blocks=case.blocks)
     held = measure_memory(module, case.batch(), loss).held_bytes
     blocks = recompute_blocks(module, blocks=case.blocks, preserve_rng_state=False)
-    predicted = held - sum(layer.bytes - layer.boundary_bytes for layer in report.layers if layer.name in blocks)
+    predicted = held - sum(
+        layer.bytes - layer.boundary_bytes for layer in report.layers if layer.name in blocks
+    )
     left = measure_memory(module, case.batch(), loss).held_bytes
     total, exact = sum(layer.bytes for layer in report.layers), case.device.type == "cpu"
     # A block's output may be alive only for the block's own backward: the prediction is on the safe side by that much.
-    slack = max((layer.boundary_bytes for layer in report.layers if layer.name in blocks), default=0)
+    slack = max(
+        (layer.boundary_bytes for layer in report.layers if layer.name in blocks), default=0
+    )
     rounding, most_spread = (0.0, 0.0) if exact else (0.02, 0.1)
     good = report.spread <= most_spread and abs(total - held) <= rounding * held
     good = good and -0.02 * held <= predicted - left <= slack + 0.02 * held

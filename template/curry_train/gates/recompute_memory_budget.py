@@ -33,7 +33,9 @@ MOST_CLASSES = 2
 
 
 def _bounded(module: nn.Module, sample: Sample, budget: float) -> list[str]:
-    from ..primitives.memory_budget import memory_budget  # imports the compiler, which takes seconds
+    from ..primitives.memory_budget import (
+        memory_budget,
+    )  # imports the compiler, which takes seconds
 
     on = {} if sample.batch is None else {"batch": sample.batch, "loss": sample.loss}
     return memory_budget(module, budget, blocks=sample.blocks, backend="aot_eager", **on)
@@ -55,8 +57,17 @@ def parity(case: Case, *, apply: Bounded = _bounded) -> Verdict:
         except CompileFailed as failure:
             return not_applicable(gate, required=required, why=str(failure))
         if not holds_compiled_code(module):
-            return Verdict(gate, False, "nothing compiled", required, "uncompiled blocks have no budget: compile them")
-    whole, plain = compare(*steps, tolerance=inner), _worst(compare(eager, step, tolerance=outer) for step in steps)
+            return Verdict(
+                gate,
+                False,
+                "nothing compiled",
+                required,
+                "uncompiled blocks have no budget: compile them",
+            )
+    whole, plain = (
+        compare(*steps, tolerance=inner),
+        _worst(compare(eager, step, tolerance=outer) for step in steps),
+    )
     hint = ""
     if not whole.holds:
         hint = "what is computed again differs: it draws other random numbers, which memory_budget keeps from happening"
@@ -69,7 +80,10 @@ def parity(case: Case, *, apply: Bounded = _bounded) -> Verdict:
 @warnings_of_the_compiler_ignored()
 def scope(case: Case, *, apply: Bounded = _bounded) -> Verdict:
     """Saved bytes fall with the budget, and a model that somebody else compiles saves what it saved before."""
-    gate, required = "recompute/budget-scope", "fewer bytes with a budget, and as many as before elsewhere"
+    gate, required = (
+        "recompute/budget-scope",
+        "fewer bytes with a budget, and as many as before elsewhere",
+    )
     setting, others, steps, saved = current_budget(), [_others_bytes()], list[int](), list[int]()
     for budget in STEPS:
         small = _small()

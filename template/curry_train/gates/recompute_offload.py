@@ -45,12 +45,17 @@ def moved_bytes(case: Case, *, apply: Apply = OFFLOAD) -> Verdict:
         return not_applicable(gate, required="each storage once", why=str(nothing))
     saved = SavedTensors(plain, names)
     ours, theirs = CopiedBytes(case.device), CopiedBytes(case.device)
-    for model, copied, watched in ((plain, theirs, saved.watch()), (module, ours, contextlib.nullcontext())):
+    for model, copied, watched in (
+        (plain, theirs, saved.watch()),
+        (module, ours, contextlib.nullcontext()),
+    ):
         with untouched(model), seeded(case.seed), watched, copied:
             _ = case.workload.mean_loss(model, batch)
     moved, most, least = ours.nbytes - theirs.nbytes, saved.num_bytes(), saved.num_bytes(sure=True)
     if not most:
-        return not_applicable(gate, required="each storage once", why="the blocks save nothing that is large enough")
+        return not_applicable(
+            gate, required="each storage once", why="the blocks save nothing that is large enough"
+        )
     hint = ""
     if moved > most:
         hint = "a parameter, a buffer, or a storage that had moved already is copied: look storages up, not tensors"
@@ -97,7 +102,11 @@ class SavedTensors:
             if tensor.untyped_storage().nbytes() >= LEAST_BYTES and _address(tensor) not in owned:
                 groups.setdefault(_address(tensor), []).append(tensor)
         sizes = {address: group[0].untyped_storage().nbytes() for address, group in groups.items()}
-        return sum(size for address, size in sizes.items() if not sure or any(map(_is_sure, groups[address])))
+        return sum(
+            size
+            for address, size in sizes.items()
+            if not sure or any(map(_is_sure, groups[address]))
+        )
 
     def _enter(self, *_: Any) -> None:
         self.open.append(saved_tensors_hooks(self._keep, lambda tensor: tensor))
@@ -128,7 +137,11 @@ class CopiedBytes(TorchDispatchMode):
         return out
 
 
-COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+COPIES = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+)
 
 
 def _address(tensor: Tensor) -> int:
@@ -138,6 +151,9 @@ def _address(tensor: Tensor) -> int:
 def _is_sure(tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     makers = [] if base.grad_fn is None else [maker for maker, _ in base.grad_fn.next_functions]
-    if len(makers) == 1 and getattr(getattr(makers[0], "variable", base), "dtype", base.dtype) != base.dtype:
+    if (
+        len(makers) == 1
+        and getattr(getattr(makers[0], "variable", base), "dtype", base.dtype) != base.dtype
+    ):
         return False
     return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()

@@ -33,7 +33,9 @@ from ..plan.strategy import Apply
 from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 
-OVERHEAD = 0.4  # of what torch's own selective checkpointing adds to a step, in calls of Python functions
+OVERHEAD = (
+    0.4  # of what torch's own selective checkpointing adds to a step, in calls of Python functions
+)
 Policies = Callable[..., list[str]]  # of a model, a policy, and the blocks to have it
 
 
@@ -50,7 +52,9 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     plain = case.build()
     per_call, others = _flops_by_call(case)
     if not per_call:
-        return not_applicable(gate, required="as predicted", why="the blocks have no matrix product")
+        return not_applicable(
+            gate, required="as predicted", why="the blocks have no matrix product"
+        )
     before = count_flops(plain, batch, loss)
     every_second = others + sum(sum(flops[1::2]) for flops in per_call)
     found = {}
@@ -60,8 +64,14 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
         with seeded(case.seed), set_checkpoint_early_stop(False), _where_outputs_can_be_kept():
             found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
     held = all(again == expected for again, expected in found.values())
-    measured = "; ".join(f"{policy} {again:,} of {expected:,}" for policy, (again, expected) in found.items())
-    hint = "" if held else "the policy names operations that never run, or counts the second run with the first"
+    measured = "; ".join(
+        f"{policy} {again:,} of {expected:,}" for policy, (again, expected) in found.items()
+    )
+    hint = (
+        ""
+        if held
+        else "the policy names operations that never run, or counts the second run with the first"
+    )
     return Verdict(gate, held, measured, "FLOPs again as predicted from the policy", hint)
 
 
@@ -83,7 +93,9 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
     with _where_outputs_can_be_kept():
         theirs = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
     with _where_outputs_can_be_kept():
-        ours, added = (python_calls(case, changed) for changed in (partial(_apply, apply), torch_sac))
+        ours, added = (
+            python_calls(case, changed) for changed in (partial(_apply, apply), torch_sac)
+        )
     bare = python_calls(case, lambda module, case: None)
     share = (ours - bare) / (added - bare)
     good = held < 1 and again == 0 and 0 < share <= OVERHEAD
@@ -92,8 +104,14 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
         f"holds {held:.0%} (torch's SAC {theirs:.0%}), {again:,} FLOPs again, {share:.2f} of its Python calls; "
         f"{missed / 2**20:.1f} MiB not reached"
     )
-    hint = "" if good else "a product runs again, nothing is freed, or a dispatch mode is on: see report_regions"
-    return Verdict(gate, good, measured, f"under 100%, 0 FLOPs, at most {OVERHEAD} of the calls", hint)
+    hint = (
+        ""
+        if good
+        else "a product runs again, nothing is freed, or a dispatch mode is on: see report_regions"
+    )
+    return Verdict(
+        gate, good, measured, f"under 100%, 0 FLOPs, at most {OVERHEAD} of the calls", hint
+    )
 
 
 def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
@@ -104,7 +122,9 @@ def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     wrong = {
         "matches nothing": ["aten.linear", "aten.scaled_dot_product_attention"],
         "keeps cheap operations alone": _keep_cheap,
-        "MUST_CPU_OFFLOAD": lambda context, operation, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
+        "MUST_CPU_OFFLOAD": lambda context, operation, *args, **kwargs: (
+            CheckpointPolicy.MUST_CPU_OFFLOAD
+        ),
     }
     for name, policy in wrong.items():
         module = case.build()
@@ -183,7 +203,12 @@ def _flops_by_call(case: Case) -> tuple[list[list[int]], int]:
     """Those, and the FLOPs of all calls that are neither products nor attention."""
     module = case.build()
     blocks = find_blocks(module, case.blocks)
-    with untouched(module), seeded(0), RunningLayers(module, blocks) as running, _Products(running) as counted:
+    with (
+        untouched(module),
+        seeded(0),
+        RunningLayers(module, blocks) as running,
+        _Products(running) as counted,
+    ):
         case.workload.mean_loss(module, case.batch())
     return list(counted.flops.values()), counted.others
 

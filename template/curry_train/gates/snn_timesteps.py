@@ -18,7 +18,14 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..core.blocks import NoBlocks
 from ..core.hidden_state import HiddenState, check_step
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
-from ..core.timestep_schedule import Costs, Schedule, best_schedule, measure_costs, peak_bytes, times_again
+from ..core.timestep_schedule import (
+    Costs,
+    Schedule,
+    best_schedule,
+    measure_costs,
+    peak_bytes,
+    times_again,
+)
 from ..core.timesteps import Step, slice_time, steppers, take_step
 from ..core.untouched import seeded, untouched
 from ..core.verdict import Gate, Verdict, not_applicable
@@ -28,7 +35,9 @@ from ..plan.strategies import STRATEGIES
 from ..plan.strategy import Apply
 
 NO_LOOP = "no module steps through time by a method unroll(step, inputs, state), so there is no loop to replace"
-AT_MOST = 0.8  # of the plain peak: where the formula promises less than that, there is nothing to gain
+AT_MOST = (
+    0.8  # of the plain peak: where the formula promises less than that, there is nothing to gain
+)
 ENOUGH_BYTES = 256 * 2**20
 
 
@@ -51,15 +60,22 @@ class Unrolled:
 
 def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
     """The peak, at a batch where activations are what matters, is what boundaries and one chunk of steps come to."""
-    gate, case = "snn-timesteps/memory", replace(case, blocks=None)  # the whole loop, whatever the blocks are
+    gate, case = (
+        "snn-timesteps/memory",
+        replace(case, blocks=None),
+    )  # the whole loop, whatever the blocks are
     if not _has_loop(case):
         return not_applicable(gate, required="the predicted peak", why=NO_LOOP)
     case, plain = _large_enough(case)
     module, allowed = case.build(), plain.peak_bytes
     for loop in _loops(case):
         costs = loop.costs()
-        allowed += peak_bytes(loop.schedule(costs, 1), costs) - len(loop.timesteps) * costs.step_bytes
-        allowed += costs.step_bytes + costs.boundary_bytes  # a step in the making, and the gradient of the state
+        allowed += (
+            peak_bytes(loop.schedule(costs, 1), costs) - len(loop.timesteps) * costs.step_bytes
+        )
+        allowed += (
+            costs.step_bytes + costs.boundary_bytes
+        )  # a step in the making, and the gradient of the state
     allowed += sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     if case.device.type != "cpu":
         allowed += plain.peak_bytes // 20  # an allocator rounds up, and the formula counts bytes
@@ -73,7 +89,11 @@ def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
         loss(module, batch)  # the first call measures
     found = measure_memory(module, batch, loss)
     held = found.peak_bytes <= allowed
-    hint = "" if held else "the chunks are of another size, or something is held for each timestep: outputs?"
+    hint = (
+        ""
+        if held
+        else "the chunks are of another size, or something is held for each timestep: outputs?"
+    )
     measured = f"peak {found.peak_bytes / plain.peak_bytes:.0%} of plain, batch {case.batch_size}"
     return Verdict(gate, held, measured, required, hint)
 
@@ -84,9 +104,17 @@ def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     if not _has_loop(case):
         return not_applicable(gate, required="bit-equal", why=NO_LOOP)
     try:
-        found = same_training(gate, case, apply or STRATEGIES[strategy].apply, alone=lambda model, sample: [])
+        found = same_training(
+            gate, case, apply or STRATEGIES[strategy].apply, alone=lambda model, sample: []
+        )
     except NoBlocks:  # asked for only where something differs, to look for the block to blame
-        return Verdict(gate, False, "differs", "bit-equal", "what is computed again is not what was computed first")
+        return Verdict(
+            gate,
+            False,
+            "differs",
+            "bit-equal",
+            "what is computed again is not what was computed first",
+        )
     return replace(found, hint=found.hint.removesuffix("; or leave it out with --blocks"))
 
 
@@ -114,7 +142,11 @@ def flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     stopped = recompute_flops(plain, count_flops(module, batch, loss))
     held = whole == expected and 0 <= stopped <= whole <= levels * plain.forward
     measured = f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop"
-    hint = "" if held else "timesteps run less or more often than once for each level: is the chunk size another one?"
+    hint = (
+        ""
+        if held
+        else "timesteps run less or more often than once for each level: is the chunk size another one?"
+    )
     return Verdict(gate, held, measured, required, hint)
 
 
@@ -128,13 +160,19 @@ class Planted(nn.Module):
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
         output, state = take_step(self.step, x, state)
-        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        first = next(
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        )
         self.potential = 0.5 * self.potential + first
         fires = (self.potential > 1e3).to(first.dtype)  # not in the steps that are tried
         return tree_map(lambda leaf: leaf + fires if leaf is first else leaf, output), state
 
 
-def hidden_state(case: Case, *, check: Callable[[Step, Sequence[Any], Any], Any] = check_step) -> Verdict:
+def hidden_state(
+    case: Case, *, check: Callable[[Step, Sequence[Any], Any], Any] = check_step
+) -> Verdict:
     """A state that is planted inside a step is found and named, and the step as it is has none."""
     gate, required = "snn-timesteps/hidden-state", "planted: potential; own step: none"
     if not _has_loop(case):
@@ -147,11 +185,17 @@ def hidden_state(case: Case, *, check: Callable[[Step, Sequence[Any], Any], Any]
         if own != "none":
             hints.append(why)
         elif planted != "potential":
-            hints.append("what is planted is not found: chunks of such a module would get wrong gradients, silently")
-    return Verdict(gate, not hints, " / ".join(dict.fromkeys(said)), required, "; ".join(dict.fromkeys(hints)))
+            hints.append(
+                "what is planted is not found: chunks of such a module would get wrong gradients, silently"
+            )
+    return Verdict(
+        gate, not hints, " / ".join(dict.fromkeys(said)), required, "; ".join(dict.fromkeys(hints))
+    )
 
 
-def _found(check: Callable[[Step, Sequence[Any], Any], Any], step: Step, loop: Unrolled) -> tuple[str, str]:
+def _found(
+    check: Callable[[Step, Sequence[Any], Any], Any], step: Step, loop: Unrolled
+) -> tuple[str, str]:
     try:
         check(step, loop.timesteps, loop.state)
     except HiddenState as error:
@@ -183,9 +227,15 @@ def _loops(case: Case) -> list[Unrolled]:
     for name, stepper in steppers(module).items():
         plain = stepper.unroll
 
-        def unroll(step: Step, inputs: Any, state: Any, name: str = name, run: Any = plain, **kept: Any) -> Any:
-            given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (inputs, state))
-            found.append(Unrolled(name, step, slice_time(given[0], kept.get("time_dim", 0)), given[1]))
+        def unroll(
+            step: Step, inputs: Any, state: Any, name: str = name, run: Any = plain, **kept: Any
+        ) -> Any:
+            given = tree_map(
+                lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (inputs, state)
+            )
+            found.append(
+                Unrolled(name, step, slice_time(given[0], kept.get("time_dim", 0)), given[1])
+            )
             return run(step, inputs, state, **kept)
 
         stepper.unroll = unroll  # type: ignore[assignment]
@@ -211,4 +261,6 @@ def _large_enough(case: Case) -> tuple[Case, Memory]:
         plain = measure_memory(module, case.batch(), case.workload.mean_loss)
         if plain.held_bytes >= (wanted := min(8 * parameters, ENOUGH_BYTES)):
             return case, plain
-        case = replace(case, batch_size=case.batch_size * max(2, wanted // max(1, plain.held_bytes)))
+        case = replace(
+            case, batch_size=case.batch_size * max(2, wanted // max(1, plain.held_bytes))
+        )

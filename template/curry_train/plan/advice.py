@@ -13,7 +13,14 @@ from .chain_of_blocks import Chain
 from .saved_plan import Candidate
 from .sharding import Sharding
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RANKS = (2, 4, 8, 16, 32, 64)
 
@@ -50,7 +57,11 @@ def _dropout(layer: nn.Module) -> float:
 
 
 def why_nothing_fits(
-    least: Candidate, chain: Chain, sharding: Sharding, budget_bytes: int, not_tried: Sequence[tuple[str, int]] = ()
+    least: Candidate,
+    chain: Chain,
+    sharding: Sharding,
+    budget_bytes: int,
+    not_tried: Sequence[tuple[str, int]] = (),
 ) -> str:
     """The least peak, who owns it, and the levers that are left, each with its figure; at most 80 columns."""
     over = format_bytes(least.peak_bytes - budget_bytes)
@@ -65,7 +76,11 @@ def why_nothing_fits(
 
 
 def _levers(
-    least: Candidate, chain: Chain, sharding: Sharding, budget_bytes: int, not_tried: Sequence[tuple[str, int]]
+    least: Candidate,
+    chain: Chain,
+    sharding: Sharding,
+    budget_bytes: int,
+    not_tried: Sequence[tuple[str, int]],
 ) -> Iterator[str]:
     def told(peak: int) -> str:
         return f"a peak of {format_bytes(peak)}" + (", which fits" if peak <= budget_bytes else "")
@@ -75,13 +90,20 @@ def _levers(
     yield (
         f"before the activations there are {format_bytes(there)}: parameters and optimizer state"
         + (", and gradients of the microsteps before" if accumulated else "")
-        + (", more than the budget, so that no choice for activations helps" if there > budget_bytes else "")
+        + (
+            ", more than the budget, so that no choice for activations helps"
+            if there > budget_bytes
+            else ""
+        )
     )
     for lever, peak in not_tried:
         yield f"{lever}: {told(peak)}"
     alone = least.peak_bytes - sharding.extra_bytes(step, accumulated=accumulated)
     more = [ranks for ranks in RANKS if ranks > sharding.ranks]
-    peaks = {ranks: alone + Sharding("fsdp2", ranks).extra_bytes(step, accumulated=accumulated) for ranks in more}
+    peaks = {
+        ranks: alone + Sharding("fsdp2", ranks).extra_bytes(step, accumulated=accumulated)
+        for ranks in more
+    }
     enough = [ranks for ranks, peak in peaks.items() if peak <= budget_bytes]
     if ranks := (enough or more[-1:]):
         yield f"FSDP2 on {ranks[0]} ranks: {told(peaks[ranks[0]])}"

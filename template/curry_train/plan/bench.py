@@ -22,7 +22,16 @@ from ..core.turns import Clock, time_in_turns
 from ..core.untouched import seeded
 from ..core.workload import Case, Workload, WorkloadError
 from ..primitives.grad_accum import NonFiniteWindow, WindowResult
-from .bench_report import FAILED, MEASURED, REFUSED, TOO_LARGE, Bench, Figures, complete, timing_notes
+from .bench_report import (
+    FAILED,
+    MEASURED,
+    REFUSED,
+    TOO_LARGE,
+    Bench,
+    Figures,
+    complete,
+    timing_notes,
+)
 from .levers import PLAIN, Lever
 from .peak_rate import peak_rate
 from .training_step import TrainingStep
@@ -48,14 +57,21 @@ def measure_levers(
     error. `peak` in FLOP/s, or "measured", is what utilisation is a part of; by the device's name if left out.
     """
     if rounds < 1 or warmup < 0:
-        raise ValueError(f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}")
+        raise ValueError(
+            f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
+        )
     with seeded(case.seed), Machine(case.device) as machine:
         run = _Run(case, optimizer, peak, tell)
         rows = [run.prepare(PLAIN, case)]
         if rows[0].outcome != MEASURED:
-            raise WorkloadError(f"{case.workload.name}, batch size {case.batch_size}: a plain step {rows[0].why}")
+            raise WorkloadError(
+                f"{case.workload.name}, batch size {case.batch_size}: a plain step {rows[0].why}"
+            )
         rows += [run.prepare(lever, case) for lever in levers]
-        rows += [run.prepare(replace(PLAIN, name=_name(other)), replace(case, workload=other)) for other in against]
+        rows += [
+            run.prepare(replace(PLAIN, name=_name(other)), replace(case, workload=other))
+            for other in against
+        ]
         run.time(rows, rounds=rounds, warmup=warmup, clock=clock)
     plain = run.steps[0]
     return Bench(
@@ -100,13 +116,17 @@ class _Run:
             row.peak_bytes = step.peak_bytes()
             if lever.is_plain:
                 self.model_flops = row.executed_flops
-            row.model_flops = self.model_flops  # what a lever computes again is no work of the model's
+            row.model_flops = (
+                self.model_flops
+            )  # what a lever computes again is no work of the model's
             rate = peak_rate(case.device, step.dtype_of_products, given=self.peak)
             row.peak_flops_per_second, row.peak_source = rate.flops_per_second, rate.source
             if lever.changes and not step.changed:
                 row.notes.append("changes nothing here: the steps are plain's")
             if row.peak_bytes is None:
-                row.notes.append("no peak: compiled code that accumulates can't be followed on the CPU")
+                row.notes.append(
+                    "no peak: compiled code that accumulates can't be followed on the CPU"
+                )
         except WorkloadError:
             raise
         except (ValueError, NonFiniteWindow) as error:
@@ -125,7 +145,13 @@ class _Run:
             self.tell(f"{rows[alive[way]].name}: {which}")
 
         seconds = time_in_turns(
-            ways, rounds=rounds, warmup=warmup, clock=clock, wait=self.steps[0].wait, before=self._between, tell=tell
+            ways,
+            rounds=rounds,
+            warmup=warmup,
+            clock=clock,
+            wait=self.steps[0].wait,
+            before=self._between,
+            tell=tell,
         )
         for index, taken in zip(alive, seconds, strict=True):
             if rows[index].outcome == MEASURED:
@@ -183,6 +209,9 @@ class _Run:
 
 def _told(error: RuntimeError, case: Case) -> tuple[str, str]:
     if is_out_of_memory(error):
-        return TOO_LARGE, f"does not fit: {case.batch_size} samples, in the memory that {case.device} has left"
+        return (
+            TOO_LARGE,
+            f"does not fit: {case.batch_size} samples, in the memory that {case.device} has left",
+        )
     lines = str(error).strip().splitlines() or [""]
     return FAILED, f"raised {type(error).__name__}: {lines[0]}"

@@ -83,7 +83,9 @@ class Bench:
         return {**vars(self), "rows": [row.to_json() for row in self.rows]}
 
 
-def complete(row: Figures, plain: Figures, *, same_model: bool, precision: torch.dtype | None) -> None:
+def complete(
+    row: Figures, plain: Figures, *, same_model: bool, precision: torch.dtype | None
+) -> None:
     """Fill in what follows from a row's seconds, FLOPs and bytes, and say what they must not be taken for. `precision`
     is that of all steps that are to have plain's loss, None for a step whose own precision differs."""
     if row.step is None:
@@ -96,7 +98,9 @@ def complete(row: Figures, plain: Figures, *, same_model: bool, precision: torch
         if row.executed_flops is not None:
             row.hfu = row.executed_flops / row.step.median / row.peak_flops_per_second
     if max(row.mfu or 0.0, row.hfu or 0.0) > 1:
-        row.notes.append(f"above the peak ({row.peak_source}): that is not the peak of what ran; give --peak")
+        row.notes.append(
+            f"above the peak ({row.peak_source}): that is not the peak of what ran; give --peak"
+        )
     if row is not plain and same_model and precision is not None:
         row.notes += _training_notes(row, plain, OTHER_LOSS[precision])
 
@@ -115,7 +119,9 @@ def timing_notes(rows: Sequence[Figures]) -> list[str]:
     drift = statistics.median(drift_of(row.seconds) for row in timed)
     if abs(drift - 1) > DRIFTED:
         why = "more --warmup" if drift < 1 else "heat"
-        said.append(f"the last rounds took {drift:.2f} of the first ones' time: {why}, or others on the machine")
+        said.append(
+            f"the last rounds took {drift:.2f} of the first ones' time: {why}, or others on the machine"
+        )
     return said
 
 

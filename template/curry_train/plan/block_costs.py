@@ -42,7 +42,9 @@ class Measured:
 
     def seconds(self, option: Option, profile: DeviceProfile, dtype: str) -> float:
         extra = {SAC: profile.sac_seconds, REGIONS: profile.regions_seconds}.get(option.kind, 0.0)
-        times = profile.operation_seconds(self.flops, self.moved, dtype=dtype, extra_seconds=extra * self.again)
+        times = profile.operation_seconds(
+            self.flops, self.moved, dtype=dtype, extra_seconds=extra * self.again
+        )
         return float(times[self.moved > 0].sum())
 
 
@@ -53,7 +55,9 @@ class BlockLives(LiveStorages):
         super().__init__()
         self.costs: list[tuple[int, int, bool]] = []
         self.forward = True
-        self.calls: list[tuple[str, int, int]] = []  # family, bytes and FLOPs of each expensive call of the forward
+        self.calls: list[
+            tuple[str, int, int]
+        ] = []  # family, bytes and FLOPs of each expensive call of the forward
         self.again: str | None = None  # the module that runs, of those that are to be run once more
         self.remembered: set[int] = set()  # storages of its buffers
 
@@ -67,9 +71,15 @@ class BlockLives(LiveStorages):
         self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
         family = operations.family_of(func) if isinstance(func, operations.Operation) else None
         if self.forward and family:
-            made = sum(value.untyped_storage().nbytes() for value in tree_iter(out) if isinstance(value, Tensor))
+            made = sum(
+                value.untyped_storage().nbytes()
+                for value in tree_iter(out)
+                if isinstance(value, Tensor)
+            )
             again = operation_flops(func, args, kwargs or {}, out)
-            drawn = operations.draws(func, args, kwargs or {})  # and so is never kept: nothing is gained by keeping it
+            drawn = operations.draws(
+                func, args, kwargs or {}
+            )  # and so is never kept: nothing is gained by keeping it
             self.calls.append((family, 0, 0) if drawn else (family, made, again))
         return out
 
@@ -87,9 +97,14 @@ class BlockLives(LiveStorages):
 
     def _check_again(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if operations.draws(func, args, kwargs):
-            raise ValueError(f"{self.again} draws random numbers, and would draw others the second time")
+            raise ValueError(
+                f"{self.again} draws random numbers, and would draw others the second time"
+            )
         written = [args[0]] if args and operations.writes_in_place(func) else []
-        if any(isinstance(value, Tensor) and value.untyped_storage()._cdata in self.remembered for value in written):
+        if any(
+            isinstance(value, Tensor) and value.untyped_storage()._cdata in self.remembered
+            for value in written
+        ):
             raise ValueError(f"{self.again} changes a buffer, and would change it a second time")
 
 
@@ -109,7 +124,10 @@ class BlockKind:
 
     def run(self, option: Option) -> tuple[Measured, list[tuple[str, int, int]]]:
         """Forward and backward of the block, which is left as it was; and the expensive calls of its forward."""
-        holder, trained = nn.ModuleList([self.block]), [p for p in self.block.parameters() if p.requires_grad]
+        holder, trained = (
+            nn.ModuleList([self.block]),
+            [p for p in self.block.parameters() if p.requires_grad],
+        )
         for parameter in trained:
             parameter.grad = None
         leaves, handles = tree_map(_leaf, (self.args, self.kwargs)), list[Any]()
@@ -122,9 +140,16 @@ class BlockKind:
                         handles += lives.watch(path, self.block.get_submodule(path))
                     args, kwargs = tree_map(_passed_on, leaves)
                     output = holder[0](*args, **kwargs)
-                    del args, kwargs  # what goes in counts if it is kept, what comes out if it is kept for its own sake
-                    outputs = [tensor.clone() for tensor in tensors_in(output) if tensor.requires_grad]
-                    made = {life for tensor in tensors_in(output) for life in lives.lives_of(tensor)}
+                    del (
+                        args,
+                        kwargs,
+                    )  # what goes in counts if it is kept, what comes out if it is kept for its own sake
+                    outputs = [
+                        tensor.clone() for tensor in tensors_in(output) if tensor.requires_grad
+                    ]
+                    made = {
+                        life for tensor in tensors_in(output) for life in lives.lives_of(tensor)
+                    }
                     del output
                     beside = sum(tensor.nbytes for tensor in outputs)
                     # What comes out and stays is what the next block keeps as its input, and counted there.
@@ -132,16 +157,22 @@ class BlockKind:
                     held = lives.bytes_alive - beside - passed_on
                     lives.forward, lives.bytes_peak = False, lives.bytes_alive
                     if outputs:
-                        torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
+                        torch.autograd.backward(
+                            outputs, [torch.empty_like(tensor) for tensor in outputs]
+                        )
         finally:
             for handle in handles:
                 handle.remove()
             remove_options(holder)
             for parameter in trained:
                 parameter.grad = None
-        flops, moved, again = (numpy.array(column, dtype=numpy.float64) for column in zip(*lives.costs, strict=True))
+        flops, moved, again = (
+            numpy.array(column, dtype=numpy.float64) for column in zip(*lives.costs, strict=True)
+        )
         away = drop.bytes_away
-        return Measured(held, lives.bytes_peak - beside - held, flops, moved, again, away), lives.calls
+        return Measured(
+            held, lives.bytes_peak - beside - held, flops, moved, again, away
+        ), lives.calls
 
 
 class Drop:
@@ -149,7 +180,9 @@ class Drop:
 
     def __init__(self) -> None:
         self.bytes_away = 0
-        self.known: dict[int, weakref.ref[Any]] = {}  # a storage that is gone leaves its address to others
+        self.known: dict[
+            int, weakref.ref[Any]
+        ] = {}  # a storage that is gone leaves its address to others
         self.changed: list[nn.Module] = []
 
     def __call__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -200,4 +233,6 @@ def _passed_on(value: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return (
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    )

@@ -26,7 +26,9 @@ class Step(NamedTuple):
     cost: float
 
 
-def price_menus(menus: Sequence[Sequence[Step]], known: float) -> tuple[list[int] | None, list[list[Step]]]:
+def price_menus(
+    menus: Sequence[Sequence[Step]], known: float
+) -> tuple[list[int] | None, list[list[Step]]]:
     """Choices that a price for each byte leads to, None if none fit, and the menus without what is in no better plan.
 
     With a price for the bytes held at the end, and no other limit, each block chooses alone: that costs at most what
@@ -34,9 +36,13 @@ def price_menus(menus: Sequence[Sequence[Step]], known: float) -> tuple[list[int
     here, can be left out. A menu is empty where no plan is better.
     """
     widest = max(len(steps) for steps in menus)
-    costs = numpy.array([[s.cost for s in steps] + [math.inf] * (widest - len(steps)) for steps in menus])
+    costs = numpy.array(
+        [[s.cost for s in steps] + [math.inf] * (widest - len(steps)) for steps in menus]
+    )
     extras, most = (
-        numpy.array([[step[column] for step in steps] + [0] * (widest - len(steps)) for steps in menus])
+        numpy.array(
+            [[step[column] for step in steps] + [0] * (widest - len(steps)) for steps in menus]
+        )
         for column in (1, 2)
     )
     rows, room = numpy.arange(len(menus)), max(step.most for step in menus[-1])
@@ -58,10 +64,15 @@ def price_menus(menus: Sequence[Sequence[Step]], known: float) -> tuple[list[int
                 low, rich = middle, picks
     if poor is None:
         return None, [list(steps) for steps in menus]
-    first, last = 0, len(menus)  # equal blocks change their minds at the same price: let only the last ones do so
+    first, last = (
+        0,
+        len(menus),
+    )  # equal blocks change their minds at the same price: let only the last ones do so
     while first < last:
         middle = (first + last) // 2
-        first, last = (first, middle) if fit(numpy.where(rows < middle, poor, rich)) else (middle + 1, last)
+        first, last = (
+            (first, middle) if fit(numpy.where(rows < middle, poor, rich)) else (middle + 1, last)
+        )
     picks = numpy.where(rows < last, poor, rich)
     known = min(known, float(costs[rows, picks].sum()))
     priced = costs + price * extras
@@ -69,7 +80,9 @@ def price_menus(menus: Sequence[Sequence[Step]], known: float) -> tuple[list[int
     gap = known - (float(least.sum()) - price * room)
     kept = priced - least <= gap + 1e-9 * (abs(known) + price * room)  # rounding leaves nothing out
     chosen = [steps[pick].place for steps, pick in zip(menus, picks, strict=True)]
-    return chosen, [list(compress(steps, row)) for steps, row in zip(menus, kept.tolist(), strict=True)]
+    return chosen, [
+        list(compress(steps, row)) for steps, row in zip(menus, kept.tolist(), strict=True)
+    ]
 
 
 def walk_menus(menus: Sequence[Sequence[Step]], quantum: int) -> list[int] | None:
@@ -90,15 +103,23 @@ def walk_menus(menus: Sequence[Sequence[Step]], quantum: int) -> list[int] | Non
     return chosen[::-1]
 
 
-def _advance(costs: Floats, rests: Integers, steps: Sequence[Step], quantum: int) -> tuple[Floats, Integers, Integers]:
+def _advance(
+    costs: Floats, rests: Integers, steps: Sequence[Step], quantum: int
+) -> tuple[Floats, Integers, Integers]:
     """One block further: for each quantum held the least cost, the bytes beyond whole quanta, and the step taken.
 
     The costs and rests of the block before come in. Where nothing leads to a quantum the cost is infinite.
     """
     num_levels = max(step.most for step in steps) // quantum + 1
-    reached = numpy.full(num_levels + 2, numpy.inf)  # one more at either end, so that every window is whole
-    ways = numpy.zeros(num_levels + 2, dtype=numpy.int64)  # twice the step, and one where its rest made a quantum full
-    extras, most = (numpy.array(column, dtype=numpy.int64) for column in list(zip(*steps, strict=True))[1:3])
+    reached = numpy.full(
+        num_levels + 2, numpy.inf
+    )  # one more at either end, so that every window is whole
+    ways = numpy.zeros(
+        num_levels + 2, dtype=numpy.int64
+    )  # twice the step, and one where its rest made a quantum full
+    extras, most = (
+        numpy.array(column, dtype=numpy.int64) for column in list(zip(*steps, strict=True))[1:3]
+    )
     held = numpy.arange(len(costs)) * quantum + rests
     firsts = numpy.searchsorted(held, -extras).tolist()
     ends = numpy.searchsorted(held, most - extras, side="right").tolist()
@@ -114,12 +135,18 @@ def _advance(costs: Floats, rests: Integers, steps: Sequence[Step], quantum: int
     picks, carries = ways >> 1, ways & 1
     wholes, parts = numpy.divmod(extras[picks], quantum)
     origins = numpy.where(numpy.isfinite(reached), numpy.arange(num_levels) - wholes - carries, 0)
-    return reached, numpy.where(numpy.isfinite(reached), rests[origins] + parts - carries * quantum, 0), picks
+    return (
+        reached,
+        numpy.where(numpy.isfinite(reached), rests[origins] + parts - carries * quantum, 0),
+        picks,
+    )
 
 
 def unbeaten(rows: Sequence[tuple[float, int, int]]) -> list[int]:
     """Indices of the rows that no other is at most as large as in every column; of equal rows the first."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     first, second = (numpy.array([rows[index][column] for index in order]) for column in (1, 2))
-    beaten = numpy.any(numpy.triu((first[:, None] <= first) & (second[:, None] <= second), 1), axis=0)
+    beaten = numpy.any(
+        numpy.triu((first[:, None] <= first) & (second[:, None] <= second), 1), axis=0
+    )
     return [order[position] for position in numpy.flatnonzero(~beaten)]

@@ -55,14 +55,22 @@ class Chain:
         """`accumulated`: all gradients are there from the microsteps before. `less` is known to be there less than the
         chain says, for each sample: by block, and `HEAD`."""
         menus = {name: self._menu(name) for name in self.names}
-        plain, least = self.plain_seconds(microbatch), self._line(microbatch, lambda step: step.step)
+        plain, least = (
+            self.plain_seconds(microbatch),
+            self._line(microbatch, lambda step: step.step),
+        )
         if not menus:
             peak = self._line(microbatch, lambda step: step.peak_bytes)
             return Solved({}, peak, plain)
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
-        solved = solve(stages, budget_bytes, head_bytes=head) if budget_bytes >= max(1, least) else None
+        solved = (
+            solve(stages, budget_bytes, head_bytes=head) if budget_bytes >= max(1, least) else None
+        )
         found = solved or least_peak(stages, head_bytes=head)
-        options = {name: menu[index][0] for (name, menu), index in zip(menus.items(), found.chosen, strict=True)}
+        options = {
+            name: menu[index][0]
+            for (name, menu), index in zip(menus.items(), found.chosen, strict=True)
+        }
         return Solved(options, max(found.peak_bytes, least), plain + found.cost)
 
     def least(self, microbatch: int, *, accumulated: bool) -> tuple[dict[str, Option], int]:
@@ -70,22 +78,37 @@ class Chain:
         the same however fast the device is."""
         menus = {name: self._menu(name) for name in self.names}
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less={})
-        held = [replace(each, choices=tuple(replace(c, cost=c.held_bytes) for c in each.choices)) for each in stages]
+        held = [
+            replace(each, choices=tuple(replace(c, cost=c.held_bytes) for c in each.choices))
+            for each in stages
+        ]
         if not held:
             return {}, self._line(microbatch, lambda step: step.peak_bytes)
         found = least_peak(held, head_bytes=head)
-        options = {name: menu[index][0] for (name, menu), index in zip(menus.items(), found.chosen, strict=True)}
+        options = {
+            name: menu[index][0]
+            for (name, menu), index in zip(menus.items(), found.chosen, strict=True)
+        }
         return options, max(found.peak_bytes, self._line(microbatch, lambda step: step.step))
 
     def moments(
-        self, microbatch: int, options: Mapping[str, Option], *, accumulated: bool, less: Mapping[str, float]
+        self,
+        microbatch: int,
+        options: Mapping[str, Option],
+        *,
+        accumulated: bool,
+        less: Mapping[str, float],
     ) -> dict[str, int]:
         """What the chain says of these options while each block is in backward, and before that."""
         menus = {name: self._menu(name) for name in self.names}
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
         held, found = 0, {}
         for (name, menu), stage in zip(menus.items(), stages, strict=True):
-            choice = next(c for c, (option, _) in zip(stage.choices, menu, strict=True) if option == options[name])
+            choice = next(
+                c
+                for c, (option, _) in zip(stage.choices, menu, strict=True)
+                if option == options[name]
+            )
             held += choice.held_bytes
             found[name] = held + choice.transient_bytes + stage.standing_bytes
         return found | {HEAD: held + head}
@@ -102,7 +125,11 @@ class Chain:
         for name in self.names:
             menu = self._menu(name)
             choices = self._choices(menu, microbatch, self.steps[0].blocks[name].calls)
-            total += next(c.cost for c, (option, _) in zip(choices, menu, strict=True) if option == options[name])
+            total += next(
+                c.cost
+                for c, (option, _) in zip(choices, menu, strict=True)
+                if option == options[name]
+            )
         return total
 
     def offers(self, option: Option) -> bool:
@@ -113,7 +140,12 @@ class Chain:
         return next(menu for names, menu in self.kinds if name in names)
 
     def _stages(
-        self, menus: Mapping[str, Menu], microbatch: int, *, accumulated: bool, less: Mapping[str, float]
+        self,
+        menus: Mapping[str, Menu],
+        microbatch: int,
+        *,
+        accumulated: bool,
+        less: Mapping[str, float],
     ) -> tuple[list[Stage], int]:
         """The blocks as the solver takes them, and the bytes of the head."""
         first = self.steps[0]
@@ -128,14 +160,19 @@ class Chain:
             there = first.gradients - block.gradients if accumulated else gradients[name]
             if (key := (id(menu[0]), block.calls)) not in known:
                 known[key] = self._choices(menu, microbatch, block.calls)
-            stages.append(Stage(known[key], max(0, standing + there - round(microbatch * less.get(name, 0)))))
-        head = self._line(microbatch, lambda step: step.fixed + step.head) + (first.gradients if accumulated else 0)
+            stages.append(
+                Stage(known[key], max(0, standing + there - round(microbatch * less.get(name, 0))))
+            )
+        head = self._line(microbatch, lambda step: step.fixed + step.head) + (
+            first.gradients if accumulated else 0
+        )
         return stages, max(0, head - round(microbatch * less.get(HEAD, 0)))
 
     def plain_seconds(self, microbatch: int) -> float:
         """Forward and backward as they are."""
         flops, moved = (
-            self._lines(microbatch, [getattr(step, name) for step in self.steps]) for name in ("flops", "moved")
+            self._lines(microbatch, [getattr(step, name) for step in self.steps])
+            for name in ("flops", "moved")
         )
         times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
         return float(times[moved > 0].sum())
@@ -152,29 +189,48 @@ class Chain:
     def fixed_with(self, optimizer: str) -> int:
         """Parameters, buffers, batch and state with another optimizer."""
         module = self.sketch.build()
-        other, trained = make_optimizer(optimizer, module), [p for p in module.parameters() if p.requires_grad]
+        other, trained = (
+            make_optimizer(optimizer, module),
+            [p for p in module.parameters() if p.requires_grad],
+        )
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         other.step()
-        state = sum(t.nbytes for kept in other.state.values() for t in kept.values() if isinstance(t, torch.Tensor))
+        state = sum(
+            t.nbytes
+            for kept in other.state.values()
+            for t in kept.values()
+            if isinstance(t, torch.Tensor)
+        )
         step = self.steps[0]
-        return state + step.timeline.owners["parameters"][0] + step.timeline.owners["buffers and batch"][0]
+        return (
+            state
+            + step.timeline.owners["parameters"][0]
+            + step.timeline.owners["buffers and batch"][0]
+        )
 
     def _choices(self, menu: Menu, microbatch: int, calls: int) -> tuple[Choice, ...]:
-        plain = next(self._seconds(option, measured, microbatch) for option, measured in menu if option.kind == NONE)
+        plain = next(
+            self._seconds(option, measured, microbatch)
+            for option, measured in menu
+            if option.kind == NONE
+        )
         return tuple(
             Choice(
                 str(option),
                 calls * self._line_of(microbatch, [m.held for m in measured]),
                 self._line_of(microbatch, [m.transient for m in measured]),
-                max(0.0, calls * (self._seconds(option, measured, microbatch) - plain)) if option.kind != NONE else 0.0,
+                max(0.0, calls * (self._seconds(option, measured, microbatch) - plain))
+                if option.kind != NONE
+                else 0.0,
             )
             for option, measured in menu
         )
 
     def _seconds(self, option: Option, measured: tuple[Measured, ...], microbatch: int) -> float:
         flops, moved, again = (
-            self._lines(microbatch, [getattr(m, name) for m in measured]) for name in ("flops", "moved", "again")
+            self._lines(microbatch, [getattr(m, name) for m in measured])
+            for name in ("flops", "moved", "again")
         )
         seconds = Measured(0, 0, flops, moved, again).seconds(option, self.profile, self._dtype)
         link = self.profile.host_bytes_per_second
@@ -199,7 +255,9 @@ class Chain:
         first, second = figures
         if len(first) != len(second):  # another number of operations: in proportion
             return second * (microbatch / SIZES[1])
-        return numpy.maximum(0.0, first + (second - first) * ((microbatch - SIZES[0]) / (SIZES[1] - SIZES[0])))
+        return numpy.maximum(
+            0.0, first + (second - first) * ((microbatch - SIZES[0]) / (SIZES[1] - SIZES[0]))
+        )
 
 
 def measure_chain(
@@ -229,9 +287,13 @@ def measure_chain(
         steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk))
         for name, use in primitives.chunked_loss_report(changed[-1]).items() if changed else ():
             if not use.num_chunked:
-                raise ValueError(f"the loss of {name} does not run in chunks ({use}): leave the loss whole")
+                raise ValueError(
+                    f"the loss of {name} does not run in chunks ({use}): leave the loss whole"
+                )
     if like is not None:
         return Chain(sketch, profile, tuple(steps), like.kinds, like.left_out, chunk_tokens)
     offload = profile.host_bytes_per_second is not None and sketch.why_real is None
-    kinds, left_out = measure_menus(sketch, steps, offload=offload, without=without, also=also, tell=tell)
+    kinds, left_out = measure_menus(
+        sketch, steps, offload=offload, without=without, also=also, tell=tell
+    )
     return Chain(sketch, profile, tuple(steps), kinds, left_out, chunk_tokens)

@@ -33,7 +33,9 @@ LINK_EFFICIENCY = 0.8
 # take as much less as they make fewer Python calls: 2,866 a step against 23,690, and 370 without either.
 SAC_SECONDS = 26e-6
 REGIONS_SECONDS = SAC_SECONDS * (2866 - 370) / (23690 - 370)
-GPU_DISPATCH_SECONDS = 6e-6  # typical of a launch from Python in eager mode with autograd; not yet measured on CUDA
+GPU_DISPATCH_SECONDS = (
+    6e-6  # typical of a launch from Python in eager mode with autograd; not yet measured on CUDA
+)
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,22 @@ class DeviceProfile:
                 f"flops_per_second of the profile {self.name!r} must be a mapping of at least float32 to a rate, got "
                 f"{self.flops_per_second!r}"
             )
-        rates = {f"flops_per_second of {dtype}": rate for dtype, rate in self.flops_per_second.items()}
-        rates |= {"bytes_per_second": self.bytes_per_second, "dispatch_seconds": self.dispatch_seconds}
+        rates = {
+            f"flops_per_second of {dtype}": rate for dtype, rate in self.flops_per_second.items()
+        }
+        rates |= {
+            "bytes_per_second": self.bytes_per_second,
+            "dispatch_seconds": self.dispatch_seconds,
+        }
         if self.host_bytes_per_second is not None:
             rates["host_bytes_per_second"] = self.host_bytes_per_second
         if self.memory_bytes is not None:
             rates["memory_bytes"] = self.memory_bytes
         for what, value in rates.items():
             if not _is_number(value) or value <= 0:
-                raise ValueError(f"{what} of the profile {self.name!r} must be a number above 0, got {value!r}")
+                raise ValueError(
+                    f"{what} of the profile {self.name!r} must be a number above 0, got {value!r}"
+                )
         for what in ("sac_seconds", "regions_seconds"):
             if not _is_number(getattr(self, what)) or getattr(self, what) < 0:
                 raise ValueError(
@@ -78,7 +87,12 @@ class DeviceProfile:
                 )
 
     def operation_seconds(
-        self, flops: ArrayLike, bytes_moved: ArrayLike, *, dtype: str, extra_seconds: ArrayLike = 0.0
+        self,
+        flops: ArrayLike,
+        bytes_moved: ArrayLike,
+        *,
+        dtype: str,
+        extra_seconds: ArrayLike = 0.0,
     ) -> NDArray[numpy.float64]:
         """The time of each operation: its products, the bytes it reads and writes, or its dispatch, whichever is most.
 
@@ -104,11 +118,15 @@ class DeviceProfile:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"the profile is not JSON ({error}): give the text that to_json wrote") from error
+            raise ValueError(
+                f"the profile is not JSON ({error}): give the text that to_json wrote"
+            ) from error
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or set(values) != names:
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"a profile has the fields {sorted(names)}, got {found}: give the text that to_json wrote")
+            raise ValueError(
+                f"a profile has the fields {sorted(names)}, got {found}: give the text that to_json wrote"
+            )
         return cls(**values)
 
 
@@ -137,13 +155,21 @@ def _from_data_sheet(
 PCIE4, PCIE5 = 32e9, 64e9  # bytes/s of sixteen lanes in one direction
 
 PROFILES = {  # peaks as published: without sparsity, float32 without TF32
-    "h100": _from_data_sheet("h100", float32=67e12, half=989e12, bandwidth=3.35e12, link=PCIE5, memory_gib=80),  # SXM
-    "h200": _from_data_sheet("h200", float32=67e12, half=989e12, bandwidth=4.8e12, link=PCIE5, memory_gib=141),  # SXM
+    "h100": _from_data_sheet(
+        "h100", float32=67e12, half=989e12, bandwidth=3.35e12, link=PCIE5, memory_gib=80
+    ),  # SXM
+    "h200": _from_data_sheet(
+        "h200", float32=67e12, half=989e12, bandwidth=4.8e12, link=PCIE5, memory_gib=141
+    ),  # SXM
     "a100": _from_data_sheet(
         "a100", float32=19.5e12, half=312e12, bandwidth=2.039e12, link=PCIE4, memory_gib=80
     ),  # SXM
-    "l4": _from_data_sheet("l4", float32=30.3e12, half=121e12, bandwidth=300e9, link=PCIE4, memory_gib=24),
-    "rtx4090": _from_data_sheet("rtx4090", float32=82.6e12, half=165e12, bandwidth=1008e9, link=PCIE4, memory_gib=24),
+    "l4": _from_data_sheet(
+        "l4", float32=30.3e12, half=121e12, bandwidth=300e9, link=PCIE4, memory_gib=24
+    ),
+    "rtx4090": _from_data_sheet(
+        "rtx4090", float32=82.6e12, half=165e12, bandwidth=1008e9, link=PCIE4, memory_gib=24
+    ),
     "cpu": DeviceProfile(  # measure_profile on two cores of an AMD EPYC with AVX2, which has no instructions for halves
         name="cpu",
         flops_per_second={"float32": 165e9, "bfloat16": 3.1e9, "float16": 3.6e9},
@@ -202,7 +228,9 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
     device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = device.type == "cuda"
     return DeviceProfile(
-        name=torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
+        name=torch.cuda.get_device_name(device)
+        if cuda
+        else f"cpu, {torch.get_num_threads()} threads",
         flops_per_second={name: product_rate(device, dtype) for name, dtype in DTYPES.items()},
         bytes_per_second=elementwise_rate(device),
         host_bytes_per_second=copy_rate(device) if cuda else None,
@@ -222,9 +250,13 @@ def _measured_once(device: torch.device, _num_threads: int) -> DeviceProfile:
 def _checked(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type not in {"cpu", "cuda"}:
-        raise ValueError(f"there is no profile of the device {str(device)!r}: give 'cpu' or 'cuda', or a DeviceProfile")
+        raise ValueError(
+            f"there is no profile of the device {str(device)!r}: give 'cpu' or 'cuda', or a DeviceProfile"
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(f"torch sees no GPU for the device {str(device)!r}: use 'cpu', or find_profile('h100')")
+        raise RuntimeError(
+            f"torch sees no GPU for the device {str(device)!r}: use 'cpu', or find_profile('h100')"
+        )
     return device
 
 

@@ -26,7 +26,9 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
         left, right = _random(side, device, dtype), _random(side, device, dtype)
         seconds = _least_seconds(device, partial(torch.matmul, left, right))
         rate = max(rate, 2 * side**3 / seconds)
-        if seconds > max(LONG_ENOUGH, 2 * before):  # not where it is threads that wait, whatever the size
+        if seconds > max(
+            LONG_ENOUGH, 2 * before
+        ):  # not where it is threads that wait, whatever the size
             break
         before = seconds
     return rate
@@ -36,7 +38,11 @@ def elementwise_rate(device: torch.device) -> float:
     """Bytes read and written per second by the sum of two large tensors."""
     first = torch.ones(MANY_BYTES[device.type] // 4, device=device)
     second, out = torch.ones_like(first), torch.empty_like(first)
-    return 3 * MANY_BYTES[device.type] / _least_seconds(device, lambda: torch.add(first, second, out=out))
+    return (
+        3
+        * MANY_BYTES[device.type]
+        / _least_seconds(device, lambda: torch.add(first, second, out=out))
+    )
 
 
 def copy_rate(device: torch.device) -> float:

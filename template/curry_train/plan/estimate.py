@@ -116,7 +116,9 @@ class Sketch:
         self.kernels, self.optimizer = kernels, optimizer
         self.why_real: str | None = None
         self._stack = contextlib.ExitStack()
-        self._optimizer_steps: OptimizerSteps | None = None  # where the second step is as the first one
+        self._optimizer_steps: OptimizerSteps | None = (
+            None  # where the second step is as the first one
+        )
         self._plain: dict[tuple[int, bool], StepEstimate] = {}
         self.case: Case
 
@@ -157,7 +159,9 @@ class Sketch:
         except NoBlocks:
             return {}
 
-    def step(self, batch_size: int, *, accumulated: bool = False, change: Change | None = None) -> StepEstimate:
+    def step(
+        self, batch_size: int, *, accumulated: bool = False, change: Change | None = None
+    ) -> StepEstimate:
         """A step at this batch size; `accumulated`: the last microstep of several. `change` may recompute blocks;
         without it a step is estimated once."""
         if change is None and (batch_size, accumulated) in self._plain:
@@ -187,7 +191,10 @@ class Sketch:
 def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:
     assert isinstance(lives, PricedLives)
     timeline, length = timeline_of(lives, type(module).__name__), len(lives.phases)
-    alive, of_blocks = numpy.zeros(length + 1, dtype=numpy.int64), numpy.zeros(length + 1, dtype=numpy.int64)
+    alive, of_blocks = (
+        numpy.zeros(length + 1, dtype=numpy.int64),
+        numpy.zeros(length + 1, dtype=numpy.int64),
+    )
     forward_ends, fixed = lives.ends["forward"], 0
     held, last_born, first_death = dict.fromkeys(blocks, 0), 0, lives.ends["backward"]
     for life in lives.lives:
@@ -195,7 +202,11 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
         alive[life.born] += life.nbytes
         alive[died] -= life.nbytes
         group, layer = life.owner
-        fixed += life.nbytes if group in (PARAMETERS, STATE, BATCH) and life.born == 0 and died == length else 0
+        fixed += (
+            life.nbytes
+            if group in (PARAMETERS, STATE, BATCH) and life.born == 0 and died == length
+            else 0
+        )
         if group == ACTIVATIONS and layer in held and life.born < forward_ends:
             of_blocks[life.born] += life.nbytes
             of_blocks[died] -= life.nbytes
@@ -206,11 +217,18 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
     beside = (numpy.cumsum(alive) - numpy.cumsum(of_blocks))[:length] - fixed
     found = {
         name: BlockBytes(
-            held[name], _bytes(block, trained=False), _bytes(block, trained=True), lives.running.calls[name]
+            held[name],
+            _bytes(block, trained=False),
+            _bytes(block, trained=True),
+            lives.running.calls[name],
         )
         for name, block in blocks.items()
     }
-    step = [total for total, phase in zip(numpy.cumsum(alive)[:length], lives.phases, strict=True) if phase == "step"]
+    step = [
+        total
+        for total, phase in zip(numpy.cumsum(alive)[:length], lives.phases, strict=True)
+        if phase == "step"
+    ]
     return StepEstimate(
         timeline=timeline,
         blocks=found,
@@ -229,9 +247,13 @@ def _gradients_at(lives: StepLives, index: int) -> int:
     return sum(
         life.nbytes
         for life in lives.lives
-        if life.owner[0] == GRADIENTS and life.born <= index and (life.died is None or life.died > index)
+        if life.owner[0] == GRADIENTS
+        and life.born <= index
+        and (life.died is None or life.died > index)
     )
 
 
 def _bytes(module: nn.Module, *, trained: bool) -> int:
-    return sum(p.numel() * p.itemsize for p in module.parameters() if p.requires_grad or not trained)
+    return sum(
+        p.numel() * p.itemsize for p in module.parameters() if p.requires_grad or not trained
+    )

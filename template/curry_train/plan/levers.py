@@ -66,7 +66,9 @@ def find_lever(text: str) -> Lever:
             raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
         else:
             known = list_levers()
-            advice = did_you_mean(name, [_cut(each)[0] for each in known], otherwise=f"there are {', '.join(known)}")
+            advice = did_you_mean(
+                name, [_cut(each)[0] for each in known], otherwise=f"there are {', '.join(known)}"
+            )
             raise ValueError(f"no lever is called {part!r}; {advice}")
     return found
 
@@ -88,7 +90,9 @@ def _with(lever: Lever, change: Apply) -> Lever:
 
 def _accumulate(lever: Lever, value: str | None) -> Lever:
     if value is None or not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"accumulate takes a number of microbatches, such as accumulate=4; got {value!r}")
+        raise ValueError(
+            f"accumulate takes a number of microbatches, such as accumulate=4; got {value!r}"
+        )
     return replace(lever, accumulate=int(value))
 
 
@@ -117,7 +121,9 @@ def _sac(lever: Lever, value: str | None) -> Lever:
         return _with(lever, STRATEGIES["sac"].apply)
     if value not in policies:
         raise ValueError(f"sac has no policy {value!r}; {did_you_mean(value, policies)}")
-    return _with(lever, lambda model, sample: list(sac.apply_sac(model, value, blocks=sample.blocks)))
+    return _with(
+        lever, lambda model, sample: list(sac.apply_sac(model, value, blocks=sample.blocks))
+    )
 
 
 def _chunked_loss(lever: Lever, value: str | None) -> Lever:
@@ -129,7 +135,9 @@ def _chunked_loss(lever: Lever, value: str | None) -> Lever:
 def _plan(lever: Lever, value: str | None) -> Lever:
     saved = _load("plan.saved_plan", "memory-plan")
     if value is None or not Path(value).is_file():
-        raise ValueError(f"plan={value or ''} names no file: give the one that plan_memory.py --out wrote")
+        raise ValueError(
+            f"plan={value or ''} names no file: give the one that plan_memory.py --out wrote"
+        )
     plan = saved.Plan.load(value)
     return _with(lever, lambda model, sample: list(plan.apply(model)))
 
@@ -143,7 +151,11 @@ _OPTIONS: dict[str, Callable[[Lever, str | None], Lever]] = {
     "chunked_loss": _chunked_loss,
     "plan": _plan,
 }
-_MODULE_OF = {"sac": "primitives.sac", "chunked_loss": "primitives.chunked_loss", "plan": "plan.saved_plan"}
+_MODULE_OF = {
+    "sac": "primitives.sac",
+    "chunked_loss": "primitives.chunked_loss",
+    "plan": "plan.saved_plan",
+}
 
 
 def _none_wanted(name: str, value: str | None) -> None:
@@ -152,11 +164,16 @@ def _none_wanted(name: str, value: str | None) -> None:
 
 
 def _is_here(name: str) -> bool:
-    return name not in _MODULE_OF or importlib.util.find_spec(f"{PACKAGE}.{_MODULE_OF[name]}") is not None
+    return (
+        name not in _MODULE_OF
+        or importlib.util.find_spec(f"{PACKAGE}.{_MODULE_OF[name]}") is not None
+    )
 
 
 def _load(module: str, technique: str) -> Any:
     """A module of another technique, which a project may not have."""
     if importlib.util.find_spec(f"{PACKAGE}.{module}") is None:
-        raise ValueError(f"this project does not have {technique}; bring it with scripts/scaffold.py add {technique}")
+        raise ValueError(
+            f"this project does not have {technique}; bring it with scripts/scaffold.py add {technique}"
+        )
     return importlib.import_module(f"{PACKAGE}.{module}")

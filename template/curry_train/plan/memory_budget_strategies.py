@@ -14,10 +14,15 @@ SHARE = 0.5  # of what compiled code saves, as the example that the commands sho
 
 
 def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
-    from ..primitives.memory_budget import memory_budget  # imports the compiler, which takes seconds
+    from ..primitives.memory_budget import (
+        memory_budget,
+    )  # imports the compiler, which takes seconds
 
     cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
-    options: dict[str, Any] = {"blocks": sample.blocks, "backend": "inductor" if cuda else "aot_eager"}
+    options: dict[str, Any] = {
+        "blocks": sample.blocks,
+        "backend": "inductor" if cuda else "aot_eager",
+    }
     if sample.batch is not None:
         options |= {"batch": sample.batch, "loss": sample.loss}
     try:
@@ -26,4 +31,8 @@ def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
         raise ValueError(str(failure)) from failure
 
 
-FOUND = (Strategy("memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget),)
+FOUND = (
+    Strategy(
+        "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
+    ),
+)

@@ -26,7 +26,9 @@ __all__ = ["BlockKind", "Drop", "Measured", "candidates", "drop_saved", "find_ki
 
 SIZES = (2, 4)  # microbatches that are measured
 Menu = tuple[tuple[Option, tuple[Measured, ...]], ...]
-Named = tuple[tuple[str, int], int, int]  # family and place of an expensive call, its bytes and its FLOPs
+Named = tuple[
+    tuple[str, int], int, int
+]  # family and place of an expensive call, its bytes and its FLOPs
 MOST_SETS = 12  # policies that are measured for each kind of block
 MOST_CALLS = 10  # up to so many every set of them is looked at, beyond only those that keep the dearest first
 
@@ -51,7 +53,9 @@ class Operations(TorchDispatchMode):
 def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[BlockKind]:
     """The blocks that are called, by kind, with the inputs of their first call."""
     module, batch = sketch.build(), sketch.batch(batch_size)
-    blocks = {name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls}
+    blocks = {
+        name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
+    }
     inputs: dict[str, tuple[Any, Any]] = {}
     record = Operations()
     handles = []
@@ -64,7 +68,10 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
         def leave(*_: Any) -> None:
             record.block = None
 
-        handles += [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
+        handles += [
+            block.register_forward_pre_hook(enter, with_kwargs=True),
+            block.register_forward_hook(leave),
+        ]
     try:
         with seeded(0), torch.enable_grad(), record:
             sketch.case.workload.mean_loss(module, batch)
@@ -77,7 +84,9 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
         shapes = _shapes(dict(block.named_parameters())), _shapes(inputs[name])
         key = type(block), shapes, figures.held, figures.calls, record.made[name]
         together.setdefault(repr(key), []).append(name)
-    return [BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in together.values()]
+    return [
+        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in together.values()
+    ]
 
 
 def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
@@ -99,16 +108,26 @@ def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) ->
 
 def _replayed(kind: BlockKind, also: Collection[str]) -> tuple[str, ...]:
     """The modules of a block that are in `also`, which has them of every block of the kind or of none."""
-    inside = [path for path, _ in kind.block.named_modules() if any(f"{name}.{path}" in also for name in kind.names)]
+    inside = [
+        path
+        for path, _ in kind.block.named_modules()
+        if any(f"{name}.{path}" in also for name in kind.names)
+    ]
     for name, path in itertools.product(kind.names, inside):
         if f"{name}.{path}" not in also:
-            raise ValueError(f"also takes {path} of some blocks and not of {name}, which is like them: name *.{path}")
+            raise ValueError(
+                f"also takes {path} of some blocks and not of {name}, which is like them: name *.{path}"
+            )
     return tuple(inside)
 
 
 def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
     if len(calls) <= MOST_CALLS:
-        sets = [keep for number in range(len(calls) + 1) for keep in itertools.combinations(calls, number)]
+        sets = [
+            keep
+            for number in range(len(calls) + 1)
+            for keep in itertools.combinations(calls, number)
+        ]
     else:
         dearest = sorted(calls, key=lambda call: -call[2] / max(1, call[1]))
         sets = [tuple(dearest[:number]) for number in range(len(calls) + 1)]
@@ -122,7 +141,9 @@ def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
         if again < least:
             best.append(index)
             least = again
-    spread = sorted({round(place) for place in numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))})
+    spread = sorted(
+        {round(place) for place in numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))}
+    )
     return [tuple(name for name, _, _ in sets[best[place]]) for place in spread]
 
 
@@ -155,11 +176,20 @@ def measure_menus(
                     if option.kind == SAC
                     else (same.run(option)[0], found)
                 )
-            except (ValueError, RuntimeError) as error:  # the block's own code, which one technique may not suit
+            except (
+                ValueError,
+                RuntimeError,
+            ) as error:  # the block's own code, which one technique may not suit
                 if option.kind == NONE:
                     raise
-                left_out.append(f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}")
-        kept = [(option, found) for option, found in menu.items() if option.kind not in {*without} - {NONE}]
+                left_out.append(
+                    f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}"
+                )
+        kept = [
+            (option, found)
+            for option, found in menu.items()
+            if option.kind not in {*without} - {NONE}
+        ]
         kinds.append((kind.names, tuple(kept)))
     return tuple(kinds), tuple(left_out)
 
@@ -170,11 +200,17 @@ def _smaller(found: Measured, plain: tuple[Measured, ...], full: tuple[Measured,
     part = SIZES[0] / SIZES[1]
     held = round(found.held * part + plain[0].held - plain[1].held * part)
     transient = round(found.transient * part + full[0].transient - full[1].transient * part)
-    return Measured(max(0, held), max(0, transient), found.flops * part, found.moved * part, found.again)
+    return Measured(
+        max(0, held), max(0, transient), found.flops * part, found.moved * part, found.again
+    )
 
 
 def _kept(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    return (
+        value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def _shapes(value: Any) -> Any:
@@ -184,4 +220,8 @@ def _shapes(value: Any) -> Any:
 
 
 def _shape(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else type(value)
+    return (
+        (tuple(value.shape), value.dtype, value.requires_grad)
+        if isinstance(value, Tensor)
+        else type(value)
+    )

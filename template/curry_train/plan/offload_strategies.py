@@ -14,14 +14,20 @@ def offload(model: nn.Module, sample: Sample) -> list[str]:
     """All blocks but the last; a single one is offloaded itself."""
     several = len(find_blocks(model, sample.blocks)) > 1
     return offload_blocks(
-        model, blocks=sample.blocks, keep_last=1 if several else 0, batch=sample.batch, loss=sample.loss
+        model,
+        blocks=sample.blocks,
+        keep_last=1 if several else 0,
+        batch=sample.batch,
+        loss=sample.loss,
     )
 
 
 def offload_one(model: nn.Module, sample: Sample) -> list[str]:
     """Blocks by themselves, the last one too; one that holds nothing to move is left as it is."""
     try:
-        return offload_blocks(model, blocks=sample.blocks, keep_last=0, batch=sample.batch, loss=sample.loss)
+        return offload_blocks(
+            model, blocks=sample.blocks, keep_last=0, batch=sample.batch, loss=sample.loss
+        )
     except NothingToMove:
         return []
 

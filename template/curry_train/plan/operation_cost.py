@@ -29,7 +29,9 @@ def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, in
 def _find(value: Any, found: dict[int, Tensor]) -> None:
     """The tensors, and of a sparse one its two parts; operations take them in lists and tuples alone."""
     if isinstance(value, Tensor):
-        for part in (value._indices(), value._values()) if value.layout is torch.sparse_coo else (value,):
+        for part in (
+            (value._indices(), value._values()) if value.layout is torch.sparse_coo else (value,)
+        ):
             found[id(part)] = part
     elif isinstance(value, list | tuple):
         for part in value:

@@ -44,13 +44,17 @@ class OptimizerSteps:
             return
         first, before = record.num_operations, list(record.lives)
         StepLives.take(record, optimizer)
-        if not any(life.died is not None and life.died >= first for life in before):  # no other life ends in it
+        if not any(
+            life.died is not None and life.died >= first for life in before
+        ):  # no other life ends in it
             lives = [_from(first, life) for life in record.lives[len(before) :]]
             self._steps[key] = lives, record.num_operations - first
 
 
 def _from(first: int, life: Life) -> Life:
-    return replace(life, born=life.born - first, died=None if life.died is None else life.died - first)
+    return replace(
+        life, born=life.born - first, died=None if life.died is None else life.died - first
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -31,7 +31,9 @@ class BytesForEach(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     if not self.state[parameter]:
                         size = round(parameter.numel() * self.num_bytes)
-                        self.state[parameter]["state"] = torch.empty(size, dtype=torch.uint8, device=parameter.device)
+                        self.state[parameter]["state"] = torch.empty(
+                            size, dtype=torch.uint8, device=parameter.device
+                        )
                     parameter.grad.float()
         return None if closure is None else closure()
 
@@ -46,16 +48,22 @@ OPTIMIZERS = {
 BYTES = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 
 
-def make_optimizer(name: str | float, module: nn.Module, *, foreach: bool = False) -> torch.optim.Optimizer:
+def make_optimizer(
+    name: str | float, module: nn.Module, *, foreach: bool = False
+) -> torch.optim.Optimizer:
     """By name, or by bytes for each parameter, such as 6 or "6"; `foreach` as torch does it on CUDA."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if name == "adamw":
         return torch.optim.AdamW(trained, foreach=foreach)
     if name in ("sgd", "sgd-momentum"):
-        return torch.optim.SGD(trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach)
+        return torch.optim.SGD(
+            trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach
+        )
     if name in BYTES:
         return BytesForEach(trained, num_bytes=BYTES[str(name)])
     if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
         return BytesForEach(trained, num_bytes=float(name))
     others = f"use one of {', '.join(OPTIMIZERS)}, or bytes for each parameter"
-    raise ValueError(f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}")
+    raise ValueError(
+        f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
+    )

@@ -28,9 +28,13 @@ class Option:
         if self.kind not in KINDS:
             raise ValueError(f"a block is run as one of {', '.join(KINDS)}, got {self.kind!r}")
         if (self.kind == SAC) != bool(self.keep):
-            raise ValueError(f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' names what it keeps, others do not")
+            raise ValueError(
+                f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' names what it keeps, others do not"
+            )
         if self.also and self.kind != REGIONS:
-            raise ValueError(f"{self.kind!r} with also={list(self.also)}: only 'regions' runs modules once more")
+            raise ValueError(
+                f"{self.kind!r} with also={list(self.also)}: only 'regions' runs modules once more"
+            )
 
     def __str__(self) -> str:
         if self.kind != SAC:
@@ -42,20 +46,34 @@ class Option:
 
     def to_json(self) -> dict[str, Any]:
         if self.kind != SAC:
-            return {"kind": self.kind, "also": list(self.also)} if self.also else {"kind": self.kind}
+            return (
+                {"kind": self.kind, "also": list(self.also)} if self.also else {"kind": self.kind}
+            )
         return {"kind": self.kind, "keep": [[family, index] for family, index in sorted(self.keep)]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Option":
         if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
-            raise ValueError(f"a block's option is a mapping with a kind, got {data!r}: make the plan again")
+            raise ValueError(
+                f"a block's option is a mapping with a kind, got {data!r}: make the plan again"
+            )
         pairs = data.get("keep", [])
-        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"keep of a block's option is a list of families and places, got {pairs!r}")
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in pairs
+        ):
+            raise ValueError(
+                f"keep of a block's option is a list of families and places, got {pairs!r}"
+            )
         also = data.get("also", [])
         if not isinstance(also, list) or not all(isinstance(path, str) for path in also):
-            raise ValueError(f"also of a block's option is a list of the names of modules, got {also!r}")
-        return cls(data["kind"], frozenset((str(family), int(index)) for family, index in pairs), tuple(also))
+            raise ValueError(
+                f"also of a block's option is a list of the names of modules, got {also!r}"
+            )
+        return cls(
+            data["kind"],
+            frozenset((str(family), int(index)) for family, index in pairs),
+            tuple(also),
+        )
 
 
 def _places(indices: list[int]) -> str:
@@ -106,6 +124,8 @@ def _regions(model: nn.Module, names: list[str], option: Option) -> None:
 _APPLY: dict[str, Callable[[nn.Module, list[str], Option], Any]] = {
     REGIONS: _regions,
     SAC: _sac,
-    OFFLOAD: lambda model, names, option: primitives.offload_blocks(model, blocks=names, keep_last=0),
+    OFFLOAD: lambda model, names, option: primitives.offload_blocks(
+        model, blocks=names, keep_last=0
+    ),
     FULL: lambda model, names, option: primitives.recompute_blocks(model, blocks=names),
 }

@@ -21,7 +21,9 @@ class PeakRate:
     source: str
 
 
-def peak_rate(device: torch.device, dtype: torch.dtype, *, given: float | str | None = None) -> PeakRate:
+def peak_rate(
+    device: torch.device, dtype: torch.dtype, *, given: float | str | None = None
+) -> PeakRate:
     """By the name of the card; `given` is the peak in FLOP/s, or "measured" for what large products reach here."""
     if isinstance(given, int | float):
         if not given > 0:
@@ -31,18 +33,30 @@ def peak_rate(device: torch.device, dtype: torch.dtype, *, given: float | str | 
     on_data_sheet = device.type == "cuda" and torch.cuda.get_device_name(device) in PROFILE_OF_CARD
     if given == MEASURED and not on_data_sheet:
         rate = profile_of(device).flops_per_second.get(name)
-        said = f"large products in {name}, measured here" if rate else f"no rate was measured in {name}"
+        said = (
+            f"large products in {name}, measured here"
+            if rate
+            else f"no rate was measured in {name}"
+        )
         return PeakRate(rate, said)
     if given not in (None, MEASURED):
         raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED!r}")
     if device.type != "cuda":
-        return PeakRate(None, f"no peak of this processor is known: --peak {MEASURED} takes what products reach")
+        return PeakRate(
+            None, f"no peak of this processor is known: --peak {MEASURED} takes what products reach"
+        )
     card = torch.cuda.get_device_name(device)
     if card not in PROFILE_OF_CARD:
-        return PeakRate(None, f"no peak of the {card} is known: give --peak, in TFLOP/s, from its data sheet")
+        return PeakRate(
+            None, f"no peak of the {card} is known: give --peak, in TFLOP/s, from its data sheet"
+        )
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return PeakRate(None, "products in float32 run as TF32 here: give --peak, in TFLOP/s, for TF32")
+        return PeakRate(
+            None, "products in float32 run as TF32 here: give --peak, in TFLOP/s, for TF32"
+        )
     rate = PROFILES[PROFILE_OF_CARD[card]].flops_per_second.get(name)
     if rate is None:
-        return PeakRate(None, f"the data sheet of the {card} has no peak in {name}: give --peak, in TFLOP/s")
+        return PeakRate(
+            None, f"the data sheet of the {card} has no peak in {name}: give --peak, in TFLOP/s"
+        )
     return PeakRate(rate / PRODUCT_EFFICIENCY, f"data sheet of the {card}, dense {name}")

@@ -77,11 +77,22 @@ class Planner:
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
         self.kernels = "cpu" if self.profile.host_bytes_per_second is None else "cuda"
-        self.sketch = Sketch(workload, dtype=dtype, kernels=self.kernels, blocks=blocks, optimizer=optimizer, seed=seed)
+        self.sketch = Sketch(
+            workload,
+            dtype=dtype,
+            kernels=self.kernels,
+            blocks=blocks,
+            optimizer=optimizer,
+            seed=seed,
+        )
         if unknown := set(without) - set(KINDS):
-            raise ValueError(f"without={sorted(unknown)}: a block is run as one of {', '.join(KINDS)}")
+            raise ValueError(
+                f"without={sorted(unknown)}: a block is run as one of {', '.join(KINDS)}"
+            )
         if also and REGIONS in without:
-            raise ValueError(f"also={list(also)} is for regions, which without={list(without)} leaves out: give one")
+            raise ValueError(
+                f"also={list(also)} is for regions, which without={list(without)} leaves out: give one"
+            )
         self.sharding, self.tell = sharding or Sharding(), tell
         self.asked = self.chunked_loss = chunked_loss
         self.without, self.also = tuple(without), tuple(also)
@@ -97,7 +108,10 @@ class Planner:
         }
         self.chains: dict[bool, Chain] = {}
         self.whole_steps = WholeSteps(
-            self.sketch, self.sharding, chain=lambda c: self._chain(chunked=c.chunked_loss), solve=self._again
+            self.sketch,
+            self.sharding,
+            chain=lambda c: self._chain(chunked=c.chunked_loss),
+            solve=self._again,
         )
         self._heap = contextlib.ExitStack()
 
@@ -118,20 +132,26 @@ class Planner:
         match_inside(self.sketch.blocks(module), self.also, option="also")
         make_optimizer(self.sketch.optimizer, module)
 
-    def plan(self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None) -> Plan:
+    def plan(
+        self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
+    ) -> Plan:
         for name, value in {"budget_bytes": budget_bytes, "global_batch": global_batch}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         tried = self._tried(global_batch, microbatch)
         found = sorted((self._solve(*each, budget_bytes) for each in tried), key=order)
         best: Candidate | None = None
-        for place, candidate in enumerate(found):  # by predicted time; each is checked as long as it may still win
+        for place, candidate in enumerate(
+            found
+        ):  # by predicted time; each is checked as long as it may still win
             beaten = best is not None and order(best) <= order(candidate)
             if beaten or not self.whole_steps.may_fit(candidate, budget_bytes):
                 continue
             self.tell(f"checking the whole step of microbatch {candidate.microbatch}")
             found[place] = checked = self.whole_steps.check(candidate, budget_bytes)
-            if checked.peak_bytes <= budget_bytes and (best is None or order(checked) < order(best)):
+            if checked.peak_bytes <= budget_bytes and (
+                best is None or order(checked) < order(best)
+            ):
                 best = checked
         if best is None:
             raise self._infeasible(found, budget_bytes)
@@ -160,9 +180,14 @@ class Planner:
             if self.chunk_tokens is None:
                 model = self.sketch.build()
                 (name,) = primitives.apply_chunked_loss(model)
-                self.chunk_tokens = max(1, next(model.get_submodule(name).parameters()).shape[1] // 4)
+                self.chunk_tokens = max(
+                    1, next(model.get_submodule(name).parameters()).shape[1] // 4
+                )
             self._chain(chunked=True)
-        except (ValueError, ImportError):  # no head, a loss that reads the logits, or a project without this technique
+        except (
+            ValueError,
+            ImportError,
+        ):  # no head, a loss that reads the logits, or a project without this technique
             if self.chunked_loss:
                 raise
             self.chunked_loss = False
@@ -192,10 +217,14 @@ class Planner:
         less = self.whole_steps.less[chunked, steps > 1]
         best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
         seconds = steps * best.seconds + chain.optimizer_seconds
-        return replace(empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options)
+        return replace(
+            empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options
+        )
 
     def _again(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        return self._solve(candidate.microbatch, candidate.steps, candidate.chunked_loss, budget_bytes)
+        return self._solve(
+            candidate.microbatch, candidate.steps, candidate.chunked_loss, budget_bytes
+        )
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
         module = self.sketch.build()
@@ -217,7 +246,8 @@ class Planner:
             flops=best.flops or 0.0,
             plain_flops=best.steps * chain.plain_flops(best.microbatch),
             fingerprint=blocks,
-            settings=self.settings | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
+            settings=self.settings
+            | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
             why=why_it_won(best, found, plain) + what_microbatches_change(module, best),
             candidates=tuple(found),
         )
@@ -227,7 +257,9 @@ class Planner:
         least = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
         levers = list(self._levers(least, found))
         chain = self._chain(chunked=least.chunked_loss)
-        return Infeasible(why_nothing_fits(least, chain, self.sharding, budget_bytes, levers), least.peak_bytes)
+        return Infeasible(
+            why_nothing_fits(least, chain, self.sharding, budget_bytes, levers), least.peak_bytes
+        )
 
     def _levers(self, least: Candidate, found: list[Candidate]) -> Iterator[tuple[str, int]]:
         """What was not tried because it was said not to be, and the least peak with it."""

@@ -60,7 +60,10 @@ class MemoryProfiler:
             runs = [self._run(sample, loss, layers) for _ in range(num_runs)]
         totals = [sum(layer.bytes for layer in run) for run in runs]
         median = runs[totals.index(statistics.median_low(totals))]
-        ranges = [max(held) - min(held) for held in zip(*([x.bytes for x in run] for run in runs), strict=True)]
+        ranges = [
+            max(held) - min(held)
+            for held in zip(*([x.bytes for x in run] for run in runs), strict=True)
+        ]
         total = sum(layer.bytes for layer in median)
         self.report = ProfileReport(
             model=type(self.model).__name__,
@@ -95,7 +98,9 @@ class MemoryProfiler:
                 held[life.owner] += life.nbytes if life.died is None else 0
             if cuda:  # the allocator's rounding and the libraries' workspaces are no layer's
                 held[REST] += torch.cuda.memory_allocated(self.device) - before - sum(held.values())
-            stays = {name: running.stays(name) if running.calls[name] else held[name] for name in layers}
+            stays = {
+                name: running.stays(name) if running.calls[name] else held[name] for name in layers
+            }
         del value
         rest = LayerMemory(REST, type(self.model).__name__, held[REST], held[REST], 0)
         return [
@@ -124,31 +129,45 @@ def _forward(model: nn.Module, sample: Any, loss: Loss) -> Tensor:
         value = loss(model, sample)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # the user's model may raise anything: it is told with what it was given
+    except (
+        Exception
+    ) as error:  # the user's model may raise anything: it is told with what it was given
         raise ValueError(
             f"a forward of {type(model).__name__} on the sample raised {type(error).__name__}: {error}. The sample is "
             f"{_shapes(sample)}; give a tensor, positional arguments as a tuple, or keywords as a mapping"
         ) from error
     if not isinstance(value, Tensor) or not value.requires_grad:
-        raise ValueError(f"the loss of {type(model).__name__} depends on no parameter that requires grad: {value!r}")
+        raise ValueError(
+            f"the loss of {type(model).__name__} depends on no parameter that requires grad: {value!r}"
+        )
     return value
 
 
 def sum_of_output(model: nn.Module, sample: Any) -> Tensor:
     """A loss where there is none: the sum of all that the model returns and that has a gradient."""
-    parts = [tensor.sum().float() for tensor in tensors_in(call(model, sample)) if tensor.requires_grad]
+    parts = [
+        tensor.sum().float() for tensor in tensors_in(call(model, sample)) if tensor.requires_grad
+    ]
     return torch.stack(parts).sum() if len(parts) != 1 else parts[0]
 
 
 def _shapes(sample: Any) -> Any:
-    return map_tensors(sample, lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+    return map_tensors(
+        sample, lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    )
 
 
 def _device_of(model: nn.Module, expected: torch.device | str | None) -> torch.device:
-    parameter = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+    parameter = next(
+        (parameter for parameter in model.parameters() if parameter.requires_grad), None
+    )
     if parameter is None:
-        raise ValueError(f"{type(model).__name__} has no parameter that requires grad, so training it holds nothing")
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires grad, so training it holds nothing"
+        )
     device = parameter.device
     if expected is not None and torch.device(expected).type != device.type:
-        raise ValueError(f"the model is on {device}, not on {expected}: move it first, model.to({str(expected)!r})")
+        raise ValueError(
+            f"the model is on {device}, not on {expected}: move it first, model.to({str(expected)!r})"
+        )
     return device

@@ -38,5 +38,7 @@ FOUND = (
     Strategy("none", "keep every activation", _none),
     Strategy("full", "recompute every block", _full),
     Strategy("sequential", "recompute runs of blocks, the count with the lowest peak", _sequential),
-    Strategy("selective", "recompute the largest blocks until 60% of the bytes are held", _selective),
+    Strategy(
+        "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
+    ),
 )

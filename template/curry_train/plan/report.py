@@ -58,7 +58,10 @@ class ProfileReport:
         """
         budget = round(_positive("memory_budget_mb", memory_budget_mb) * MEGABYTE)
         gap, chosen = self.held_bytes - budget, []
-        left = sorted((layer for layer in self.layers if layer.saving_bytes > 0), key=lambda layer: layer.saving_bytes)
+        left = sorted(
+            (layer for layer in self.layers if layer.saving_bytes > 0),
+            key=lambda layer: layer.saving_bytes,
+        )
         while gap > 0 and left:
             enough = [layer.saving_bytes for layer in left if layer.saving_bytes >= gap]
             wanted = min(enough, default=left[-1].saving_bytes)
@@ -154,7 +157,10 @@ class Timeline:
             lines.append(_row(group, owned, peak.bytes_alive))
             if group == ACTIVATIONS:
                 layers = sorted(peak.layers.items(), key=lambda item: -item[1])
-                lines += [_row(f"  {_shorten(name, 50)}", held, peak.bytes_alive) for name, held in layers[:most]]
+                lines += [
+                    _row(f"  {_shorten(name, 50)}", held, peak.bytes_alive)
+                    for name, held in layers[:most]
+                ]
                 if others := layers[most:]:
                     held = sum(held for _, held in others)
                     lines.append(_row(f"  {len(others)} smaller layers", held, peak.bytes_alive))
@@ -165,7 +171,11 @@ class Timeline:
 
 
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not (value > 0 and math.isfinite(value))
+    ):
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
     return value
 

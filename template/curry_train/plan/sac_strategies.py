@@ -30,9 +30,21 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
 
 
 FOUND = (
-    Strategy("sac", "keep products, attention and convolutions, by operation", partial(_sac, policy="save_expensive")),
-    Strategy("sac_matmuls", "keep matrix products alone, by operation", partial(_sac, policy="save_matmuls")),
-    Strategy("sac_attention", "keep attention alone, by operation", partial(_sac, policy="save_attention")),
+    Strategy(
+        "sac",
+        "keep products, attention and convolutions, by operation",
+        partial(_sac, policy="save_expensive"),
+    ),
+    Strategy(
+        "sac_matmuls",
+        "keep matrix products alone, by operation",
+        partial(_sac, policy="save_matmuls"),
+    ),
+    Strategy(
+        "sac_attention",
+        "keep attention alone, by operation",
+        partial(_sac, policy="save_attention"),
+    ),
     Strategy(
         "sac_every_second",
         "keep attention and every second matrix product, by operation",

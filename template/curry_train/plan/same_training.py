@@ -42,17 +42,27 @@ def same_training(
     again, _, _ = _step(case, lambda module, sample: [])
     repeats = compare(reference, again).bit_equal
     tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
-    required = "bit-equal" if repeats else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
+    required = (
+        "bit-equal"
+        if repeats
+        else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
+    )
     try:
         candidate, ours, names = _step(case, apply)
     except CheckpointError as error:
         said = f"CheckpointError: {str(error).splitlines()[0]}"
         return Verdict(
-            gate, False, said, required, _where(case, alone or apply, "computes other tensors the second time")
+            gate,
+            False,
+            said,
+            required,
+            _where(case, alone or apply, "computes other tensors the second time"),
         )
     found = compare(reference, candidate, tolerance=tolerance)
     if not names:
-        return not_applicable(gate, required=required, why="the strategy finds nothing worth changing")
+        return not_applicable(
+            gate, required=required, why="the strategy finds nothing worth changing"
+        )
     hint = "" if found.holds else _where(case, alone or apply, _cause(found))
     if not hint and not ours.differs_from(plain):
         if by_block and not _torch_does_something(case, plain):
@@ -106,7 +116,9 @@ def _torch_does_something(case: Case, plain: Activity) -> bool:
         blocks = find_blocks(module, sample.blocks)
         for name, block in blocks.items():
 
-            def forward(*args: Any, own: Any = block.forward, name: str = name, **kwargs: Any) -> Any:
+            def forward(
+                *args: Any, own: Any = block.forward, name: str = name, **kwargs: Any
+            ) -> Any:
                 running.add(name)
                 return checkpoint(own, *args, use_reentrant=False, **kwargs)
 

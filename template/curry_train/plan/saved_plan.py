@@ -102,10 +102,14 @@ class Plan:
         for name, planned in self.fingerprint.items():
             if (found := fingerprint(modules[name])) != planned:
                 ours, theirs = _first_difference(found, planned)
-                raise PlanMismatch(f"block {name} is {ours}, and the plan is for {theirs}: {advice}")
+                raise PlanMismatch(
+                    f"block {name} is {ours}, and the plan is for {theirs}: {advice}"
+                )
         for name in _names(model, self.settings.get("blocks")):
             if name not in self.fingerprint:
-                raise PlanMismatch(f"{type(model).__name__} has a block {name}, which the plan does not have: {advice}")
+                raise PlanMismatch(
+                    f"{type(model).__name__} has a block {name}, which the plan does not have: {advice}"
+                )
 
     def explain(self, *, most: int | None = None) -> str:
         """Text of at most 80 columns: the candidates, at most `most` of them, the choice by block, and why."""
@@ -120,7 +124,11 @@ class Plan:
         if shown:
             lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
         for candidate in shown:
-            seconds = f"{1e3 * candidate.step_seconds:,.1f} ms" if candidate.step_seconds is not None else "too large"
+            seconds = (
+                f"{1e3 * candidate.step_seconds:,.1f} ms"
+                if candidate.step_seconds is not None
+                else "too large"
+            )
             lines.append(
                 _cut(
                     f"{candidate.microbatch:>10} {candidate.steps:>6} {format_bytes(candidate.peak_bytes):>11} "
@@ -135,12 +143,20 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **{name: value for name, value in asdict(self).items() if name not in ("options", "candidates")},
+            **{
+                name: value
+                for name, value in asdict(self).items()
+                if name not in ("options", "candidates")
+            },
             "version": VERSION,
             "options": {name: option.to_json() for name, option in self.options.items()},
             "candidates": [
                 {
-                    **{name: value for name, value in asdict(candidate).items() if name != "options"},
+                    **{
+                        name: value
+                        for name, value in asdict(candidate).items()
+                        if name != "options"
+                    },
                     "summary": candidate.summary(),
                 }
                 for candidate in self.candidates
@@ -151,15 +167,21 @@ class Plan:
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"this is no plan of version {VERSION}, its version is {found!r}: make the plan again")
+            raise ValueError(
+                f"this is no plan of version {VERSION}, its version is {found!r}: make the plan again"
+            )
         wanted = set(cls.__dataclass_fields__) - {"candidates"}
         if missing := sorted(wanted - data.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
         fields = {name: data[name] for name in wanted}
         for name in ("options", "fingerprint", "settings"):
             if not isinstance(fields[name], Mapping):
-                raise ValueError(f"{name} of the plan is {fields[name]!r} and no mapping: make the plan again")
-        fields["options"] = {name: Option.from_json(option) for name, option in data["options"].items()}
+                raise ValueError(
+                    f"{name} of the plan is {fields[name]!r} and no mapping: make the plan again"
+                )
+        fields["options"] = {
+            name: Option.from_json(option) for name, option in data["options"].items()
+        }
         return cls(**fields)
 
     @classmethod
@@ -167,7 +189,9 @@ class Plan:
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:
-            raise ValueError(f"can't read the plan {path}: {error.strerror}; write one with plan_memory.py") from error
+            raise ValueError(
+                f"can't read the plan {path}: {error.strerror}; write one with plan_memory.py"
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no whole plan, its JSON can't be read: {error}") from error
 

@@ -57,7 +57,9 @@ class SelectiveCheckpointer:
             self._layers = _load_plan(config.plan).apply(model)
         elif config.strategy in STRATEGIES:
             names = self._filter(list(find_blocks(model)))
-            self._layers = STRATEGIES[config.strategy].apply(model, Sample(batch, loss or sum_of_output, names))
+            self._layers = STRATEGIES[config.strategy].apply(
+                model, Sample(batch, loss or sum_of_output, names)
+            )
         elif config.strategy != "none":
             raise ValueError(
                 f"strategy {config.strategy!r} is not in this project, which has {', '.join(STRATEGIES)}; "
@@ -71,10 +73,15 @@ class SelectiveCheckpointer:
 
     def _recompute(self, model: nn.Module, names: list[str]) -> None:
         if names:
-            options = {"use_reentrant": self.config.use_reentrant, "preserve_rng_state": self.config.preserve_rng_state}
+            options = {
+                "use_reentrant": self.config.use_reentrant,
+                "preserve_rng_state": self.config.preserve_rng_state,
+            }
             self._layers = recompute_blocks(model, blocks=names, **options)
 
-    def _segment(self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None) -> None:
+    def _segment(
+        self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None
+    ) -> None:
         names, count = self._filter(list(find_blocks(model))), self.config.sequential_segments
         if count is None:
             if batch is None or loss is None:
@@ -83,9 +90,13 @@ class SelectiveCheckpointer:
                     "apply(model, batch=..., loss=...), or set a number"
                 )
             count = choose_segments(model, batch, loss, blocks=names)
-        self._layers = recompute_segments(model, count, blocks=names, preserve_rng_state=self.config.preserve_rng_state)
+        self._layers = recompute_segments(
+            model, count, blocks=names, preserve_rng_state=self.config.preserve_rng_state
+        )
 
-    def _profile(self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None) -> ProfileReport:
+    def _profile(
+        self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None
+    ) -> ProfileReport:
         if batch is None or not self.config.profile_before_apply:
             raise ValueError(
                 "strategy 'selective' chooses by what each layer holds and needs a profile: call "
@@ -99,9 +110,12 @@ class SelectiveCheckpointer:
         large = {
             layer.name
             for layer in report.layers
-            if layer.megabytes >= self.config.memory_threshold_mb and layer.bytes > layer.boundary_bytes
+            if layer.megabytes >= self.config.memory_threshold_mb
+            and layer.bytes > layer.boundary_bytes
         }
-        return [name for name in self._filter([layer.name for layer in report.layers]) if name in large]
+        return [
+            name for name in self._filter([layer.name for layer in report.layers]) if name in large
+        ]
 
     def _filter(self, names: list[str]) -> list[str]:
         """The included names less the excluded ones; a pattern that takes none is an error."""

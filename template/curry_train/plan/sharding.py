@@ -27,9 +27,13 @@ class Sharding:
         if self.kind not in (None, *KINDS):
             raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.ranks > 1 and self.kind is None:
-            raise ValueError(f"{self.ranks} ranks: say how they share the training, with parallel {' or '.join(KINDS)}")
+            raise ValueError(
+                f"{self.ranks} ranks: say how they share the training, with parallel {' or '.join(KINDS)}"
+            )
 
-    def microbatches(self, global_batch: int, microbatch: int | None = None) -> list[tuple[int, int]]:
+    def microbatches(
+        self, global_batch: int, microbatch: int | None = None
+    ) -> list[tuple[int, int]]:
         """The sizes that a rank's samples can be divided into, or only this one, and how many of them there are."""
         if global_batch % self.ranks:
             raise ValueError(
@@ -41,7 +45,9 @@ class Sharding:
             return [(size, own // size) for size in sizes]
         if microbatch not in sizes:
             shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
-            raise ValueError(f"microbatch {microbatch} does not divide the {own} samples of a rank: use one of {shown}")
+            raise ValueError(
+                f"microbatch {microbatch} does not divide the {own} samples of a rank: use one of {shown}"
+            )
         return [(microbatch, own // microbatch)]
 
     def extra_bytes(self, step: StepEstimate, *, accumulated: bool) -> int:
@@ -56,7 +62,9 @@ class Sharding:
         part, owners, blocks = 1 - 1 / self.ranks, step.timeline.owners, step.blocks.values()
         beside = owners[PARAMETERS][0] - sum(block.parameters for block in blocks)
         largest = max((block.parameters + block.gradients for block in blocks), default=0)
-        at_the_end = step.gradients - sum(block.gradients for block in blocks)  # those of what is beside the blocks
+        at_the_end = step.gradients - sum(
+            block.gradients for block in blocks
+        )  # those of what is beside the blocks
         peak = max(
             point.bytes_alive - (0 if accumulated else part * max(0, gradients - at_the_end))
             for point, gradients in zip(step.timeline.points, owners[GRADIENTS], strict=True)

@@ -11,7 +11,9 @@ from .strategy import Sample, Strategy
 
 def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str]:
     if sample.blocks is not None:
-        raise ValueError(f"timesteps are recomputed for the whole loop, and not for blocks {sample.blocks!r}")
+        raise ValueError(
+            f"timesteps are recomputed for the whole loop, and not for blocks {sample.blocks!r}"
+        )
     return recompute_timesteps(model, levels=levels)
 
 

@@ -54,7 +54,9 @@ class Stage:
 
     def __post_init__(self) -> None:
         if not self.choices:
-            raise ValueError("a stage has no choices: give at least one, such as the block as it is")
+            raise ValueError(
+                "a stage has no choices: give at least one, such as the block as it is"
+            )
         _check_bytes("standing_bytes of a stage", self.standing_bytes)
 
 
@@ -80,7 +82,9 @@ def peak_of(stages: Sequence[Stage], chosen: Sequence[int], *, head_bytes: int =
 def solve(stages: Sequence[Stage], budget_bytes: int, *, head_bytes: int = 0) -> Solution | None:
     """The cheapest choices whose peak is within the budget; None exactly where there are none."""
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
-        raise ValueError(f"budget_bytes must be a whole number of at least 1, got {budget_bytes!r}: give it in bytes")
+        raise ValueError(
+            f"budget_bytes must be a whole number of at least 1, got {budget_bytes!r}: give it in bytes"
+        )
     _check_bytes("head_bytes", head_bytes)
     if _least_held(stages, budget_bytes, head_bytes) is None:
         return None
@@ -102,12 +106,16 @@ def least_peak(stages: Sequence[Stage], *, head_bytes: int = 0) -> Solution:
 
 def non_dominated(choices: Sequence[Choice]) -> list[int]:
     """Indices of the choices that no other one beats in held bytes, transient bytes and cost together."""
-    return unbeaten([(choice.cost, choice.held_bytes, choice.transient_bytes) for choice in choices])
+    return unbeaten(
+        [(choice.cost, choice.held_bytes, choice.transient_bytes) for choice in choices]
+    )
 
 
 def _check_bytes(what: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{what} must be a whole number of at least 0, got {value!r}: give the bytes as an int")
+        raise ValueError(
+            f"{what} must be a whole number of at least 0, got {value!r}: give the bytes as an int"
+        )
 
 
 def _least_held(stages: Sequence[Stage], budget: int, head: int) -> list[int] | None:
@@ -130,7 +138,9 @@ def _most_held(stages: Sequence[Stage], budget: int, head: int) -> list[int]:
     most = [budget - head]
     for stage in reversed(stages):
         room = budget - stage.standing_bytes
-        most.append(max(min(most[-1], room - c.transient_bytes) - c.held_bytes for c in stage.choices))
+        most.append(
+            max(min(most[-1], room - c.transient_bytes) - c.held_bytes for c in stage.choices)
+        )
     return most[::-1]
 
 
@@ -160,15 +170,24 @@ def _cheapest(stages: Sequence[Stage], budget: int, head: int) -> Solution:
         if exact or best is None:
             break
         open_choices = [[step.place for step in steps] for steps in menus]
-        path = [0, *accumulate(stage.choices[i].held_bytes for stage, i in zip(stages, best.chosen, strict=True))]
+        path = [
+            0,
+            *accumulate(
+                stage.choices[i].held_bytes for stage, i in zip(stages, best.chosen, strict=True)
+            ),
+        ]
         width = quantum * LEVELS // (2 * NARROWER)
         floors = [max(floor, held - width) for floor, held in zip(floors, path, strict=True)]
-        ceilings = [min(ceiling, held + width) for ceiling, held in zip(ceilings, path, strict=True)]
+        ceilings = [
+            min(ceiling, held + width) for ceiling, held in zip(ceilings, path, strict=True)
+        ]
     assert best is not None
     return best
 
 
-def _better(stages: Sequence[Stage], chosen: Sequence[int] | None, head: int, best: Solution | None) -> Solution | None:
+def _better(
+    stages: Sequence[Stage], chosen: Sequence[int] | None, head: int, best: Solution | None
+) -> Solution | None:
     if chosen is None:
         return best
     cost = math.fsum(stage.choices[index].cost for stage, index in zip(stages, chosen, strict=True))
@@ -192,10 +211,17 @@ def _menus(
         for index in open_choices[position]:
             choice = stage.choices[index]
             extra = choice.held_bytes - rise
-            most = min(ceilings[position + 1], budget - stage.standing_bytes - choice.transient_bytes) - floor
-            most = min(most, reach + extra)  # transient bytes that always fit here are as good as none
+            most = (
+                min(ceilings[position + 1], budget - stage.standing_bytes - choice.transient_bytes)
+                - floor
+            )
+            most = min(
+                most, reach + extra
+            )  # transient bytes that always fit here are as good as none
             if most >= max(0, extra):
                 steps.append(Step(index, extra, most, choice.cost))
         reach = max((step.most for step in steps), default=0)
-        menus.append([steps[i] for i in unbeaten([(s.cost, s.extra, s.extra - s.most) for s in steps])])
+        menus.append(
+            [steps[i] for i in unbeaten([(s.cost, s.extra, s.extra - s.most) for s in steps])]
+        )
     return menus

@@ -21,7 +21,9 @@ from .profiler import as_trained
 from .report import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, PHASES, STATE, TEMPORARIES
 
 Loss = Callable[[nn.Module, Any], Tensor]
-ASKS_FOR_DEVICE = torch.ops.prim.device.default  # tensors without values do so through the dispatcher, real ones do not
+ASKS_FOR_DEVICE = (
+    torch.ops.prim.device.default
+)  # tensors without values do so through the dispatcher, real ones do not
 
 
 def record_step(
@@ -41,11 +43,19 @@ def record_step(
     nothing else. This is for tensors without values, and none is put back."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"{type(module).__name__} has no parameter that requires grad: there is nothing to train")
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires grad: there is nothing to train"
+        )
     optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
-    stepped = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {
+        id(parameter): parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     if not any(id(parameter) in stepped for parameter in trained):
-        raise ValueError(f"the {type(optimizer).__name__} holds no parameter of {type(module).__name__}")
+        raise ValueError(
+            f"the {type(optimizer).__name__} holds no parameter of {type(module).__name__}"
+        )
     device, layers = trained[0].device, divide(module, blocks=blocks)
     with (
         as_trained(module),
@@ -58,7 +68,9 @@ def record_step(
         if device.type == "cuda":
             there = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
             before = torch.cuda.memory_allocated(device) - there
-        optimizer = copy.deepcopy(optimizer, dict(stepped))  # a copy of its state, over the same parameters
+        optimizer = copy.deepcopy(
+            optimizer, dict(stepped)
+        )  # a copy of its state, over the same parameters
         if give_state is None:
             _take_step(module, batch, loss, optimizer)
         else:
@@ -79,7 +91,9 @@ def record_step(
 @contextlib.contextmanager
 def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
     """Start without gradients; put values and gradients back."""
-    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()]
+    before = [
+        (parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()
+    ]
     try:
         for parameter in parameters.values():
             parameter.grad = None
@@ -95,10 +109,19 @@ class StepLives(LiveStorages):
     """The lives of all storages of a step; owners are pairs of group and layer."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, layers: Mapping[str, nn.Module], before: int, optimizer: str
+        self,
+        module: nn.Module,
+        device: torch.device,
+        layers: Mapping[str, nn.Module],
+        before: int,
+        optimizer: str,
     ) -> None:
         super().__init__(owner=self._owner_now, device=device)
-        self.module, self.cuda, self.before = module, device if device.type == "cuda" else None, before
+        self.module, self.cuda, self.before = (
+            module,
+            device if device.type == "cuda" else None,
+            before,
+        )
         self.running, self.optimizer = RunningLayers(module, layers), optimizer
         self.phase = PHASES[0]
         self.phases: list[str] = []
@@ -119,7 +142,14 @@ class StepLives(LiveStorages):
         for owner, tensors in (
             (PARAMETERS, self.module.parameters()),
             (STATE, _tensors(list(optimizer.state.values()))),
-            (GRADIENTS, [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]),
+            (
+                GRADIENTS,
+                [
+                    parameter.grad
+                    for parameter in self.module.parameters()
+                    if parameter.grad is not None
+                ],
+            ),
             (BATCH, [*self.module.buffers(), *_tensors(batch)]),
         ):
             for tensor in tensors:
@@ -157,13 +187,20 @@ class StepLives(LiveStorages):
 
     def _read(self) -> None:
         self.phases.append(self.phase)
-        self.allocated.append(torch.cuda.memory_allocated(self.cuda) - self.before if self.cuda else 0)
+        self.allocated.append(
+            torch.cuda.memory_allocated(self.cuda) - self.before if self.cuda else 0
+        )
 
     def _owner_now(self) -> tuple[str, str]:
         if self.phase == "forward":
             return ACTIVATIONS, self.running.current
-        if self.phase == "backward" and torch.is_grad_enabled():  # recomputed; gradients are made without grad mode
-            return ACTIVATIONS, self.running.latest if self.running.current == REST else self.running.current
+        if (
+            self.phase == "backward" and torch.is_grad_enabled()
+        ):  # recomputed; gradients are made without grad mode
+            return (
+                ACTIVATIONS,
+                self.running.latest if self.running.current == REST else self.running.current,
+            )
         self.running.latest = REST
         return TEMPORARIES, REST
 
@@ -177,8 +214,14 @@ def _take_step(
 ) -> None:
     value = loss(module, batch)
     if value.dim() or not value.requires_grad:
-        what = f"has shape {tuple(value.shape)}" if value.dim() else "depends on no parameter of the module"
-        raise ValueError(f"the loss must be one number that {type(module).__name__} can be trained with; it {what}")
+        what = (
+            f"has shape {tuple(value.shape)}"
+            if value.dim()
+            else "depends on no parameter of the module"
+        )
+        raise ValueError(
+            f"the loss must be one number that {type(module).__name__} can be trained with; it {what}"
+        )
     if record:
         record.end_phase()
     with torch.no_grad():

@@ -18,7 +18,10 @@ FIRST = "recompute_strategies"  # nothing, and whole blocks: what the others are
 
 def _discover() -> dict[str, Strategy]:
     found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    names = sorted((name for name in found if name.endswith("_strategies")), key=lambda name: (name != FIRST, name))
+    names = sorted(
+        (name for name in found if name.endswith("_strategies")),
+        key=lambda name: (name != FIRST, name),
+    )
     modules = [importlib.import_module(f".{name}", __package__) for name in names]
     return {strategy.name: strategy for module in modules for strategy in module.FOUND}
 

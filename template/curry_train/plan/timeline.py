@@ -50,7 +50,9 @@ def timeline_of(record: StepLives, model: str) -> Timeline:
     owners = {group: list(accumulate(change[:length])) for group, change in changes.items()}
     totals = [sum(figures) for figures in zip(*owners.values(), strict=True)]
     if record.cuda:
-        owners[ALLOCATOR] = [found - known for found, known in zip(record.allocated, totals, strict=True)]
+        owners[ALLOCATOR] = [
+            found - known for found, known in zip(record.allocated, totals, strict=True)
+        ]
         totals = record.allocated
     else:
         del owners[ALLOCATOR]
@@ -66,7 +68,9 @@ def timeline_of(record: StepLives, model: str) -> Timeline:
         device=str(record.cuda or "cpu"),
         num_operations=length,
         points=tuple(Point(index, record.phases[index], totals[index]) for index in kept),
-        owners={group: tuple(figures[index] for index in kept) for group, figures in owners.items()},
+        owners={
+            group: tuple(figures[index] for index in kept) for group, figures in owners.items()
+        },
         after={phase: totals[index] for phase, index in record.ends.items()},
         peak=_peak(record, highest, {group: figures[highest] for group, figures in owners.items()}),
     )

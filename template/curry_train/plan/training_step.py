@@ -46,7 +46,9 @@ class TrainingStep:
         if lever.dtype is not None and lever.dtype == case.dtype:
             raise ValueError(f"the plain step is in {case.dtype} already")
         if lever.autocast is not None and (lever.dtype or case.dtype) == lever.autocast:
-            raise ValueError(f"autocast to {lever.autocast} has nothing to do: the weights are of that type already")
+            raise ValueError(
+                f"autocast to {lever.autocast} has nothing to do: the weights are of that type already"
+            )
         self.case = replace(case, dtype=lever.dtype or case.dtype)
         self.lever = lever
         self.device = case.device
@@ -55,7 +57,9 @@ class TrainingStep:
         self.window = self._window(whole)
         shares = like is not None and self.case.dtype == like.case.dtype
         if like is not None and shares:
-            for parameter, shared in zip(self.model.parameters(), like.model.parameters(), strict=True):
+            for parameter, shared in zip(
+                self.model.parameters(), like.model.parameters(), strict=True
+            ):
                 parameter.data = shared.data
         microbatch = self.window.microbatches[0]
         sample = Sample(microbatch, self.mean_loss, self.case.blocks)
@@ -95,7 +99,11 @@ class TrainingStep:
         microbatches = self.window.microbatches
         if self.num_terms == sum(map(batch_size, microbatches)):
             return "samples"
-        whole = [leaf for leaf in tree_iter(microbatches[0]) if isinstance(leaf, Tensor) and leaf.dim() == 2]
+        whole = [
+            leaf
+            for leaf in tree_iter(microbatches[0])
+            if isinstance(leaf, Tensor) and leaf.dim() == 2
+        ]
         return "tokens" if any(not leaf.is_floating_point() for leaf in whole) else "terms"
 
     @property
@@ -105,8 +113,12 @@ class TrainingStep:
     def count_flops(self) -> int:
         """All that runs, what is computed again included."""
         self.drop_gradients()
-        if holds_compiled_code(self.model):  # which runs as eager code while a dispatch mode watches
-            counts = (count_executed_flops(self.model, each, self.mean_loss) for each in self.window)
+        if holds_compiled_code(
+            self.model
+        ):  # which runs as eager code while a dispatch mode watches
+            counts = (
+                count_executed_flops(self.model, each, self.mean_loss) for each in self.window
+            )
             return sum(count.total for count in counts)
         with FlopCount() as count:
             self()
@@ -135,7 +147,9 @@ class TrainingStep:
             )
         sizes = [size // number + (place < size % number) for place in range(number)]
         count = self.case.workload.count
-        return next(GradientAccumulation(number).windows(self.case.split(batch, sizes), count=count))
+        return next(
+            GradientAccumulation(number).windows(self.case.split(batch, sizes), count=count)
+        )
 
     def _there(self) -> list[Tensor]:
         tensors = [*self.model.parameters(), *self.model.buffers()]

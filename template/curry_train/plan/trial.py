@@ -31,7 +31,9 @@ def needs_rehearsal(case: Case) -> bool:
 
     Raises one of `NEEDS_VALUES` where shapes are not enough."""
     module, batch = case.build(), case.batch(BATCH_SIZE)
-    there = {_key(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors_in(batch))}
+    there = {
+        _key(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors_in(batch))
+    }
     with seeded(0), torch.enable_grad(), Trial() as trial:
         before = random.getstate()
         loss = case.workload.mean_loss(module, batch)
@@ -39,11 +41,17 @@ def needs_rehearsal(case: Case) -> bool:
             loss.sum().backward()
         del loss
         drawn = random.getstate() != before
-    unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
+    unused = any(
+        parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
+    )
     module.zero_grad(set_to_none=True)
     gc.collect()
     left = (storage() for storage in trial.made)
-    return drawn or unused or any(storage is not None and storage._cdata not in there for storage in left)
+    return (
+        drawn
+        or unused
+        or any(storage is not None and storage._cdata not in there for storage in left)
+    )
 
 
 class Trial(TorchDispatchMode):
@@ -61,7 +69,9 @@ class Trial(TorchDispatchMode):
             if packet in _LARGER:
                 raise NeedsValues(func, LARGER)
             sparse = packet is torch.ops.aten.embedding and len(args) > 4 and args[4]
-            if sparse or any(isinstance(value, Tensor) and value.layout is not torch.strided for value in args):
+            if sparse or any(
+                isinstance(value, Tensor) and value.layout is not torch.strided for value in args
+            ):
                 raise NeedsValues(func, SPARSE)
             out = func(*args, **(kwargs or {}))
             for value in tree_iter(out):

@@ -26,7 +26,9 @@ CLOSE = 0.985  # of the budget: more than that is not asked for where the chain 
 FINE = 0.002  # of the budget: closer bounds are not looked between
 NEAR = 1.1  # what is so far above the budget may fit with another choice than the chain's
 DOUBTFUL = 1.35  # so much more than the whole step may the chain say
-Key = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]  # microbatch, accumulated, chunked loss, and options
+Key = tuple[
+    int, bool, bool, tuple[tuple[str, Option], ...]
+]  # microbatch, accumulated, chunked loss, and options
 
 
 class WholeSteps:
@@ -43,7 +45,9 @@ class WholeSteps:
     ) -> None:
         self.sketch, self.sharding, self.chain, self.solve = sketch, sharding, chain, solve
         self.known: dict[Key, tuple[int, float]] = {}
-        self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)  # as `Chain.solve` takes it
+        self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(
+            dict
+        )  # as `Chain.solve` takes it
         self.seen: set[tuple[bool, bool]] = set()  # where the chain's least peak was checked
 
     def start(self, chain: Chain, *, chunked: bool) -> None:
@@ -60,11 +64,19 @@ class WholeSteps:
             with drop_saved() as offload:
 
                 def change(module: nn.Module) -> None:
-                    apply_options(module, candidate.options, offload=offload if self.sketch.why_real is None else None)
+                    apply_options(
+                        module,
+                        candidate.options,
+                        offload=offload if self.sketch.why_real is None else None,
+                    )
                     if candidate.chunked_loss:
-                        primitives.apply_chunked_loss(module, chunk_tokens=self.chain(candidate).chunk_tokens)
+                        primitives.apply_chunked_loss(
+                            module, chunk_tokens=self.chain(candidate).chunk_tokens
+                        )
 
-                step = self.sketch.step(candidate.microbatch, accumulated=candidate.steps > 1, change=change)
+                step = self.sketch.step(
+                    candidate.microbatch, accumulated=candidate.steps > 1, change=change
+                )
             extra = self.sharding.extra_bytes(step, accumulated=candidate.steps > 1)
             self.known[key] = step.peak_bytes + extra, float(step.flops.sum())
         return self.known[key]
@@ -72,7 +84,10 @@ class WholeSteps:
     def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Whether the chain's choice is worth checking: it may say too much, until it was corrected."""
         doubt = NEAR if _way(candidate) in self.seen else DOUBTFUL
-        return candidate.peak_bytes <= doubt * budget_bytes or self._known_to_fit(candidate, budget_bytes) is not None
+        return (
+            candidate.peak_bytes <= doubt * budget_bytes
+            or self._known_to_fit(candidate, budget_bytes) is not None
+        )
 
     def _known_to_fit(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
         """The fastest of what was looked at before, for whatever budget."""
@@ -88,7 +103,11 @@ class WholeSteps:
     def check(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """The fastest of the same microbatch that was found to fit, or else what has the least peak."""
         best, least = self._known_to_fit(candidate, budget_bytes), None
-        low, high, room = 0, 0, budget_bytes  # what the chain may take: it fits with `low`, it does not with `high`
+        low, high, room = (
+            0,
+            0,
+            budget_bytes,
+        )  # what the chain may take: it fits with `low`, it does not with `high`
         most = len(self.known) + MOST_STEPS
         for _ in range(MOST_SOLVED):
             if len(self.known) >= most and self._key(candidate) not in self.known:
@@ -104,8 +123,14 @@ class WholeSteps:
                     break
             else:
                 high = min(high or room, room)
-                other = self._last_as_it_is(whole, budget_bytes) if whole.peak_bytes <= NEAR * budget_bytes else whole
-                if other.peak_bytes <= budget_bytes and (best is None or order(other) < order(best)):
+                other = (
+                    self._last_as_it_is(whole, budget_bytes)
+                    if whole.peak_bytes <= NEAR * budget_bytes
+                    else whole
+                )
+                if other.peak_bytes <= budget_bytes and (
+                    best is None or order(other) < order(best)
+                ):
                     best = other
             if poorest:
                 self.seen.add(_way(whole))
@@ -118,7 +143,10 @@ class WholeSteps:
                 continue
             if poorest and slack < 0 and best is None:
                 break
-            wanted, close = candidate.peak_bytes + slack, best is not None and best.peak_bytes >= CLOSE * budget_bytes
+            wanted, close = (
+                candidate.peak_bytes + slack,
+                best is not None and best.peak_bytes >= CLOSE * budget_bytes,
+            )
             if high and (close or high - low < FINE * budget_bytes):
                 break
             if high and not low < wanted < high:
@@ -149,7 +177,14 @@ class WholeSteps:
         chain, many = self.chain(candidate), candidate.steps > 1
         options, peak = chain.least(candidate.microbatch, accumulated=many)
         peak += self.sharding.extra_bytes(chain.steps[-1], accumulated=many)
-        poorest = replace(candidate, options=options, peak_bytes=peak, step_seconds=None, flops=None, checked=False)
+        poorest = replace(
+            candidate,
+            options=options,
+            peak_bytes=peak,
+            step_seconds=None,
+            flops=None,
+            checked=False,
+        )
         if near is not None and peak > DOUBTFUL * near:
             return poorest
         found = self._poorest(poorest)
@@ -175,24 +210,39 @@ class WholeSteps:
         found, names = [self._whole(candidate)], list(candidate.options)
         if names and self.chain(candidate).offers(Option(FULL)):
             full = dict.fromkeys(names, Option(FULL))
-            ways = [{**whole, names[-1]: Option(kind)} for whole in (full, candidate.options) for kind in (NONE, FULL)]
+            ways = [
+                {**whole, names[-1]: Option(kind)}
+                for whole in (full, candidate.options)
+                for kind in (NONE, FULL)
+            ]
             found += [self._whole(replace(candidate, options=options)) for options in ways]
         return found
 
     def _is_fastest(self, candidate: Candidate) -> bool:
         chain = self.chain(candidate)
-        least = candidate.steps * chain.plain_seconds(candidate.microbatch) + chain.optimizer_seconds
+        least = (
+            candidate.steps * chain.plain_seconds(candidate.microbatch) + chain.optimizer_seconds
+        )
         return candidate.step_seconds is None or candidate.step_seconds <= least
 
     def _whole(self, candidate: Candidate) -> Candidate:
         peak, flops = self.peak(candidate)
         chain, steps = self.chain(candidate), candidate.steps
-        seconds = steps * chain.seconds(candidate.microbatch, candidate.options) + chain.optimizer_seconds
-        return replace(candidate, peak_bytes=peak, step_seconds=seconds, flops=steps * flops, checked=True)
+        seconds = (
+            steps * chain.seconds(candidate.microbatch, candidate.options) + chain.optimizer_seconds
+        )
+        return replace(
+            candidate, peak_bytes=peak, step_seconds=seconds, flops=steps * flops, checked=True
+        )
 
     @staticmethod
     def _key(candidate: Candidate) -> Key:
-        return candidate.microbatch, candidate.steps > 1, candidate.chunked_loss, tuple(candidate.options.items())
+        return (
+            candidate.microbatch,
+            candidate.steps > 1,
+            candidate.chunked_loss,
+            tuple(candidate.options.items()),
+        )
 
 
 def _way(candidate: Candidate) -> tuple[bool, bool]:
@@ -203,4 +253,9 @@ def order(candidate: Candidate) -> tuple[float, bool, float, int]:
     """Fastest first; of equal ones the plainer, and what has more room; what does not fit last, by how much."""
     if candidate.step_seconds is None:
         return float("inf"), candidate.chunked_loss, candidate.peak_bytes, candidate.microbatch
-    return round(candidate.step_seconds, 9), candidate.chunked_loss, candidate.peak_bytes, candidate.microbatch
+    return (
+        round(candidate.step_seconds, 9),
+        candidate.chunked_loss,
+        candidate.peak_bytes,
+        candidate.microbatch,
+    )

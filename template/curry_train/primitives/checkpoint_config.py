@@ -45,7 +45,12 @@ class CheckpointConfig:
         known = f"one of {', '.join(STRATEGIES)}" + (f"; did you mean {meant!r}?" if meant else "")
         _require(self.strategy in STRATEGIES, "strategy", self.strategy, known)
         threshold = self.memory_threshold_mb
-        _require(_is_number(threshold) and threshold >= 0, "memory_threshold_mb", threshold, "a number of MB from 0 up")
+        _require(
+            _is_number(threshold) and threshold >= 0,
+            "memory_threshold_mb",
+            threshold,
+            "a number of MB from 0 up",
+        )
         chunk, runs = self.snn_chunk_size, self.profile_num_runs
         counted = "a whole number from 1 up, or None to take the size from measured bytes"
         _require(chunk is None or _is_count(chunk), "snn_chunk_size", chunk, counted)
@@ -59,8 +64,12 @@ class CheckpointConfig:
         )
         for name in ("exclude_patterns", "include_patterns"):
             patterns = getattr(self, name)
-            listed = isinstance(patterns, list | tuple) and all(isinstance(item, str) and item for item in patterns)
-            _require(listed, name, patterns, "a list of globs over module names, such as ['layers.*']")
+            listed = isinstance(patterns, list | tuple) and all(
+                isinstance(item, str) and item for item in patterns
+            )
+            _require(
+                listed, name, patterns, "a list of globs over module names, such as ['layers.*']"
+            )
             setattr(self, name, tuple(patterns))
         wanted = "the path of a plan with strategy 'plan', None with others"
         _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)

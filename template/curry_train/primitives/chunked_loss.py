@@ -50,7 +50,9 @@ class ChunkedHead(Derived):
         return stand_in(Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS], use))
 
 
-def apply_chunked_loss(model: nn.Module, *, head: str | None = None, chunk_tokens: int | None = None) -> list[str]:
+def apply_chunked_loss(
+    model: nn.Module, *, head: str | None = None, chunk_tokens: int | None = None
+) -> list[str]:
     """Let the loss of a model's head run in chunks, in place, and return the head's name.
 
     The head is the Linear that a Hugging Face model calls its output embeddings, or else the one widest Linear that is
@@ -74,11 +76,17 @@ def remove_chunked_loss(model: nn.Module) -> list[str]:
 
 def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
     """Of each changed head: the losses since its last forward that ran in chunks, and what asked for all logits."""
-    return {name: module.__dict__[USE] for name, module in model.named_modules() if isinstance(module, ChunkedHead)}
+    return {
+        name: module.__dict__[USE]
+        for name, module in model.named_modules()
+        if isinstance(module, ChunkedHead)
+    }
 
 
 def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
     found: dict[str, nn.Module]
     if pattern is not None:
         found = {name: linears[name] for name in match_names(list(linears), pattern, option="head")}
@@ -94,7 +102,9 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
             kind = f"{name or 'the model'} is a {type(module).__name__}"
             if isinstance(module, Derived):
                 raise ValueError(f"{kind}, changed already; undo that first (remove_chunked_loss)")
-            raise ValueError(f"{kind} and no plain nn.Linear, so its loss can't run in chunks; leave it whole")
+            raise ValueError(
+                f"{kind} and no plain nn.Linear, so its loss can't run in chunks; leave it whole"
+            )
     return found
 
 
@@ -102,11 +112,19 @@ def _output_embeddings(model: nn.Module) -> dict[str, nn.Module]:
     """What a Hugging Face model names."""
     named = getattr(model, "get_output_embeddings", None)
     head = named() if callable(named) else None
-    return {name: module for name, module in model.named_modules() if head is not None and module is head}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if head is not None and module is head
+    }
 
 
 def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
     """Layers inside blocks are as wide as each other, so that they are never the one widest."""
     most = max((linear.out_features for linear in linears.values()), default=0)
     widest = [name for name, linear in linears.items() if linear.out_features == most]
-    return {name: linears[name] for name in widest if len(widest) == 1 and most > linears[name].in_features}
+    return {
+        name: linears[name]
+        for name in widest
+        if len(widest) == 1 and most > linears[name].in_features
+    }

@@ -37,7 +37,9 @@ class GradientAccumulation:
         object.__setattr__(self, "steps", _whole_number("steps", self.steps, least=1))
 
     @classmethod
-    def from_config(cls, config: Any, key: str = "gradient_accumulation_steps") -> "GradientAccumulation":
+    def from_config(
+        cls, config: Any, key: str = "gradient_accumulation_steps"
+    ) -> "GradientAccumulation":
         """Read the number of steps from a mapping, dataclass, namespace or OmegaConf node; 1 where it is absent."""
         steps = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
         return cls() if steps is None else cls(steps=_whole_number(key, steps, least=1))
@@ -57,7 +59,9 @@ class GradientAccumulation:
 
         For uneven microbatches and for the end of the data use `windows`, which knows the real divisor.
         """
-        return _step_kwargs(first=self.is_first(index), last=self.is_last(index), loss_divisor=float(self.steps))
+        return _step_kwargs(
+            first=self.is_first(index), last=self.is_last(index), loss_divisor=float(self.steps)
+        )
 
     def windows(
         self,
@@ -75,7 +79,10 @@ class GradientAccumulation:
         source = iter(microbatches)
         for index in itertools.count():
             held = tuple(itertools.islice(source, self.steps))
-            terms = [1 if count is None else _whole_number("count(microbatch)", count(mb), least=0) for mb in held]
+            terms = [
+                1 if count is None else _whole_number("count(microbatch)", count(mb), least=0)
+                for mb in held
+            ]
             total, ranks = _agree(sum(terms), len(held), index=index, group=group)
             if not held and index == 0:
                 raise ValueError("there is no microbatch to train on: the data are empty")
@@ -109,7 +116,9 @@ class Window(Generic[Microbatch]):
         """As `GradientAccumulation.train_step_kwargs`, with this window's own length and divisor."""
         if not 0 <= _whole_number("index", index, least=0) < len(self):
             raise ValueError(f"index {index} is outside a window of {len(self)} microbatches")
-        return _step_kwargs(first=index == 0, last=index == len(self) - 1, loss_divisor=self.loss_divisor)
+        return _step_kwargs(
+            first=index == 0, last=index == len(self) - 1, loss_divisor=self.loss_divisor
+        )
 
 
 @dataclass(frozen=True)
@@ -146,13 +155,17 @@ def train_window(
         with sync(index == last):
             value = loss(model, microbatch) / window.loss_divisor
             if value.dim():
-                raise ValueError(f"the loss must be one number, the sum over its terms; got shape {tuple(value.shape)}")
+                raise ValueError(
+                    f"the loss must be one number, the sum over its terms; got shape {tuple(value.shape)}"
+                )
             (value if scaler is None else scaler.scale(value)).backward()
         losses.append(value.detach())
     if scaler is not None:
         scaler.unscale_(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = get_total_norm(
+        [parameter.grad for parameter in parameters if parameter.grad is not None]
+    )
     total, grad_norm = _reduce_metrics(losses, norm)
     if not (math.isfinite(total) and (scaler is not None or math.isfinite(grad_norm))):
         optimizer.zero_grad(set_to_none=True)
@@ -201,12 +214,16 @@ def _num_ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _agree(terms: int, size: int, *, index: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _agree(
+    terms: int, size: int, *, index: int, group: dist.ProcessGroup | None
+) -> tuple[int, int]:
     """All ranks' terms and the number of ranks, after checking that every rank has a window of the same size."""
     ranks = _num_ranks(group)
     if ranks == 1:
         return terms, 1
-    sums = torch.tensor([terms, size, size**2], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    sums = torch.tensor(
+        [terms, size, size**2], device="cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    )
     dist.all_reduce(sums, group=group)
     total, sizes, squares = sums.tolist()
     if squares * ranks != sizes * sizes:

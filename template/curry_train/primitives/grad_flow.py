@@ -74,14 +74,21 @@ class GradFlow:
     def __enter__(self) -> "GradFlow":
         if self._is_open:
             raise RuntimeError("this GradFlow is open already: make another one")
-        named = {name: value for name, value in self._inner.named_parameters() if value.requires_grad}
+        named = {
+            name: value for name, value in self._inner.named_parameters() if value.requires_grad
+        }
         self._parameters = ParameterSums(named)
         self._activations = Activations(
-            self.model, self._layers, before_forward=self._before_forward, after_backward=self._backward_ended
+            self.model,
+            self._layers,
+            before_forward=self._before_forward,
+            after_backward=self._backward_ended,
         )
         self._ranks = self._group or group_of_batch(self.model)
         compiled, divided = compiled_modules(self.model), any(map(is_divided, named.values()))
-        self._notes = ((COMPILED,) if compiled else ()) + ((ONE_RANK,) if divided and self._ranks is None else ())
+        self._notes = ((COMPILED,) if compiled else ()) + (
+            (ONE_RANK,) if divided and self._ranks is None else ()
+        )
         self._is_open = True
         for optimizer in self.optimizers:
             for handle in (
@@ -100,9 +107,13 @@ class GradFlow:
     def step(self) -> None:
         """The end of an optimizer step, for a loop whose optimizer this does not know."""
         if self.optimizers:
-            raise ValueError("GradFlow was given the optimizer, whose hooks end each step: leave flow.step() out")
+            raise ValueError(
+                "GradFlow was given the optimizer, whose hooks end each step: leave flow.step() out"
+            )
         if not self._is_open:
-            raise RuntimeError("flow.step() outside of `with GradFlow(...)`: open the context first")
+            raise RuntimeError(
+                "flow.step() outside of `with GradFlow(...)`: open the context first"
+            )
         if self._probing:
             if not self._parameters.were_read():
                 self._read(AT_THE_STEP, None)
@@ -183,7 +194,9 @@ class GradFlow:
         if not self._probing:
             return
         self._began.add(id(optimizer))
-        scale = getattr(optimizer, "grad_scale", None)  # a scaler leaves it to a fused optimizer to divide
+        scale = getattr(
+            optimizer, "grad_scale", None
+        )  # a scaler leaves it to a fused optimizer to divide
         evaluates = any(callable(value) for value in (*arguments[1:], *keywords.values()))
         if not evaluates and not self._parameters.were_read():
             self._read(AT_THE_STEP, scale)
@@ -221,4 +234,6 @@ class GradFlow:
 
 
 COMPILED = "compiled code runs no hooks: activations inside of it were not seen"
-ONE_RANK = "activations are this rank's alone: pass group= to add up those of the ranks that share a batch"
+ONE_RANK = (
+    "activations are this rank's alone: pass group= to add up those of the ranks that share a batch"
+)

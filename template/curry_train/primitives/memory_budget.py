@@ -91,16 +91,22 @@ def memory_budget(
     held against the same code at 1.0: `BudgetUnsafe` if they differ.
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-        raise ValueError(f"the budget is a share of the saved bytes between 0 and 1, got {budget!r}")
+        raise ValueError(
+            f"the budget is a share of the saved bytes between 0 and 1, got {budget!r}"
+        )
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, which know budgets; got {backend!r}")
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKENDS)}, which know budgets; got {backend!r}"
+        )
     if (batch is None) != (loss is None):
         raise ValueError("give batch and loss both, to compile and check now, or neither")
     found = find_blocks(model, blocks)
     with contextlib.ExitStack() as undo:
         for name, block in found.items():
             if not isinstance(type(block).forward, types.FunctionType):
-                raise ValueError(f"{name} is a {type(block).__name__}, which torch.compile can't trace: leave it out")
+                raise ValueError(
+                    f"{name} is a {type(block).__name__}, which torch.compile can't trace: leave it out"
+                )
             become(Budgeted, block, **{BUDGET: Budget(float(budget), backend, _kind(block))})
             undo.callback(restore, block, BUDGET)
         if loss is not None:
@@ -130,7 +136,9 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss
     for block in blocks:
         code = _compiled(_bare_forward(block), block.__dict__[BUDGET])
         if not code.num_graphs:
-            raise CompileFailed(f"{code.name} became no compiled graph: is it in the forward, in training mode?")
+            raise CompileFailed(
+                f"{code.name} became no compiled graph: is it in the forward, in training mode?"
+            )
     drawn = _drawn(model, blocks, batch, loss)
     if not drawn:
         return

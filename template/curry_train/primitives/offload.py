@@ -28,12 +28,24 @@ from ..core.host_storages import CastAgain, Lane, OffloadReport, Saved, Stays, S
 from ..core.recipes import CAST
 from ..core.untouched import untouched
 
-__all__ = ["HostMemoryShort", "NothingToMove", "OffloadReport", "offload_blocks", "offload_report", "remove_offload"]
+__all__ = [
+    "HostMemoryShort",
+    "NothingToMove",
+    "OffloadReport",
+    "offload_blocks",
+    "offload_report",
+    "remove_offload",
+]
 
 OFFLOADER = "_offloader"
 PLAIN = (Tensor, nn.Parameter)
 VALUE = operator.methodcaller("value")
-PARAMETER, WEIGHT_CAST, DUPLICATE, SMALL = "parameter or buffer", "cast of a parameter", "duplicate", "too small"
+PARAMETER, WEIGHT_CAST, DUPLICATE, SMALL = (
+    "parameter or buffer",
+    "cast of a parameter",
+    "duplicate",
+    "too small",
+)
 SLICE, ALIAS, OTHER = "slice of data", "alias of what moved", "no plain tensor of the device"
 
 
@@ -57,7 +69,11 @@ class Surroundings:
     def __init__(self, step: Step, block: nn.Module, inputs: Any) -> None:
         self.owned = step.owned | _addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
-        leaves = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and leaf.layout is torch.strided]
+        leaves = [
+            leaf
+            for leaf in tree_leaves(inputs)
+            if type(leaf) is Tensor and leaf.layout is torch.strided
+        ]
         data = {_address(leaf): leaf for leaf in leaves if not leaf.requires_grad}
         # A part of something that the caller holds, such as a data set on the device, frees nothing.
         self.slices = {address for address, leaf in data.items() if 2 * leaf.nbytes < _size(leaf)}
@@ -68,7 +84,10 @@ class Surroundings:
             return OTHER
         if isinstance(base, nn.Parameter) or _address(tensor) in self.owned:
             return PARAMETER
-        if self.device not in (None, tensor.device.type):  # such as the seed of a kernel, which is on the host
+        if self.device not in (
+            None,
+            tensor.device.type,
+        ):  # such as the seed of a kernel, which is on the host
             return OTHER
         if tensor.is_conj() or tensor.is_neg() or _size(tensor) % tensor.itemsize:
             return OTHER
@@ -98,7 +117,9 @@ class Offloader:
         Offloader.__init__(self, *state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
-        return Offloader(memo.get(id(self.model())), self.min_bytes)  # the model's own copy, if it is what is copied
+        return Offloader(
+            memo.get(id(self.model())), self.min_bytes
+        )  # the model's own copy, if it is what is copied
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self.lanes:
@@ -113,7 +134,9 @@ class Offloader:
                 # Without the block's own: FSDP2 frees them after its forward, and their addresses are used again.
                 step = Step(frozenset() if model is None else _addresses(model) - _addresses(block))
                 self.step, self.report = weakref.ref(step), step.report
-        return saved_tensors_hooks(functools.partial(self.pack, step, Surroundings(step, block, inputs)), VALUE)
+        return saved_tensors_hooks(
+            functools.partial(self.pack, step, Surroundings(step, block, inputs)), VALUE
+        )
 
     def pack(self, step: Step, around: "Surroundings", tensor: Tensor) -> Saved | Stays:
         """What autograd holds in place of a tensor."""
@@ -139,7 +162,9 @@ class Offloader:
         self.counted.append((tensor.device, _size(tensor)))
         return step.move(tensor, base, None)
 
-    def reserve(self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> None:
+    def reserve(
+        self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+    ) -> None:
         """Count what one forward would move, without keeping any of it, and have the host memory for it."""
         self.counted = []
         try:
@@ -177,15 +202,23 @@ def offload_blocks(
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
     if batch is not None and loss is None:
-        raise ValueError("batch is given and loss is not: to count the bytes of a step both are needed")
+        raise ValueError(
+            "batch is given and loss is not: to count the bytes of a step both are needed"
+        )
     if any(isinstance(module, Offloaded) for module in model.modules()):
-        raise ValueError("blocks of this model are offloaded already: call remove_offload(model) first")
+        raise ValueError(
+            "blocks of this model are offloaded already: call remove_offload(model) first"
+        )
     found = find_blocks(model, blocks)
     names = list(found)[: len(found) - keep_last]
     if not names:
-        raise ValueError(f"keep_last={keep_last} leaves none of the {len(found)} blocks to offload: lower it")
+        raise ValueError(
+            f"keep_last={keep_last} leaves none of the {len(found)} blocks to offload: lower it"
+        )
     if batch is not None and not any(found[name].training for name in names):
-        raise ValueError("the blocks are in eval mode, where nothing is moved: call model.train() first")
+        raise ValueError(
+            "the blocks are in eval mode, where nothing is moved: call model.train() first"
+        )
     offloader = Offloader(model, min_bytes)
     for name in names:
         become(Offloaded, found[name], **{OFFLOADER: offloader})
@@ -216,7 +249,9 @@ def offload_report(model: nn.Module) -> OffloadReport:
         if isinstance(module, Offloaded):
             offloader: Offloader = module.__dict__[OFFLOADER]
             reserved = sum(lane.pool.reserved_bytes for lane in offloader.lanes.values())
-            return replace(offloader.report, reserved_bytes=reserved, skipped=dict(offloader.report.skipped))
+            return replace(
+                offloader.report, reserved_bytes=reserved, skipped=dict(offloader.report.skipped)
+            )
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 
 
@@ -230,7 +265,9 @@ def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
     except NotImplementedError as error:
-        raise RuntimeError("offloaded blocks can't run inside torch.func: call remove_offload(model) first") from error
+        raise RuntimeError(
+            "offloaded blocks can't run inside torch.func: call remove_offload(model) first"
+        ) from error
 
 
 def _size(tensor: Tensor) -> int:

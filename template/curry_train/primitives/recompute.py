@@ -42,18 +42,24 @@ class Recompute(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes:
             return super().forward(*args, **kwargs)
-        return run_checkpointed(super().forward, args, kwargs, modules=[self], options=self.__dict__[OPTIONS])
+        return run_checkpointed(
+            super().forward, args, kwargs, modules=[self], options=self.__dict__[OPTIONS]
+        )
 
 
 class CheckpointWrapper(Recompute):
     """`Recompute` under the name and with the arguments that torch's own wrapper has."""
 
-    def __new__(cls, module: nn.Module, use_reentrant: bool = False, preserve_rng_state: bool = True) -> Any:
+    def __new__(
+        cls, module: nn.Module, use_reentrant: bool = False, preserve_rng_state: bool = True
+    ) -> Any:
         options = Options(use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
         return derive(cls, module, **{OPTIONS: options})
 
 
-def recompute_blocks(model: nn.Module, *, blocks: str | Sequence[str] | None = None, **options: Any) -> list[str]:
+def recompute_blocks(
+    model: nn.Module, *, blocks: str | Sequence[str] | None = None, **options: Any
+) -> list[str]:
     """Make the blocks of a model recompute, in place, and return their names.
 
     `blocks` is a glob over module names, or several; without it the blocks are those that the model repeats. Options

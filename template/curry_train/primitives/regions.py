@@ -68,13 +68,18 @@ def apply_regions(
     """
     found = find_blocks(model, blocks)
     inside = {
-        f"{name}.{path}": module for name, block in found.items() for path, module in block.named_modules() if path
+        f"{name}.{path}": module
+        for name, block in found.items()
+        for path, module in block.named_modules()
+        if path
     }
     named = match_inside(found, also, option="also")
     for block in found.values():
         become(Regions, block, **{KEEPER: Keeper()})
     for name, module in inside.items():
-        if (name in named or _is_norm(module)) and not isinstance(module, Replayed):  # a shared one has several names
+        if (name in named or _is_norm(module)) and not isinstance(
+            module, Replayed
+        ):  # a shared one has several names
             become(Replayed, module, **{NAMED: name if name in named else None})
     return list(found)
 
@@ -91,7 +96,9 @@ def remove_regions(model: nn.Module) -> list[str]:
 def _is_norm(module: nn.Module) -> bool:
     """A norm without statistics of its own, by class or, like those of Hugging Face models, by name."""
     named = type(module).__name__.endswith("Norm") and not any(True for _ in module.children())
-    bare = not any(True for _ in module.buffers()) and all(weight.dim() <= 1 for weight in module.parameters())
+    bare = not any(True for _ in module.buffers()) and all(
+        weight.dim() <= 1 for weight in module.parameters()
+    )
     return isinstance(module, NORMS) or (named and bare)
 
 
@@ -115,7 +122,9 @@ class RegionReport:
     def table(self) -> str:
         """A line for each kind of tensor, the same in all blocks together; readable at 80 columns."""
         free = sum(row.nbytes for row in self.unreached)
-        lines = [f"kept in the blocks: {self.kept_bytes / 2**20:,.2f} MiB, of it {free / 2**20:,.2f} not reached"]
+        lines = [
+            f"kept in the blocks: {self.kept_bytes / 2**20:,.2f} MiB, of it {free / 2**20:,.2f} not reached"
+        ]
         groups: dict[tuple[str, str, str], int] = {}
         for row in self.unreached:
             key = re.sub(r"\d+", "*", row.module), row.made_by, row.edit
@@ -125,14 +134,18 @@ class RegionReport:
         return "\n".join(lines)
 
 
-def report_regions(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]) -> RegionReport:
+def report_regions(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+) -> RegionReport:
     """What the blocks of a model with regions keep, found in one forward, and what they could not reach."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, Regions)}
     if not blocks:
         raise ValueError("no block of this model has regions: call apply_regions(model) first")
     owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     running = RunningLayers(model, {name: module for name, module in model.named_modules() if name})
-    kept: dict[int, tuple[str, Tensor]] = {}  # alive, so that no other storage takes the place of one
+    kept: dict[
+        int, tuple[str, Tensor]
+    ] = {}  # alive, so that no other storage takes the place of one
 
     def note(tensor: Tensor, base: Tensor) -> None:
         if _storage(tensor) not in owned:
@@ -167,7 +180,9 @@ def _unreached(model: nn.Module, where: str, base: Tensor) -> Unreached:
     module = model.get_submodule(where)
     if theirs := _of_torch(module, model.get_submodule(where.rpartition(".")[0])):
         edit = f"{theirs} of torch computes it: replace that module"
-    elif any(weight.dim() > 1 for weight in module.parameters(recurse=False)):  # its own input; who made it is outside
+    elif any(
+        weight.dim() > 1 for weight in module.parameters(recurse=False)
+    ):  # its own input; who made it is outside
         where, _, name = where.rpartition(".")
         edit = f"make the input of {name} in a module of its own, and name that with also=[...]"
     elif any(True for _ in module.children()):
@@ -181,5 +196,10 @@ def _of_torch(*modules: nn.Module) -> str | None:
     """The first that has code of torch's own around modules of its own, by its class; containers have none."""
     kinds = [class_as_written(module) for module in modules if any(True for _ in module.children())]
     return next(
-        (kind.__name__ for kind in kinds if kind.__module__.startswith("torch.") and kind not in CONTAINERS), None
+        (
+            kind.__name__
+            for kind in kinds
+            if kind.__module__.startswith("torch.") and kind not in CONTAINERS
+        ),
+        None,
     )

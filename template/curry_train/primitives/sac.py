@@ -25,11 +25,22 @@ from ..core.derive import Derived, become, restore
 from ..core.operations import Operation
 from ..core.policies import FIGURES, POLICIES, Policy, PolicyError, make_policy
 
-__all__ = ["FIGURES", "POLICIES", "Policy", "PolicyError", "Sac", "apply_sac", "make_policy", "remove_sac"]
+__all__ = [
+    "FIGURES",
+    "POLICIES",
+    "Policy",
+    "PolicyError",
+    "Sac",
+    "apply_sac",
+    "make_policy",
+    "remove_sac",
+]
 
 OPTIONS, CONTEXTS = "_sac", "_sac_contexts"
 CAST = torch.ops.aten._to_copy.default
-MANY = 1 / 3  # of the outputs of cheap operations; a few, such as those of a router, may have a reason
+MANY = (
+    1 / 3
+)  # of the outputs of cheap operations; a few, such as those of a router, may have a reason
 KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -56,18 +67,26 @@ class _Run:
         if self.replays:
             self.asked[operation] += 1
             return self.kept[operation][self.asked[operation] - 1]
-        keep = self._wants(context, operation, args, kwargs) and not operations.draws(operation, args, kwargs)
+        keep = self._wants(context, operation, args, kwargs) and not operations.draws(
+            operation, args, kwargs
+        )
         self.kept[operation].append(keep)
         return keep
 
-    def _wants(self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _wants(
+        self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         policy, family = self.policy, operations.family_of(operation)
         self.calls[family] += 1
         if (family, self.calls[family] - 1) in policy.calls:
             return True
         if policy.choose is not None:
             return _as_bool(policy, policy.choose(context, operation, *args, **kwargs), operation)
-        return self.calls[family] % 2 == 1 if operation in policy.alternate else operation in policy.save
+        return (
+            self.calls[family] % 2 == 1
+            if operation in policy.alternate
+            else operation in policy.save
+        )
 
     def replay(self) -> None:
         self.replays = True
@@ -77,7 +96,9 @@ class _Run:
         """After the first run: a policy that kept nothing, or only what is cheap, is a mistake."""
         kept = [operation for operation, choices in self.kept.items() if any(choices)]
         if not kept:
-            seen = ", ".join(sorted({str(operation).removesuffix(".default") for operation in self.kept}))
+            seen = ", ".join(
+                sorted({str(operation).removesuffix(".default") for operation in self.kept})
+            )
             raise PolicyError(
                 f"policy {self.policy.name!r} keeps no output of {self.block}, so the block would be recomputed whole; "
                 f"use recompute_blocks if that is meant. Its operations are {seen}. (Composite ones such as "
@@ -89,9 +110,15 @@ class _Run:
                     f"{self.block} runs {operation}, as nn.GRU does on a CPU, and writes over its parts, which torch "
                     "does not see: a kept output would be another in backward; use recompute_blocks, or leave it out"
                 )
-        cheap = {operation: choices for operation, choices in self.kept.items() if operations.is_cheap(operation)}
+        cheap = {
+            operation: choices
+            for operation, choices in self.kept.items()
+            if operations.is_cheap(operation)
+        }
         outputs, most = sum(map(sum, cheap.values())), sum(map(len, cheap.values())) * MANY
-        expensive = sum(len(self.kept[operation]) for operation in self.kept.keys() & operations.EXPENSIVE)
+        expensive = sum(
+            len(self.kept[operation]) for operation in self.kept.keys() & operations.EXPENSIVE
+        )
         if expensive and not operations.EXPENSIVE & set(kept) and outputs > most:
             raise PolicyError(
                 f"policy {self.policy.name!r} is the wrong way round for {self.block}: it keeps {outputs} outputs of "
@@ -108,10 +135,14 @@ def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
             "word; offload_blocks moves activations to the CPU"
         )
     if not isinstance(answer, bool | CheckpointPolicy):
-        raise PolicyError(f"policy {policy.name!r} must answer with a CheckpointPolicy or a bool, got {answer!r}")
+        raise PolicyError(
+            f"policy {policy.name!r} must answer with a CheckpointPolicy or a bool, got {answer!r}"
+        )
     keep = answer if isinstance(answer, bool) else answer in KEPT
     if keep and operations.writes_in_place(operation):
-        raise PolicyError(f"policy {policy.name!r} keeps {operation}, which writes in place: leave it out")
+        raise PolicyError(
+            f"policy {policy.name!r} keeps {operation}, which writes in place: leave it out"
+        )
     return keep
 
 
@@ -139,7 +170,9 @@ def _told(kind: Any) -> Any:
                 self.at_exit()
             return stopped
 
-        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if operation is CAST:
                 return operation(*args, **(kwargs or {}))
             return super().__torch_dispatch__(operation, types, args, kwargs)
@@ -155,12 +188,21 @@ class Sac(Derived):
             return super().forward(*args, **kwargs)
         own = self.__dict__
         return run_checkpointed(
-            super().forward, args, kwargs, modules=[self], options=own[OPTIONS], contexts=own[CONTEXTS]
+            super().forward,
+            args,
+            kwargs,
+            modules=[self],
+            options=own[OPTIONS],
+            contexts=own[CONTEXTS],
         )
 
 
 def apply_sac(
-    model: nn.Module, policy: Any = "save_expensive", *, blocks: str | Sequence[str] | None = None, **options: Any
+    model: nn.Module,
+    policy: Any = "save_expensive",
+    *,
+    blocks: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> list[str]:
     """Make the blocks of a model keep what `policy` says and compute the rest again, in place; return their names.
 
@@ -172,7 +214,9 @@ def apply_sac(
         raise PolicyError("reentrant checkpointing knows no policies: leave use_reentrant at False")
     found = find_blocks(model, blocks)
     for name, block in found.items():
-        become(Sac, block, **{OPTIONS: settings, CONTEXTS: functools.partial(_contexts, chosen, name)})
+        become(
+            Sac, block, **{OPTIONS: settings, CONTEXTS: functools.partial(_contexts, chosen, name)}
+        )
     return list(found)
 
 

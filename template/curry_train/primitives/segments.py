@@ -45,7 +45,9 @@ class Segment:
         position = next(index for index, other in enumerate(self.blocks) if other is block)
         if position == 0:
             self.arguments = (args[1:], kwargs)
-            self.output = run_checkpointed(self._run, args, kwargs, modules=self.blocks, options=self.options)
+            self.output = run_checkpointed(
+                self._run, args, kwargs, modules=self.blocks, options=self.options
+            )
         else:
             self._check(position, args, kwargs)
         output = self.output
@@ -89,7 +91,11 @@ class SegmentMember(Derived):
 
 
 def recompute_segments(
-    model: nn.Module, num_segments: int, *, blocks: str | Sequence[str] | None = None, preserve_rng_state: bool = True
+    model: nn.Module,
+    num_segments: int,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    preserve_rng_state: bool = True,
 ) -> list[str]:
     """Put each chain of blocks under `num_segments` checkpoints less the last, in place; return the blocks' names.
 
@@ -97,11 +103,15 @@ def recompute_segments(
     argument must be the previous one's output, and the others the same, or `ChainBroken` is raised as the model runs.
     """
     if isinstance(num_segments, bool) or not isinstance(num_segments, int) or num_segments < 1:
-        raise ValueError(f"the number of segments must be a whole number of at least 1, got {num_segments!r}")
+        raise ValueError(
+            f"the number of segments must be a whole number of at least 1, got {num_segments!r}"
+        )
     found, recomputed = find_blocks(model, blocks), []
     longest = max(len(chain) for chain in _chains(list(found)))
     if num_segments > longest:
-        raise ValueError(f"{num_segments} segments are more than the {longest} blocks of the longest chain")
+        raise ValueError(
+            f"{num_segments} segments are more than the {longest} blocks of the longest chain"
+        )
     options = Options(preserve_rng_state=preserve_rng_state)
     for chain in _chains(list(found)):
         for names in _split(chain, num_segments)[:-1]:
@@ -174,6 +184,12 @@ def _same(arguments: Any, others: Any) -> bool:
 
 
 def _is_the_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):  # slices of one buffer are new tensors each time
-        return value.data_ptr() == other.data_ptr() and value.shape == other.shape and value.stride() == other.stride()
+    if isinstance(value, Tensor) and isinstance(
+        other, Tensor
+    ):  # slices of one buffer are new tensors each time
+        return (
+            value.data_ptr() == other.data_ptr()
+            and value.shape == other.shape
+            and value.stride() == other.stride()
+        )
     return value is other or bool(value == other)

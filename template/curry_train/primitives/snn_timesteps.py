@@ -26,7 +26,14 @@ from ..core.generators import Generators
 from ..core.hidden_state import HiddenState, check_step
 from ..core.kept import Key, put_back_later
 from ..core.replay import check_unchanged
-from ..core.timestep_schedule import Costs, Schedule, best_chunk_size, best_schedule, even_schedule, measure_costs
+from ..core.timestep_schedule import (
+    Costs,
+    Schedule,
+    best_chunk_size,
+    best_schedule,
+    even_schedule,
+    measure_costs,
+)
 from ..core.timesteps import Collected, Step, run_timesteps, slice_time, steppers, take_step
 from ..core.untouched import generators_kept
 
@@ -64,7 +71,9 @@ def checkpoint_timesteps(
     """
     _check(chunk_size, levels)
     timesteps, roots = slice_time(inputs, time_dim), roots_of(step)
-    if not torch.is_grad_enabled() or (roots and not any(module.training for module in roots.values())):
+    if not torch.is_grad_enabled() or (
+        roots and not any(module.training for module in roots.values())
+    ):
         return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
     collected = Collected(outputs, time_dim)
     known = _learn(step, roots, timesteps, state, costs=chunk_size is None)
@@ -73,12 +82,16 @@ def checkpoint_timesteps(
     else:
         schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
     left = known.left_behind
-    loop = _Loop(step, timesteps, collected, list(roots.values()), places_of(step) if left else (), left)
+    loop = _Loop(
+        step, timesteps, collected, list(roots.values()), places_of(step) if left else (), left
+    )
     state = loop.run(state, 0, schedule, again=False)
     return collected.finish(), state
 
 
-def choose_chunk_size(step: Step, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0) -> int:
+def choose_chunk_size(
+    step: Step, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
+) -> int:
     """The size of even chunks with the lowest peak, from what the state and one timestep measure in bytes.
 
     Near sqrt(T * state bytes / step bytes): a small state and a large step ask for short chunks.
@@ -97,7 +110,9 @@ class RecomputedTimesteps(Derived):
         return checkpoint_timesteps(step, inputs, state, **self.__dict__[OPTIONS], **kept)
 
 
-def recompute_timesteps(model: nn.Module, *, chunk_size: int | None = None, levels: int = 1) -> list[str]:
+def recompute_timesteps(
+    model: nn.Module, *, chunk_size: int | None = None, levels: int = 1
+) -> list[str]:
     """Make the loops over time of a model recompute, in place, and return the names of the modules that have one.
 
     A module has one where it calls `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
@@ -112,13 +127,17 @@ def recompute_timesteps(model: nn.Module, *, chunk_size: int | None = None, leve
             'outputs, state = checkpoint_timesteps(self.step, inputs, state, time_dim=0, outputs="stack")'
         )
     for module in found.values():
-        become(RecomputedTimesteps, module, **{OPTIONS: {"chunk_size": chunk_size, "levels": levels}})
+        become(
+            RecomputedTimesteps, module, **{OPTIONS: {"chunk_size": chunk_size, "levels": levels}}
+        )
     return list(found)
 
 
 def remove_timesteps(model: nn.Module) -> list[str]:
     """Undo `recompute_timesteps`, and return the names of the modules that were recomputing."""
-    names = [name for name, module in model.named_modules() if isinstance(module, RecomputedTimesteps)]
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, RecomputedTimesteps)
+    ]
     for name in names:
         restore(model.get_submodule(name), OPTIONS)
     return names
@@ -127,8 +146,12 @@ def remove_timesteps(model: nn.Module) -> list[str]:
 def _check(chunk_size: int | None, levels: int) -> None:
     if levels not in (1, 2) or isinstance(levels, bool):
         raise ValueError(f"levels must be 1, or 2 for chunks inside larger chunks; got {levels!r}")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"chunk_size must be a whole number from 1 up, or None to measure it; got {chunk_size!r}")
+    if chunk_size is not None and (
+        isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
+    ):
+        raise ValueError(
+            f"chunk_size must be a whole number from 1 up, or None to measure it; got {chunk_size!r}"
+        )
 
 
 @dataclass
@@ -142,7 +165,9 @@ class _Known:
 _known: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
 
 
-def _learn(step: Step, roots: Mapping[str, nn.Module], timesteps: Sequence[Any], state: Any, *, costs: bool) -> _Known:
+def _learn(
+    step: Step, roots: Mapping[str, nn.Module], timesteps: Sequence[Any], state: Any, *, costs: bool
+) -> _Known:
     """Once for each function and its modules; each time for a function made anew that reaches no module."""
     if costs and not roots:
         raise ValueError(
@@ -230,7 +255,9 @@ class _Chunk:
         if self.runs == 1:
             before = Generators([*leaves, *tree_leaves(self.loop.timesteps[self.first])])
             made = self._run(leaves, again=self.again)
-            self.drawn_from = before if before.moved() else None  # most steps draw nothing, and a state is 5 KB
+            self.drawn_from = (
+                before if before.moved() else None
+            )  # most steps draw nothing, and a state is 5 KB
             return made
         with ExitStack() as stack:
             if self.loop.left_behind:

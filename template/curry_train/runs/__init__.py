@@ -39,7 +39,17 @@ __getattr__, __dir__, __all__ = lazy_names(
     },
     technique_of=dict.fromkeys(
         (
-            *("background", "errors", "files", "names", "object_files", "saved_run", "snapshot", "state", "store"),
+            *(
+                "background",
+                "errors",
+                "files",
+                "names",
+                "object_files",
+                "saved_run",
+                "snapshot",
+                "state",
+                "store",
+            ),
             *("diff", "journal", "journal_history", "journal_lines", "journal_reading"),
             *("attach", "disk_estimate", "policy", "policy_config", "resume"),
         ),

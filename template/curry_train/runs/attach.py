@@ -42,7 +42,9 @@ from .termination import Termination
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 TRY_AGAIN = os.EX_TEMPFAIL  # 75
-WAIT_SECONDS = 5.0  # a process that was killed holds its lock until the kernel has given back its memory
+WAIT_SECONDS = (
+    5.0  # a process that was killed holds its lock until the kernel has given back its memory
+)
 
 
 def saving(
@@ -103,14 +105,23 @@ class AttachedRun:
         self._metrics: dict[str, Any] | None = None
         self._ranks, self._open = watch.ranks, True
         watch.begin(state, self.store)
-        own = AttachedJournal(runs, state, self.resumed, config=config, ranks=watch.ranks) if journal else None
+        own = (
+            AttachedJournal(runs, state, self.resumed, config=config, ranks=watch.ranks)
+            if journal
+            else None
+        )
         self._journal = own
         self._termination = Termination()
 
     def __enter__(self) -> "AttachedRun":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
         elif self._open:  # where it stopped is no place between two steps
@@ -139,7 +150,9 @@ class AttachedRun:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """What is left of a pass over the loader."""
         if self._iterating:
-            raise ValueError("another loop over batches is open: only the loader that training follows goes in here")
+            raise ValueError(
+                "another loop over batches is open: only the loader that training follows goes in here"
+            )
         if self._resuming and self._position.epoch and not self._by_epochs:
             raise ValueError(
                 f"the run is in epoch {self._position.epoch}: write `for epoch in run.epochs(range(...))` around the "
@@ -147,14 +160,18 @@ class AttachedRun:
             )
         if self._position.batch == 0 and (why := inexact(loader)):
             logger.warning("%s", why)
-        self.state.generators |= {f"{OF_DATA}{name}": one for name, one in generators_of(loader).items()}
+        self.state.generators |= {
+            f"{OF_DATA}{name}": one for name, one in generators_of(loader).items()
+        }
         self._iterating = True
         try:
             if self._resuming and self._position.began is None:
                 self.state.restore_random()
             elif not self._resuming and self._position.began is not None:
                 if self._by_epochs:
-                    raise ValueError("an epoch has one loop over batches: give it one loader, and the others none")
+                    raise ValueError(
+                        "an epoch has one loop over batches: give it one loader, and the others none"
+                    )
                 self._position.begin_epoch(self._position.epoch + 1)
             iterator = self._position.iterator(loader, self.state.generators)
             if self._resuming and self._position.batch:
@@ -175,7 +192,9 @@ class AttachedRun:
     def step(self, loss: Any = None, **metrics: Any) -> None:
         """After the optimizer's step, on every rank. Numbers or tensors, looked at only when something is due."""
         if self._watch.config.rolls_back and not self.state.position:
-            raise ValueError("spike.action=rollback skips batches: take them from run.batches(loader)")
+            raise ValueError(
+                "spike.action=rollback skips batches: take them from run.batches(loader)"
+            )
         self.state.step += 1
         self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
         self._save_between()
@@ -208,11 +227,17 @@ class AttachedRun:
         metrics, self._metrics = self._metrics, None
         name = self.policy.config.best_k_metric
         measured = metrics is not None and metrics.get(name) is not None
-        stop, stepped, measured_there = self._ranks.highest([self._termination.signal, metrics is not None, measured])
+        stop, stepped, measured_there = self._ranks.highest(
+            [self._termination.signal, metrics is not None, measured]
+        )
         if stepped:
             metrics = metrics or {}
-            if measured_there and self._ranks.size > 1:  # on the first rank alone, as evaluation often is
-                metrics[name] = self._ranks.exchange(lambda: number_of(metrics[name]) if measured else None, _first)
+            if (
+                measured_there and self._ranks.size > 1
+            ):  # on the first rank alone, as evaluation often is
+                metrics[name] = self._ranks.exchange(
+                    lambda: number_of(metrics[name]) if measured else None, _first
+                )
             if self._journal is not None:
                 self._journal.after_step(metrics)
             self._judge(metrics.get("loss"), stop)
@@ -241,7 +266,9 @@ class AttachedRun:
         self._open = False
         self._termination.release()
         if self._saver is not None:
-            self._saver.__exit__(*(raised or (None, None, None)))  # with an error nothing is asked of other ranks
+            self._saver.__exit__(
+                *(raised or (None, None, None))
+            )  # with an error nothing is asked of other ranks
         self.store.close()
 
 

@@ -33,7 +33,9 @@ from .state import TrainingState
 def require_disk(files: Files, runs: str | os.PathLike[str]) -> None:
     """Raise where no line can be added to a file."""
     if not isinstance(files, LocalFiles):
-        raise ValueError(f"a journal needs a folder on a disk, and {runs} is none: leave journal out")
+        raise ValueError(
+            f"a journal needs a folder on a disk, and {runs} is none: leave journal out"
+        )
 
 
 class AttachedJournal:
@@ -52,12 +54,18 @@ class AttachedJournal:
         self._journal = Journal(folder, rank=ranks.rank)
         self._step, self._since = state.step, time.perf_counter()
         self.before_step()
-        self._device = next((parameter.device for parameter in state.model.parameters()), torch.device("cpu"))
-        facts = run_facts({"checkpoint": asdict(config)}, device=self._device, world_size=ranks.size)
+        self._device = next(
+            (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
+        )
+        facts = run_facts(
+            {"checkpoint": asdict(config)}, device=self._device, world_size=ranks.size
+        )
         if resumed is None and self._journal.empty:
             self._journal.start(facts=facts)
         else:
-            self._journal.resume(state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None)
+            self._journal.resume(
+                state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None
+            )
 
     def before_step(self) -> None:
         """A schedule may be stepped before the step is told, so its rate is read here."""
@@ -69,9 +77,17 @@ class AttachedJournal:
         step, now, name = self._state.step, time.perf_counter(), self._config.best_k_metric
         if step > self._step:
             if metrics.get("loss") is None:
-                raise ValueError("a journal has the loss of each step: call run.step(loss=loss), or leave journal out")
+                raise ValueError(
+                    "a journal has the loss of each step: call run.step(loss=loss), or leave journal out"
+                )
             loss, peak = number_of(metrics["loss"]), peak_bytes(self._device)
-            self._journal.step(step, loss=loss, learning_rate=self._rate, seconds=now - self._since, peak_bytes=peak)
+            self._journal.step(
+                step,
+                loss=loss,
+                learning_rate=self._rate,
+                seconds=now - self._since,
+                peak_bytes=peak,
+            )
             self._step, self._since = step, now
             self.before_step()  # for a loop that takes its batches elsewhere
         if metrics.get(name) is not None:
@@ -79,7 +95,12 @@ class AttachedJournal:
 
     def spiked(self, spike: Spike) -> None:
         """Seen by the watchdog, after its step."""
-        seen = {"loss": spike.loss, "first": spike.first, "baseline": spike.baseline, "limit": spike.limit}
+        seen = {
+            "loss": spike.loss,
+            "first": spike.first,
+            "baseline": spike.baseline,
+            "limit": spike.limit,
+        }
         self._journal.write("spike", step=spike.step, reason=spike.words, **seen)
 
     def went_back(self, spike: Spike, done: Recovered, saved: Iterable[Saved]) -> None:
@@ -89,7 +110,9 @@ class AttachedJournal:
         told = {"checkpoint": folder, "number": recovery.attempt}
         self._journal.rollback(recovery.back_to, from_step=spike.step, reason=spike.words, **told)
         words = f"batches {recovery.start} to {recovery.stop - 1} of the run, around the spike of step {spike.step}"
-        self._journal.write("skip", step=recovery.back_to, reason=words, start=recovery.start, stop=recovery.stop)
+        self._journal.write(
+            "skip", step=recovery.back_to, reason=words, start=recovery.start, stop=recovery.stop
+        )
         self.ended("spike")
 
     def ended(self, reason: str, saved: Iterable[Saved] = ()) -> None:
@@ -101,4 +124,6 @@ class AttachedJournal:
     def saved(self, saved: Iterable[Saved]) -> None:
         """What was committed."""
         for one in saved:
-            self._journal.write("save", step=one.step, checkpoint=one.folder, num_bytes=one.num_bytes)
+            self._journal.write(
+                "save", step=one.step, checkpoint=one.folder, num_bytes=one.num_bytes
+            )

@@ -35,10 +35,14 @@ class AttachedWatch:
         if not isinstance(spike, SpikeConfig):
             spike = SpikeConfig(action="none") if spike is None else SpikeConfig.from_config(spike)
         if spike.lower_rate is not None:
-            raise ValueError("spike.lower_rate is for the training project: the schedule of this loop is its own")
+            raise ValueError(
+                "spike.lower_rate is for the training project: the schedule of this loop is its own"
+            )
         self.config, self.ranks = spike, Ranks.on_the_host()
         together = self.ranks.size > 1
-        self.watchdog = SpikeWatchdog(spike, group=(self.ranks.group or dist.group.WORLD) if together else None)
+        self.watchdog = SpikeWatchdog(
+            spike, group=(self.ranks.group or dist.group.WORLD) if together else None
+        )
         self._judged = 0
 
     def begin(self, state: TrainingState, store: Store) -> None:
@@ -55,14 +59,18 @@ class AttachedWatch:
         if self.config.action == "none" or step == self._judged:
             return None
         if loss is None:
-            raise ValueError("the watchdog needs the loss of each step: call run.step(loss=loss), or leave spike out")
+            raise ValueError(
+                "the watchdog needs the loss of each step: call run.step(loss=loss), or leave spike out"
+            )
         self._judged = step
         spike = self.watchdog.observe(step, loss)
         if spike is not None and not self.config.rolls_back:
             self._say("spike: %s; with spike={'action': 'rollback'} the run goes back", spike.words)
         return spike
 
-    def go_back(self, spike: Spike, state: TrainingState, policy: SavingPolicy, data: DataPosition) -> Recovered:
+    def go_back(
+        self, spike: Spike, state: TrainingState, policy: SavingPolicy, data: DataPosition
+    ) -> Recovered:
         """To before the spike; its batches are skipped from then on. Raises SpikeNotRecovered."""
         step, position, epoch = state.step, state.position, data.epoch
 
@@ -85,14 +93,24 @@ class AttachedWatch:
             go_on='saving(..., resume="{}") once, and without it afterwards',
         )
         recovery, folder = done.recovery, done.resumed.saved.folder
-        told = (spike.words, folder, recovery.start, recovery.stop - 1, recovery.attempt, self.config.attempts)
+        told = (
+            spike.words,
+            folder,
+            recovery.start,
+            recovery.stop - 1,
+            recovery.attempt,
+            self.config.attempts,
+        )
         if data.epoch < epoch and not any(name.startswith(OF_DATA) for name in state.generators):
             self._say(
                 "epoch %d is drawn anew, in an order that depends on what the model draws before it: give the loader a "
                 "generator of its own, DataLoader(..., generator=torch.Generator())",
                 epoch,
             )
-        self._say("spike: %s. Back at %s: start again to go on without batches %d to %d (attempt %d of %d)", *told)
+        self._say(
+            "spike: %s. Back at %s: start again to go on without batches %d to %d (attempt %d of %d)",
+            *told,
+        )
         return done
 
     def _say(self, words: str, *figures: object) -> None:

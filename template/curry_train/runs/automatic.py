@@ -22,9 +22,13 @@ IN_BACKGROUND = 0.1  # of a save's time training is taken to wait, until the fir
 class AutomaticCadence(CadenceFromOverhead):
     """Asks the first rank, and only at the step that it named the last time, so that most steps ask nothing."""
 
-    def __init__(self, store: Store, config: PolicyConfig, *, saver: BackgroundSaver | None = None) -> None:
+    def __init__(
+        self, store: Store, config: PolicyConfig, *, saver: BackgroundSaver | None = None
+    ) -> None:
         hours = config.mean_hours_between_failures
-        super().__init__(config.overhead, mean_time_between_failures=None if hours is None else hours * HOUR)
+        super().__init__(
+            config.overhead, mean_time_between_failures=None if hours is None else hours * HOUR
+        )
         self._store, self._config, self._saver = store, config, saver
         self._following: int | None = None
         self.go_on()
@@ -49,7 +53,9 @@ class AutomaticCadence(CadenceFromOverhead):
 
     def is_due(self, step: int, state: State) -> bool:
         """Whether a rollback is. All ranks together."""
-        if self._config.rollback_every != AUTO or (self._following is not None and step < self._following):
+        if self._config.rollback_every != AUTO or (
+            self._following is not None and step < self._following
+        ):
             return False
         ranks = Ranks(self._store.group)
         if self._following is None:
@@ -60,7 +66,10 @@ class AutomaticCadence(CadenceFromOverhead):
 
     def _expect(self, ranks: Ranks, state: State) -> None:
         began = time.perf_counter()
-        size = bytes_of(state.snapshot(), model_only=self._config.rollback_parameters_only) // ranks.size
+        size = (
+            bytes_of(state.snapshot(), model_only=self._config.rollback_parameters_only)
+            // ranks.size
+        )
         self._store.open()
         seconds = ranks.agree(lambda: expected_seconds(self._store.files, size))
         self.expected = seconds * IN_BACKGROUND if self._saver else seconds

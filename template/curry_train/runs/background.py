@@ -45,7 +45,12 @@ class BackgroundSaver:
     def __enter__(self) -> "BackgroundSaver":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
             return
@@ -55,7 +60,9 @@ class BackgroundSaver:
             logger.error("%s", self._error)
             self._error = None
 
-    def save(self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None) -> None:
+    def save(
+        self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
+    ) -> None:
         """Begin a save; returns before it is copied. Waits for the one before, and raises its error."""
         began = time.perf_counter()
         ranks = Ranks(self.store.group)
@@ -145,7 +152,9 @@ class BackgroundSaver:
     def _report(self) -> None:
         """At the end of the process, for an error that nobody asked for."""
         if self._error is not None:
-            raise SaveError(f"a save in the background failed, and nobody asked: {self._error}") from self._error
+            raise SaveError(
+                f"a save in the background failed, and nobody asked: {self._error}"
+            ) from self._error
 
 
 def _call(method: Any) -> None:

@@ -46,7 +46,8 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
     return tuple(
         kind
         for kind in RESUMABLE
-        if (automatic if (n := every[kind]) == AUTO else isinstance(n, int) and step % n == 0) and step > 0
+        if (automatic if (n := every[kind]) == AUTO else isinstance(n, int) and step % n == 0)
+        and step > 0
     )
 
 
@@ -57,7 +58,11 @@ class CadenceFromOverhead:
     """
 
     def __init__(
-        self, overhead: float = 0.035, *, mean_time_between_failures: float | None = None, expected: float | None = None
+        self,
+        overhead: float = 0.035,
+        *,
+        mean_time_between_failures: float | None = None,
+        expected: float | None = None,
     ) -> None:
         self.overhead, self.mean_time_between_failures = overhead, mean_time_between_failures
         self.expected = expected  # seconds of a save, before one was made

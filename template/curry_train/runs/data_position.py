@@ -30,7 +30,10 @@ class DataPosition:
         self.began: RandomState | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        began = self.began and {"tensors": dict(self.began.tensors), "values": dict(self.began.values)}
+        began = self.began and {
+            "tensors": dict(self.began.tensors),
+            "values": dict(self.began.values),
+        }
         return {"epoch": self.epoch, "batch": self.batch, "began": began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -41,7 +44,9 @@ class DataPosition:
     def begin_epoch(self, epoch: int) -> None:
         self.epoch, self.batch, self.began = epoch, 0, None
 
-    def iterator(self, loader: Iterable[Batch], generators: dict[str, torch.Generator]) -> Iterator[Batch]:
+    def iterator(
+        self, loader: Iterable[Batch], generators: dict[str, torch.Generator]
+    ) -> Iterator[Batch]:
         """An iterator over what is left of this pass; the generators are then not yet those of the save."""
         if self.began is None:
             self.batch, self.began = 0, take_random_state(generators)
@@ -69,7 +74,9 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     found: dict[str, torch.Generator] = {}
     for name, owner in owners.items():
         generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
+        if isinstance(generator, torch.Generator) and all(
+            generator is not other for other in found.values()
+        ):
             found[name] = generator
     return found
 

@@ -101,7 +101,9 @@ class Difference:
     )  # the highest peak and the median time of a step
     metrics: dict[str, Losses] = field(default_factory=dict)
     events: dict[str, tuple[Seen, Seen]] = field(default_factory=dict)  # of each kind, A's and B's
-    told: dict[str, tuple[bool, bool]] = field(default_factory=dict)  # whether the journals tell of each part
+    told: dict[str, tuple[bool, bool]] = field(
+        default_factory=dict
+    )  # whether the journals tell of each part
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -133,7 +135,10 @@ def difference(a: History, b: History) -> Difference:
         losses=compare(a.steps.step, a.steps.values["loss"], b.steps.step, b.steps.values["loss"]),
         costs=_costs(a, b),
         metrics=_metrics(a, b),
-        events={kind: (_seen(a, kind), _seen(b, kind)) for kind in sorted({*a.marks, *b.marks} - {"start"})},
+        events={
+            kind: (_seen(a, kind), _seen(b, kind))
+            for kind in sorted({*a.marks, *b.marks} - {"start"})
+        },
         told={part: (_known(part, facts[0]), _known(part, facts[1])) for part in parts},
     )
 
@@ -155,11 +160,20 @@ def _went_on(earlier: History, later: History) -> Attempt | None:
     known = {attempt.run for attempt in earlier.attempts} | {earlier.path.parent.name}
     own = {attempt.run for attempt in later.attempts}
     for attempt in later.attempts:
-        if attempt.from_run is not None and attempt.from_run in known and attempt.from_run not in own:
+        if (
+            attempt.from_run is not None
+            and attempt.from_run in known
+            and attempt.from_run not in own
+        ):
             return attempt
     shared = len(earlier.attempts)
-    began = [(attempt.run, attempt.time, attempt.kind, attempt.step) for attempt in later.attempts[: shared + 1]]
-    if began[:-1] == [(attempt.run, attempt.time, attempt.kind, attempt.step) for attempt in earlier.attempts]:
+    began = [
+        (attempt.run, attempt.time, attempt.kind, attempt.step)
+        for attempt in later.attempts[: shared + 1]
+    ]
+    if began[:-1] == [
+        (attempt.run, attempt.time, attempt.kind, attempt.step) for attempt in earlier.attempts
+    ]:
         return later.attempts[shared]
     return None
 
@@ -180,7 +194,9 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def compare(steps_a: "array[int]", a: "array[float]", steps_b: "array[int]", b: "array[float]") -> Losses:
+def compare(
+    steps_a: "array[int]", a: "array[float]", steps_b: "array[int]", b: "array[float]"
+) -> Losses:
     """Both go up in steps, so one walk finds the common ones. Figures that are no number on both sides are equal."""
     spans = _span(steps_a), _span(steps_b)
     common = different = i = j = 0

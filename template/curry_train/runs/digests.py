@@ -25,11 +25,15 @@ def new_hash(algorithm: str) -> Any:
     if algorithm == "blake2b":
         return hashlib.blake2b(digest_size=16)
     if algorithm != "xxh3_128":
-        raise DamagedCheckpoint(f"hash {algorithm!r} is not known: it is one of {', '.join(ALGORITHMS)}")
+        raise DamagedCheckpoint(
+            f"hash {algorithm!r} is not known: it is one of {', '.join(ALGORITHMS)}"
+        )
     try:
         import xxhash
     except ImportError as error:
-        raise RuntimeError("this checkpoint was hashed with xxhash, which is missing: pip install xxhash") from error
+        raise RuntimeError(
+            "this checkpoint was hashed with xxhash, which is missing: pip install xxhash"
+        ) from error
     return xxhash.xxh3_128()
 
 
@@ -55,7 +59,9 @@ class HashingStream:
     def __init__(self, stream: BinaryIO, algorithm: str) -> None:
         self._stream, self._hash = stream, new_hash(algorithm)
         self.num_bytes = 0
-        self.failed: OSError | None = None  # torch's zip writer says only that it is at an unexpected place
+        self.failed: OSError | None = (
+            None  # torch's zip writer says only that it is at an unexpected place
+        )
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")

@@ -13,7 +13,12 @@ from .policy_config import PolicyConfig
 GB = 10**9
 LARGE = 10 * GB
 WEIGHTS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "bfloat16-pure": 2}
-STATE: Mapping[str, int] = {"float32": 12, "bfloat16": 14, "float16": 14, "bfloat16-pure": 6}  # weights and the rest
+STATE: Mapping[str, int] = {
+    "float32": 12,
+    "bfloat16": 14,
+    "float16": 14,
+    "bfloat16-pure": 6,
+}  # weights and the rest
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ def estimate_disk(
         raise ValueError(f"dtype must be one of {', '.join(STATE)}; got {dtype!r}")
     each = STATE[dtype] if state_bytes_per_parameter is None else state_bytes_per_parameter
     if each < WEIGHTS[dtype]:
-        raise ValueError(f"state_bytes_per_parameter must be {WEIGHTS[dtype]} or more for {dtype}; got {each}")
+        raise ValueError(
+            f"state_bytes_per_parameter must be {WEIGHTS[dtype]} or more for {dtype}; got {each}"
+        )
     checkpoint, best = int(parameters * each), parameters * WEIGHTS[dtype]
     rollback = best if config.rollback_parameters_only else checkpoint
     keep = config.retention
@@ -63,17 +70,28 @@ def estimate_disk(
         "best-k": config.best_k * best,
     }
     return DiskEstimate(
-        parameters, dtype, checkpoint, best, kept, sum(kept.values()), checkpoint, _advice(checkpoint, best, config)
+        parameters,
+        dtype,
+        checkpoint,
+        best,
+        kept,
+        sum(kept.values()),
+        checkpoint,
+        _advice(checkpoint, best, config),
     )
 
 
 def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
     said = []
     if every := config.retention.keep_every:
-        said.append(f"retention.keep_every: {every} keeps one checkpoint more every {every} steps, for good")
+        said.append(
+            f"retention.keep_every: {every} keeps one checkpoint more every {every} steps, for good"
+        )
     if checkpoint <= LARGE:
         return tuple(said)
-    said.append(f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: save it in the background")
+    said.append(
+        f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: save it in the background"
+    )
     if config.rollback_every is not None and not config.rollback_parameters_only:
         spared = config.retention.rollback_keep * (checkpoint - best)
         said.append(

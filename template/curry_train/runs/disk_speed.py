@@ -11,7 +11,9 @@ from .files import Files
 NAME = ".speed-of-the-disk"
 LEAST_BYTES, MOST_BYTES = 2**20, 2**29
 PART = 16  # of a save's bytes so many times less are written, so that asking costs little beside what is asked
-FIXED_SECONDS = 0.1  # what a save of hardly any bytes takes: names, index, manifest, and a sync of each
+FIXED_SECONDS = (
+    0.1  # what a save of hardly any bytes takes: names, index, manifest, and a sync of each
+)
 
 
 def expected_seconds(files: Files, num_bytes: int) -> float:

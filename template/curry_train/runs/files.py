@@ -97,8 +97,15 @@ class Files(ABC):
 
 def checked(key: str) -> str:
     """A key that stays inside of the folder."""
-    if key.startswith("/") or "\\" in key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
-        raise HostileCheckpoint(f"{key!r} leads out of the run's folder: don't load this checkpoint")
+    if (
+        key.startswith("/")
+        or "\\" in key
+        or "\0" in key
+        or any(part in ("", ".", "..") for part in key.split("/"))
+    ):
+        raise HostileCheckpoint(
+            f"{key!r} leads out of the run's folder: don't load this checkpoint"
+        )
     return key
 
 

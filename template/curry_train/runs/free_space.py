@@ -18,7 +18,11 @@ class NoRoom(SaveError):
 
 def bytes_of(snapshot: Snapshot, *, model_only: bool = False) -> int:
     """What a save writes, of all ranks together: a sharded tensor counts whole."""
-    held = {name: tensor for name, tensor in snapshot.tensors.items() if not model_only or name.startswith(MODEL)}
+    held = {
+        name: tensor
+        for name, tensor in snapshot.tensors.items()
+        if not model_only or name.startswith(MODEL)
+    }
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
@@ -41,7 +45,9 @@ def require_room(files: Files, kind: str, num_bytes: int) -> None:
     free, needed = free_bytes(files, kind), num_bytes + MARGIN
     if free is None or free >= needed:
         return
-    keep = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}.get(kind, "best_k")
+    keep = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}.get(
+        kind, "best_k"
+    )
     raise NoRoom(
         f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs {_size(needed)} beside the "
         f"old ones: {_size(needed - free)} are missing. Free them, lower {keep}, set rollback_parameters_only, or move "

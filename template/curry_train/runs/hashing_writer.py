@@ -13,7 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemBase, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystemBase,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -100,7 +105,9 @@ class HashingWriter(FileSystemWriter):
     """`write_data` as torch has it; `part` is what it left behind, `write_metadata` joins the parts of all ranks."""
 
     def __init__(self, folder: HashingFolder) -> None:
-        super().__init__("", sync_files=False)  # HashingFolder syncs; torch would sync the whole machine here
+        super().__init__(
+            "", sync_files=False
+        )  # HashingFolder syncs; torch would sync the whole machine here
         self.fs: Any = _TorchFiles(folder)
         self.folder = folder
 

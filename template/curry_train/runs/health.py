@@ -25,7 +25,9 @@ def what_is_wrong(state: State, metrics: Mapping[str, Any]) -> str | None:
     model = getattr(state, "model", None)
     named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
     held = [(name, _local(parameter.detach())) for name, parameter in named]
-    sums = [(name, tensor) for name, tensor in held if tensor.is_floating_point() or tensor.is_complex()]
+    sums = [
+        (name, tensor) for name, tensor in held if tensor.is_floating_point() or tensor.is_complex()
+    ]
     if not sums or all_finite([tensor for _, tensor in sums]):
         return None
     return f"{next((name for name, tensor in sums if not all_finite([tensor])), 'a parameter')} is not finite"

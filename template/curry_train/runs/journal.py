@@ -28,7 +28,13 @@ from .journal_file import JournalFile, open_journal
 from .journal_lines import KINDS, OPENING, JournalError, encode_event
 from .journal_reading import NAME
 
-ON_DISK = {"start", "resume", "rollback", "save", "stop"}  # also there after the machine lost its power
+ON_DISK = {
+    "start",
+    "resume",
+    "rollback",
+    "save",
+    "stop",
+}  # also there after the machine lost its power
 logger = logging.getLogger(__name__)
 
 
@@ -52,7 +58,9 @@ class Journal:
         self.writes = rank == 0
         self._clock = clock
         self._mutex = threading.RLock()  # a save in the background is told by its own thread
-        self._file: JournalFile | None = open_journal(self.path, run=self.run) if self.writes else None
+        self._file: JournalFile | None = (
+            open_journal(self.path, run=self.run) if self.writes else None
+        )
         self._last = self._file.last if self._file else None
         self.attempt = self._last.attempt if self._last else 0
         self._begun = self._torn = False
@@ -62,7 +70,12 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     @property
@@ -73,7 +86,9 @@ class Journal:
     def start(self, *, facts: Mapping[str, Any] | None = None) -> None:
         """The run begins, with what `run_facts` knows of it."""
         if not self.empty:
-            raise JournalError(f"{self.path} has events already: give a new run its own folder, or call resume(0)")
+            raise JournalError(
+                f"{self.path} has events already: give a new run its own folder, or call resume(0)"
+            )
         self._begin("start", 0, {"pid": os.getpid(), **(facts or {})})
 
     def resume(
@@ -86,10 +101,14 @@ class Journal:
     ) -> None:
         """The run goes on from `step`, of its own state or of another run's, `from_run`."""
         if self._file and self._last and from_run is None and step > self._last.step:
-            self._file.remarks.append(f"steps {self._last.step + 1} to {step} are not in this journal")
+            self._file.remarks.append(
+                f"steps {self._last.step + 1} to {step} are not in this journal"
+            )
         told = {"pid": os.getpid(), "from_run": from_run, "checkpoint": checkpoint}
         self._begin(
-            "resume", step, {key: value for key, value in told.items() if value is not None} | dict(facts or {})
+            "resume",
+            step,
+            {key: value for key, value in told.items() if value is not None} | dict(facts or {}),
         )
 
     def rollback(self, step: int, *, from_step: int, reason: str, **facts: Any) -> None:
@@ -110,13 +129,20 @@ class Journal:
         **more: Any,
     ) -> None:
         """One optimizer step and its figures."""
-        facts = {"loss": loss, "learning_rate": learning_rate, "grad_norm": grad_norm, "terms": terms}
+        facts = {
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "terms": terms,
+        }
         self.write("step", step=step, **facts, seconds=seconds, peak_bytes=peak_bytes, **more)
 
     def write(self, kind: str, *, step: int, **facts: Any) -> None:
         """Any other event; `metric` and `value` of an eval, `reason` of a spike, skip, warning or stop."""
         if kind in OPENING or kind not in KINDS:
-            raise ValueError(f"{kind!r} can't be written so: call the method, or take one of {', '.join(KINDS)}")
+            raise ValueError(
+                f"{kind!r} can't be written so: call the method, or take one of {', '.join(KINDS)}"
+            )
         self._check_begun(kind)
         self._write(kind, step, facts)
 
@@ -133,7 +159,9 @@ class Journal:
 
     def _check_begun(self, kind: str) -> None:
         if self.writes and not self._begun:
-            raise JournalError(f"{self.path}: {kind} before the run began: call start or resume first")
+            raise JournalError(
+                f"{self.path}: {kind} before the run began: call start or resume first"
+            )
 
     def _begin(self, kind: str, step: int, facts: dict[str, Any]) -> None:
         with self._mutex:
@@ -152,13 +180,20 @@ class Journal:
                 raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
             attempt = self.attempt + (kind in OPENING)
             run = self.run if kind in OPENING else None
-            line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt, run=run)
+            line = encode_event(
+                kind, facts, time=self._clock(), step=step, attempt=attempt, run=run
+            )
             self.attempt = attempt
             if self._lost and not self._say_lost(step):
                 self._lost += 1
             elif not self._append(self._file.handle, line):
                 self._lost = 1
-                logger.warning("%s: step %d: %s; training goes on without its journal", self.path, step, self._why)
+                logger.warning(
+                    "%s: step %d: %s; training goes on without its journal",
+                    self.path,
+                    step,
+                    self._why,
+                )
             elif kind in ON_DISK:
                 self._force(self._file.handle)
 

@@ -64,7 +64,9 @@ def _lock(file: JournalFile, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise
-        file.remarks.append(f"no lock on this file system ({error.strerror}): see to it that one process writes")
+        file.remarks.append(
+            f"no lock on this file system ({error.strerror}): see to it that one process writes"
+        )
 
 
 def _writer(handle: int) -> str:

@@ -163,7 +163,15 @@ class History:
         run = facts.get("run")
         known = run if isinstance(run, str) else self.run
         self.attempts.append(
-            Attempt(event.attempt, event.kind if opens else "lost", step, event.time, known, facts, last_step=step)
+            Attempt(
+                event.attempt,
+                event.kind if opens else "lost",
+                step,
+                event.time,
+                known,
+                facts,
+                last_step=step,
+            )
         )
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(step)
@@ -179,7 +187,13 @@ def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> Hi
     for event in reading:
         history.add(event)
     if attempt is not None and history.attempts[-1].number < attempt:
-        raise ValueError(f"{reading.path} has {history.attempts[-1].number} attempts, and no {attempt}")
-    history.run, history.num_damaged, history.torn = reading.run, reading.num_damaged, bool(reading.torn)
+        raise ValueError(
+            f"{reading.path} has {history.attempts[-1].number} attempts, and no {attempt}"
+        )
+    history.run, history.num_damaged, history.torn = (
+        reading.run,
+        reading.num_damaged,
+        bool(reading.torn),
+    )
     history.first_damaged = reading.damaged[0].line if reading.damaged else None
     return history

@@ -43,12 +43,26 @@ class Event(NamedTuple):
 
 
 def encode_event(
-    kind: str, facts: Mapping[str, Any], *, time: float, step: int, attempt: int, run: str | None = None
+    kind: str,
+    facts: Mapping[str, Any],
+    *,
+    time: float,
+    step: int,
+    attempt: int,
+    run: str | None = None,
 ) -> bytes:
     """A whole line. `run` is in the event that opens an attempt, and the version in every one."""
     if taken := TAKEN & facts.keys():
-        raise ValueError(f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them")
-    event: dict[str, Any] = {"v": VERSION, "time": round(time, 3), "step": step, "attempt": attempt, "kind": kind}
+        raise ValueError(
+            f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
+        )
+    event: dict[str, Any] = {
+        "v": VERSION,
+        "time": round(time, 3),
+        "step": step,
+        "attempt": attempt,
+        "kind": kind,
+    }
     if run is not None:
         event["run"] = run
     event.update(facts)
@@ -62,7 +76,9 @@ def encode_event(
             f"{kind} of step {step} is no JSON ({error}): give numbers, text, lists and mappings"
         ) from error
     if len(line) >= LONGEST:
-        raise ValueError(f"{kind} of step {step} takes {len(line)} bytes and {LONGEST - 1} is the most: tell less")
+        raise ValueError(
+            f"{kind} of step {step} takes {len(line)} bytes and {LONGEST - 1} is the most: tell less"
+        )
     return line.encode("ascii") + b"\n"
 
 
@@ -131,5 +147,7 @@ def number_of(value: Any) -> float:
 
 def printable(text: str, *, longest: int = 300) -> str:
     """Text of a file for a terminal: nothing in it moves the cursor or can't be encoded."""
-    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[: longest + 1])
+    shown = "".join(
+        letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[: longest + 1]
+    )
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from .journal_lines import LONGEST, OPENING, Event, JournalError, NewerJournal, parse_event, printable
+from .journal_lines import (
+    LONGEST,
+    OPENING,
+    Event,
+    JournalError,
+    NewerJournal,
+    parse_event,
+    printable,
+)
 from .names import what_runs_there_are
 
 NAME = "journal.jsonl"
@@ -117,7 +125,9 @@ def journal_path(path: str | os.PathLike[str]) -> Path:
     if found.is_dir():
         found /= NAME
         if not found.exists():
-            raise JournalError(f"{found.parent} has no {NAME}: it is no folder of a run, or its journal was moved")
+            raise JournalError(
+                f"{found.parent} has no {NAME}: it is no folder of a run, or its journal was moved"
+            )
     elif not found.exists():
         raise JournalError(f"there is no {found}: name a run's folder, or its {NAME}")
     if not found.is_file():
@@ -133,7 +143,13 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
     inside = Path(root) / path
     if Path(path).exists() or inside.exists():
         return f"{path if Path(path).exists() else inside}{at}{attempt}"
-    beside = Path(path).parent if Path(path).parent.name and Path(path).parent.is_dir() else inside.parent
+    beside = (
+        Path(path).parent
+        if Path(path).parent.name and Path(path).parent.is_dir()
+        else inside.parent
+    )
     there = [found.parent.name for found in beside.glob(f"*/{NAME}")]
     known = what_runs_there_are(inside.name, there, root=beside)
-    raise JournalError(f"there is no run {path}; {known if there else f'no folder in {beside} has a {NAME}'}")
+    raise JournalError(
+        f"there is no run {path}; {known if there else f'no folder in {beside} has a {NAME}'}"
+    )

@@ -114,7 +114,12 @@ def _lock(descriptor: int) -> bool:
 
 def _claim(token: str) -> bytes:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": now, "started": _started(os.getpid())}
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": now,
+        "started": _started(os.getpid()),
+    }
     return json.dumps({**holder, "token": token}).encode()
 
 
@@ -155,7 +160,9 @@ def _alive(holder: dict[str, Any]) -> bool | None:
     except PermissionError:
         return True
     facts = _facts(pid)
-    if facts and facts[0] in "ZX":  # dead, and nobody waited for it, as in a container whose first process never does
+    if (
+        facts and facts[0] in "ZX"
+    ):  # dead, and nobody waited for it, as in a container whose first process never does
         return False
     started = _started(pid)
     return holder.get("started") is None or started is None or started == holder["started"]
@@ -167,7 +174,9 @@ def _locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
     who = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
     alive = _alive(holder)
     if alive:
-        return f"{where} is held by {who}, which is running: end it, or give this run another folder"
+        return (
+            f"{where} is held by {who}, which is running: end it, or give this run another folder"
+        )
     if not free:
         return f"{where} is held still for {who}, which is dead: wait until the system has cleared it away"
     return f"{where} is held by {who}, which can't be seen from here: if it is dead, delete {where}"

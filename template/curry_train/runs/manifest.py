@@ -57,7 +57,9 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         content = json.loads(data)
         if content["format"] != FORMAT:
-            raise DamagedCheckpoint(f"the manifest has format {content['format']!r}, and {FORMAT} is known here")
+            raise DamagedCheckpoint(
+                f"the manifest has format {content['format']!r}, and {FORMAT} is known here"
+            )
         manifest = Manifest(
             algorithm=content["algorithm"],
             kind=content["kind"],
@@ -68,7 +70,9 @@ def parse_manifest(data: bytes) -> Manifest:
         )
         same = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"the manifest can't be read ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpoint(
+            f"the manifest can't be read ({type(error).__name__}: {error})"
+        ) from error
     if not same:
         raise DamagedCheckpoint("the manifest's own hash does not match it")
     return manifest
@@ -78,7 +82,9 @@ def read_manifest(files: Files, folder: str) -> Manifest:
     """The manifest of a folder, that it is the manifest of this folder, and that files of these sizes are there."""
     where = files.location(folder)
     if files.kind(folder) != "folder":
-        raise DamagedCheckpoint(f"{where} is {_what(files.kind(folder))}, not a folder that was saved")
+        raise DamagedCheckpoint(
+            f"{where} is {_what(files.kind(folder))}, not a folder that was saved"
+        )
     if files.kind(f"{folder}/{MANIFEST}") != "file":
         raise DamagedCheckpoint(f"{where} has no {MANIFEST}: its save was not finished")
     try:
@@ -87,7 +93,9 @@ def read_manifest(files: Files, folder: str) -> Manifest:
     except (DamagedCheckpoint, ValueError, OSError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
     if name != folder:
-        raise DamagedCheckpoint(f"{where} holds the manifest of {name}: it was renamed or copied here")
+        raise DamagedCheckpoint(
+            f"{where} holds the manifest of {name}: it was renamed or copied here"
+        )
     wrong = _differences(files, folder, manifest)
     if wrong:
         more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
@@ -118,6 +126,10 @@ def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[
             with files.open(f"{folder}/{name}") as stream:
                 num_bytes, found = hash_stream(manifest.algorithm, stream)
         except OSError as error:
-            raise DamagedCheckpoint(f"{files.location(folder)}: {name} can't be read ({error})") from error
+            raise DamagedCheckpoint(
+                f"{files.location(folder)}: {name} can't be read ({error})"
+            ) from error
         if (num_bytes, found) != (manifest.files[name].bytes, manifest.files[name].hash):
-            raise DamagedCheckpoint(f"{files.location(folder)}: {name} is not what was saved (another hash)")
+            raise DamagedCheckpoint(
+                f"{files.location(folder)}: {name} is not what was saved (another hash)"
+            )

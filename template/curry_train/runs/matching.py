@@ -20,7 +20,11 @@ def match(
 ) -> dict[str, Tensor]:
     """The targets that fit, with what does not in `report`. Saved names that begin as `optional` says may stay."""
     fitting = {}
-    saved = {name: facts for name, facts in contents.tensors.items() if not name.startswith(tuple(optional))}
+    saved = {
+        name: facts
+        for name, facts in contents.tensors.items()
+        if not name.startswith(tuple(optional))
+    }
     for name, target in targets.items():
         facts = saved.get(name)
         if facts is None:

@@ -15,11 +15,15 @@ RESUMABLE = ("rollback", "recovery")
 BEST = "best-k"
 SUFFIX = ".dcp"
 MOST_NAMED = 10  # runs that are told where one is not there
-PARAMETERS = "rollback"  # the metric of a rollback that holds parameters only; its value is the step
+PARAMETERS = (
+    "rollback"  # the metric of a rollback that holds parameters only; its value is the step
+)
 
 _METRIC = re.compile(r"[A-Za-z]\w*")
 _STEP = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
-_BEST = re.compile(r"(?P<metric>[A-Za-z]\w*)-(?P<value>-?\d[\d.]*(?:e[+-]\d+)?)-step-(?P<step>\d{8,18})\.dcp")
+_BEST = re.compile(
+    r"(?P<metric>[A-Za-z]\w*)-(?P<value>-?\d[\d.]*(?:e[+-]\d+)?)-step-(?P<step>\d{8,18})\.dcp"
+)
 _LEFTOVER = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
 
 
@@ -32,9 +36,13 @@ class Metric:
 
     def __post_init__(self) -> None:
         if not _METRIC.fullmatch(self.name):
-            raise ValueError(f"a metric's name is letters, digits and _, got {self.name!r}: rename it, as in dev_loss")
+            raise ValueError(
+                f"a metric's name is letters, digits and _, got {self.name!r}: rename it, as in dev_loss"
+            )
         if not math.isfinite(self.value):
-            raise ValueError(f"{self.name} is {self.value}: it would be best for ever, so don't save by it")
+            raise ValueError(
+                f"{self.name} is {self.value}: it would be best for ever, so don't save by it"
+            )
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,9 @@ class Saved:
     @property
     def serves_as(self) -> str:
         """The kind whose cadence and number it is under: a rollback of parameters only is a file as a best-K is."""
-        return "rollback" if self.metric is not None and self.metric.name == PARAMETERS else self.kind
+        return (
+            "rollback" if self.metric is not None and self.metric.name == PARAMETERS else self.kind
+        )
 
 
 def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
@@ -82,7 +92,9 @@ def what_runs_there_are(name: str, there: Iterable[str], *, root: object) -> str
     wanted, known = name.lower(), sorted(there)
     if not known:
         return f"{root} has no run"
-    likely = sorted(known, key=lambda each: -difflib.SequenceMatcher(None, wanted, each.lower()).ratio())
+    likely = sorted(
+        known, key=lambda each: -difflib.SequenceMatcher(None, wanted, each.lower()).ratio()
+    )
     shown, more = likely[:MOST_NAMED], len(likely) - MOST_NAMED
     others = f" and {more} more" if more > 0 else ""
     if not difflib.get_close_matches(wanted, [shown[0].lower()]):

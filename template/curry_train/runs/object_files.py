@@ -18,7 +18,9 @@ class ObjectFiles(Files):
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise RuntimeError(f"{url} needs fsspec, which is missing: pip install fsspec") from error
+            raise RuntimeError(
+                f"{url} needs fsspec, which is missing: pip install fsspec"
+            ) from error
         self.url = url.rstrip("/")
         self._files, root = url_to_fs(self.url, **options)
         self._root = root.rstrip("/")
@@ -52,7 +54,9 @@ class ObjectFiles(Files):
         raise NotImplementedError("an object store can't rename a folder at once")
 
     def remove_folder(self, key: str) -> None:
-        for path in self._files.find(self._path(key)):  # not `rm`, which takes [ and * in a name for a pattern
+        for path in self._files.find(
+            self._path(key)
+        ):  # not `rm`, which takes [ and * in a name for a pattern
             self._files.rm_file(path)
         with contextlib.suppress(FileNotFoundError):  # many stores have no empty folders
             self._files.rmdir(self._path(key))

@@ -24,7 +24,9 @@ def parameter_names(model: nn.Module) -> dict[Any, str]:
     """The bare name of each parameter."""
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
-            raise ValueError("FSDP1 keeps parameters in flat pieces without names: use fully_shard (FSDP2)")
+            raise ValueError(
+                "FSDP1 keeps parameters in flat pieces without names: use fully_shard (FSDP2)"
+            )
     return {parameter: bare_name(model, name) for name, parameter in model.named_parameters()}
 
 
@@ -65,10 +67,17 @@ class OptimizerState:
         for index, group in enumerate(self.optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
             held = encode(options, f"{self.prefix}group-{index}", tensors=tensors)
-            groups.append({"params": [self._names[parameter] for parameter in group["params"]], "options": held})
+            groups.append(
+                {
+                    "params": [self._names[parameter] for parameter in group["params"]],
+                    "options": held,
+                }
+            )
         return {"class": type(self.optimizer).__name__, "groups": groups, "state": state}
 
-    def targets(self, saved: Mapping[str, Any], facts: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
+    def targets(
+        self, saved: Mapping[str, Any], facts: Mapping[str, TensorFacts]
+    ) -> dict[str, Tensor]:
         """Tensors to fill, of the saved shapes and dtypes, placed and sharded as the parameters are."""
         self._same_groups(saved)
         found, self._by_owner = {}, {}
@@ -89,7 +98,10 @@ class OptimizerState:
         return found
 
     def _same_groups(self, saved: Mapping[str, Any]) -> None:
-        own = [{self._names[parameter] for parameter in group["params"]} for group in self.optimizer.param_groups]
+        own = [
+            {self._names[parameter] for parameter in group["params"]}
+            for group in self.optimizer.param_groups
+        ]
         groups = [set(group["params"]) for group in saved["groups"]]
         if saved["class"] != type(self.optimizer).__name__:
             raise StateMismatch(
@@ -105,13 +117,23 @@ class OptimizerState:
             )
 
     def _target(self, parameter: Tensor, key: str, held: Any, facts: TensorFacts) -> Tensor:
-        if isinstance(held, Tensor) and tuple(held.shape) == facts.shape and held.dtype == facts.dtype:
+        if (
+            isinstance(held, Tensor)
+            and tuple(held.shape) == facts.shape
+            and held.dtype == facts.dtype
+        ):
             return held
         if tuple(parameter.shape) == facts.shape and key != "step":
             return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
-        group = next((g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {})
-        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))  # as torch places it
-        return torch.zeros(facts.shape, dtype=facts.dtype, device="cpu" if on_host else parameter.device)
+        group = next(
+            (g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {}
+        )
+        on_host = key == "step" and not (
+            group.get("capturable") or group.get("fused")
+        )  # as torch places it
+        return torch.zeros(
+            facts.shape, dtype=facts.dtype, device="cpu" if on_host else parameter.device
+        )
 
     def restore(self, saved: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
         """Make the filled tensors and the saved values the optimizer's state, and nothing else."""
@@ -121,7 +143,11 @@ class OptimizerState:
             plain.setdefault(name, {})[key] = decode(value, tensors=filled)
         for name, parameter in self._parameters.items():
             begin = f"{self.prefix}{name}."
-            state = {key: filled[begin + key] for key in self._by_owner.get(begin, []) if begin + key in filled}
+            state = {
+                key: filled[begin + key]
+                for key in self._by_owner.get(begin, [])
+                if begin + key in filled
+            }
             state |= plain.get(name, {})
             self.optimizer.state.pop(parameter, None)
             if state:
@@ -134,7 +160,11 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
     """Raise where an optimizer is scheduled, which its groups show by `initial_lr`, and no scheduler would be saved."""
     held = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     scheduled = any("initial_lr" in group for one in held for group in one.param_groups)
-    if scheduled and scheduler is None and not any(isinstance(one, LRScheduler) for one in extra.values()):
+    if (
+        scheduled
+        and scheduler is None
+        and not any(isinstance(one, LRScheduler) for one in extra.values())
+    ):
         raise ValueError(
             "the optimizer has a learning rate scheduler that saving() was not given, and that would begin anew at "
             "each resume: saving(model, optimizer, scheduler, ...), or a list of schedulers"

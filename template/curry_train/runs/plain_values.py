@@ -38,7 +38,9 @@ def encode(value: Any, path: str, *, tensors: dict[str, Tensor] | None = None) -
         if type(value) is kind:
             return {mark: [inner(part, index) for index, part in enumerate(value)]}
     if type(value) in (dict, OrderedDict, defaultdict):
-        if all(isinstance(key, str) for key in value) and not any(key.startswith(MARK) for key in value):
+        if all(isinstance(key, str) for key in value) and not any(
+            key.startswith(MARK) for key in value
+        ):
             return {key: inner(part, key) for key, part in value.items()}
         return {"$items": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
     if type(value) is Counter:
@@ -79,7 +81,9 @@ def decode(value: Any, *, tensors: Mapping[str, Tensor] | None = None) -> Any:
     try:
         return makers[mark]()
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(f"saved value {value!r:.80} can't be read ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpoint(
+            f"saved value {value!r:.80} can't be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _array(dtype: str, content: Any) -> Any:

@@ -44,7 +44,11 @@ class SavingPolicy:
     """
 
     def __init__(
-        self, store: Store, config: PolicyConfig | None = None, *, saver: BackgroundSaver | None = None
+        self,
+        store: Store,
+        config: PolicyConfig | None = None,
+        *,
+        saver: BackgroundSaver | None = None,
     ) -> None:
         self.store, self.config, self.saver = store, config or PolicyConfig(), saver
         self.notes: list[str] = []
@@ -58,11 +62,18 @@ class SavingPolicy:
     def __enter__(self) -> "SavingPolicy":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if error is None:
             self.finish()
 
-    def resume(self, state: State, what: str | int = "latest", *, strict: bool = True) -> Resumed | None:
+    def resume(
+        self, state: State, what: str | int = "latest", *, strict: bool = True
+    ) -> Resumed | None:
         """Load where the run goes on; None where it has nothing yet. From an earlier step of this run it turns back."""
         own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
         if own is None:
@@ -91,7 +102,9 @@ class SavingPolicy:
         if kinds or (measured and self.config.best_k):
             began, self._begun = time.perf_counter(), False
             value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
-            wrong = ranks.exchange(lambda: what_is_wrong(state, metrics), lambda every: [_first(every)] * ranks.size)
+            wrong = ranks.exchange(
+                lambda: what_is_wrong(state, metrics), lambda every: [_first(every)] * ranks.size
+            )
             if wrong:
                 self._note(f"step {step} was not saved: {wrong}")
             else:
@@ -103,7 +116,9 @@ class SavingPolicy:
     def save_now(self, step: int, state: State) -> list[Saved]:
         """A recovery, at the end of a run or before it is stopped, unless this step is saved, or is not healthy."""
         ranks = Ranks(self.store.group)
-        wrong = ranks.exchange(lambda: what_is_wrong(state, {}), lambda every: [_first(every)] * ranks.size)
+        wrong = ranks.exchange(
+            lambda: what_is_wrong(state, {}), lambda every: [_first(every)] * ranks.size
+        )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
             return []
@@ -133,23 +148,34 @@ class SavingPolicy:
         """Wait for the save in the background; returns it."""
         return self._settle()
 
-    def _save_due(self, step: int, state: State, kinds: tuple[str, ...], value: float) -> list[Saved]:
+    def _save_due(
+        self, step: int, state: State, kinds: tuple[str, ...], value: float
+    ) -> list[Saved]:
         saved = self._settle()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
-            metric = (PARAMETERS, float(step)) if kind == "rollback" and self.config.rollback_parameters_only else None
+            metric = (
+                (PARAMETERS, float(step))
+                if kind == "rollback" and self.config.rollback_parameters_only
+                else None
+            )
             saved += self._save(BEST if metric else kind, step, state, metric)
         ranks, config = Ranks(self.store.group), self.config
         if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST), config)):
             saved += self._settle() + self._save(BEST, step, state, (config.best_k_metric, value))
         return saved
 
-    def _save(self, kind: str, step: int, state: State, metric: tuple[str, float] | None) -> list[Saved]:
+    def _save(
+        self, kind: str, step: int, state: State, metric: tuple[str, float] | None
+    ) -> list[Saved]:
         ranks = Ranks(self.store.group)
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
         if ranks.agree(
-            lambda: any(one.folder == folder for one in self.store.committed(kind)) and self._is_good(folder)
+            lambda: (
+                any(one.folder == folder for one in self.store.committed(kind))
+                and self._is_good(folder)
+            )
         ):
             self._note(f"{folder} was not saved: it is there already")
             return []
@@ -184,12 +210,16 @@ class SavingPolicy:
         """What retention says, on the first rank."""
         there = self._there()
         protected = {*self._protected, *([self._last.folder] if self._last else [])}
-        gone = to_delete(there, self.config, step=step, damaged=frozenset(self._damaged), protected=protected)
+        gone = to_delete(
+            there, self.config, step=step, damaged=frozenset(self._damaged), protected=protected
+        )
         return [one for one in gone if not is_being_read(self.store.files, one.folder)]
 
     def _there(self) -> list[Saved]:
         left = given_up(self.store.files)
-        return [one for kind in KINDS for one in self.store.committed(kind) if one.folder not in left]
+        return [
+            one for kind in KINDS for one in self.store.committed(kind) if one.folder not in left
+        ]
 
     def _is_good(self, folder: str) -> bool:
         return folder not in self._damaged

@@ -30,9 +30,13 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name in ("rollback_keep", "recovery_keep"):
-            require(is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
+            require(
+                is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1"
+            )
         every = self.keep_every
-        require(every is None or is_whole(every, 1), "keep_every", every, "1 or more, or null for none")
+        require(
+            every is None or is_whole(every, 1), "keep_every", every, "1 or more, or null for none"
+        )
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,48 @@ class PolicyConfig:
         known = every in (None, AUTO) or is_whole(every, 1)
         require(known, "rollback_every", every, f"1 or more, {AUTO}, or null for never")
         every = self.recovery_every
-        require(every is None or is_whole(every, 1), "recovery_every", every, "1 or more, or null for the end alone")
-        require(is_whole(self.best_k, 0), "best_k", self.best_k, "a whole number from 0, 0 for none")
-        named = isinstance(self.best_k_metric, str) and _NAME.fullmatch(self.best_k_metric) is not None
-        require(named, "best_k_metric", self.best_k_metric, "letters, digits and _, such as dev_loss")
-        require(self.best_k_metric != "rollback", "best_k_metric", "rollback", "another name: this one is taken")
+        require(
+            every is None or is_whole(every, 1),
+            "recovery_every",
+            every,
+            "1 or more, or null for the end alone",
+        )
+        require(
+            is_whole(self.best_k, 0), "best_k", self.best_k, "a whole number from 0, 0 for none"
+        )
+        named = (
+            isinstance(self.best_k_metric, str) and _NAME.fullmatch(self.best_k_metric) is not None
+        )
+        require(
+            named, "best_k_metric", self.best_k_metric, "letters, digits and _, such as dev_loss"
+        )
+        require(
+            self.best_k_metric != "rollback",
+            "best_k_metric",
+            "rollback",
+            "another name: this one is taken",
+        )
         known = self.best_k_direction in DIRECTIONS
         require(known, "best_k_direction", self.best_k_direction, " or ".join(DIRECTIONS))
         kept = isinstance(self.retention, Retention)
-        require(kept, "retention", self.retention, "a block such as {rollback_keep: 5, recovery_keep: 3}")
-        require(is_number(self.overhead) and 0 < self.overhead <= 1, "overhead", self.overhead, "above 0, at most 1")
+        require(
+            kept,
+            "retention",
+            self.retention,
+            "a block such as {rollback_keep: 5, recovery_keep: 3}",
+        )
+        require(
+            is_number(self.overhead) and 0 < self.overhead <= 1,
+            "overhead",
+            self.overhead,
+            "above 0, at most 1",
+        )
         hours = self.mean_hours_between_failures
         require(
-            hours is None or (is_number(hours) and hours > 0), "mean_hours_between_failures", hours, "above 0, or null"
+            hours is None or (is_number(hours) and hours > 0),
+            "mean_hours_between_failures",
+            hours,
+            "above 0, or null",
         )
         only = self.rollback_parameters_only
         require(isinstance(only, bool), "rollback_parameters_only", only, "true or false")
@@ -86,7 +119,9 @@ class PolicyConfig:
         values = _known(cls, block, "checkpoint")
         if isinstance(values.get("retention"), Mapping):
             try:
-                values["retention"] = Retention(**_known(Retention, values["retention"], "checkpoint.retention"))
+                values["retention"] = Retention(
+                    **_known(Retention, values["retention"], "checkpoint.retention")
+                )
             except ValueError as error:
                 raise ValueError(_under("checkpoint.retention", error)) from error
         try:

@@ -28,15 +28,22 @@ def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -
     """The state of every generator as it stands."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        tensors |= {f"cuda-{index}": torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
-    tensors |= {f"generator-{name}": generator.get_state() for name, generator in (generators or {}).items()}
+        tensors |= {
+            f"cuda-{index}": torch.cuda.get_rng_state(index)
+            for index in range(torch.cuda.device_count())
+        }
+    tensors |= {
+        f"generator-{name}": generator.get_state() for name, generator in (generators or {}).items()
+    }
     values = {"python": encode(random.getstate(), "python")}
     if "numpy" in sys.modules:
         values["numpy"] = encode(sys.modules["numpy"].random.get_state(legacy=False), "numpy")
     return RandomState(tensors, values)
 
 
-def restore_random_state(state: RandomState, generators: Mapping[str, torch.Generator] | None = None) -> list[str]:
+def restore_random_state(
+    state: RandomState, generators: Mapping[str, torch.Generator] | None = None
+) -> list[str]:
     """Put every generator back; returns what could not be, in words."""
     notes, own = [], generators or {}
     for name, saved in state.tensors.items():
@@ -49,7 +56,11 @@ def restore_random_state(state: RandomState, generators: Mapping[str, torch.Gene
             torch.cuda.set_rng_state(saved, int(rest))
         else:
             notes.append(f"the generator {name} was saved and is not here")
-    notes += [f"the generator {name} was not saved" for name in own if f"generator-{name}" not in state.tensors]
+    notes += [
+        f"the generator {name} was not saved"
+        for name in own
+        if f"generator-{name}" not in state.tensors
+    ]
     if "python" in state.values:
         random.setstate(decode(state.values["python"]))
     if "numpy" in state.values:
@@ -61,9 +72,13 @@ def restore_random_state(state: RandomState, generators: Mapping[str, torch.Gene
     return notes
 
 
-def seed_new_rank(state: RandomState, rank: int, generators: Mapping[str, torch.Generator] | None = None) -> None:
+def seed_new_rank(
+    state: RandomState, rank: int, generators: Mapping[str, torch.Generator] | None = None
+) -> None:
     """Seed the generators of a rank that was not there at the save, from the first rank's state and its own number."""
-    digest = hashlib.sha256(state.tensors["torch"].numpy().tobytes() + rank.to_bytes(8, "big")).digest()
+    digest = hashlib.sha256(
+        state.tensors["torch"].numpy().tobytes() + rank.to_bytes(8, "big")
+    ).digest()
     seed = int.from_bytes(digest[:8], "big") >> 1
     torch.manual_seed(seed)  # CUDA's too
     random.seed(seed)

@@ -73,10 +73,16 @@ class Ranks:
         dist.gather_object(given, everyone, dst=first, group=self.group)
         answers: list[Any] | None = None
         if everyone is not None:
-            failed = [f"rank {rank}: {said}" for rank, (right, said) in enumerate(everyone) if not right]
+            failed = [
+                f"rank {rank}: {said}" for rank, (right, said) in enumerate(everyone) if not right
+            ]
             try:
                 parts = [] if failed else central([value for _, value in everyone])
-                answers = [(False, "; ".join(failed))] * self.size if failed else [(True, part) for part in parts]
+                answers = (
+                    [(False, "; ".join(failed))] * self.size
+                    if failed
+                    else [(True, part) for part in parts]
+                )
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
                 own, answers = error, [(False, f"rank 0: {_words(error)}")] * self.size
         answer: list[Any] = [None]

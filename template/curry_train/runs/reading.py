@@ -42,7 +42,9 @@ def _locked(files: Files, folder: str, *, alone: bool) -> int | None:
         import fcntl
     except ImportError:
         return None
-    if not isinstance(files, LocalFiles) or files.kind(folder) != "folder":  # a link leads out of the run
+    if (
+        not isinstance(files, LocalFiles) or files.kind(folder) != "folder"
+    ):  # a link leads out of the run
         return None
     try:
         descriptor = open_here(files.path(f"{folder}/{MANIFEST}"), os.O_RDONLY)

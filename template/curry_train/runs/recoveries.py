@@ -77,7 +77,9 @@ def _read(files: Files) -> list[Recovery]:
 
 def _checked(one: Any) -> Recovery:
     whole = [each.name for each in fields(Recovery) if each.type in (int, "int")]
-    if wrong := [name for name in whole if name in one and (type(one[name]) is not int or one[name] < 0)]:
+    if wrong := [
+        name for name in whole if name in one and (type(one[name]) is not int or one[name] < 0)
+    ]:
         raise ValueError(f"{wrong[0]} is {one[wrong[0]]!r}")
     return Recovery(**one)
 

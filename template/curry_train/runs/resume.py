@@ -49,7 +49,10 @@ class Resumed:
 
     @property
     def words(self) -> str:
-        passed = [f"{folder} is damaged and was passed over: {why}" for folder, why in self.damaged.items()]
+        passed = [
+            f"{folder} is damaged and was passed over: {why}"
+            for folder, why in self.damaged.items()
+        ]
         return "; ".join([f"resumed from {self.saved.folder}", *passed, *self.report.notes])
 
 
@@ -77,15 +80,23 @@ def load_chosen(
             return Resumed(saved, report, _beyond(damaged, saved))
         damaged[saved.folder] = why
         logger.warning("passed over: %s", why)
-    raise DamagedCheckpoint(f"nothing that was asked for is whole: {'; '.join(damaged.values())}; {_others(chosen)}")
+    raise DamagedCheckpoint(
+        f"nothing that was asked for is whole: {'; '.join(damaged.values())}; {_others(chosen)}"
+    )
 
 
-def _try(run: SavedRun, saved: Saved, state: State, *, strict: bool, ranks: Ranks) -> tuple[LoadReport | None, str]:
+def _try(
+    run: SavedRun, saved: Saved, state: State, *, strict: bool, ranks: Ranks
+) -> tuple[LoadReport | None, str]:
     """A report on every rank, or on every rank why the checkpoint is damaged."""
     report, own = None, None
     try:
         report = run.load(saved, state, strict=strict)
-    except (RunError, ValueError, OSError) as error:  # every rank has to hear of it before any goes on
+    except (
+        RunError,
+        ValueError,
+        OSError,
+    ) as error:  # every rank has to hear of it before any goes on
         own = error
     damage = isinstance(own, DamagedCheckpoint) and not isinstance(own, HostileCheckpoint)
     fatal = own is not None and not damage and not isinstance(own, OtherRank)
@@ -100,7 +111,9 @@ def _try(run: SavedRun, saved: Saved, state: State, *, strict: bool, ranks: Rank
     return (None if why else report), why
 
 
-def choose(run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | None = None) -> Choice:
+def choose(
+    run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | None = None
+) -> Choice:
     """The checkpoints that `what` may mean, the first choice first. A path may name what is in it: `runs/x@best`."""
     config = config or PolicyConfig()
     text = str(what).strip()
@@ -116,7 +129,9 @@ def choose(run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | 
     path = Path(place)
     if path.parent.name in KINDS and step_of(path.parent.name, path.name) is not None:
         other = SavedRun(path.parent.parent)
-        return replace(_found(other, f"{path.parent.name}/{path.name}"), place=str(path.parent.parent))
+        return replace(
+            _found(other, f"{path.parent.name}/{path.name}"), place=str(path.parent.parent)
+        )
     if not any(SavedRun(place).files.kind(kind) == "folder" for kind in KINDS):
         raise ValueError(
             f"{text!r} is no checkpoint and no run: give latest, best, a step such as 500, before-500, a run's folder, "
@@ -128,7 +143,12 @@ def choose(run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | 
 def _latest(run: SavedRun, *, before: int | None = None) -> Choice:
     gone = given_up(run.files)
     line = [one for one in newest_first(_resumable(run)) if one.folder not in gone]
-    broken = {folder: why for kind in RESUMABLE for folder, why in run.damaged(kind).items() if folder not in gone}
+    broken = {
+        folder: why
+        for kind in RESUMABLE
+        for folder, why in run.damaged(kind).items()
+        if folder not in gone
+    }
     if before is not None:
         line = [one for one in line if one.step < before]
         broken = {folder: why for folder, why in broken.items() if _step_in(folder) < before}
@@ -138,7 +158,9 @@ def _latest(run: SavedRun, *, before: int | None = None) -> Choice:
             raise NothingSaved(f"{where} holds no state from before step {before}; {_others(run)}")
         raise NothingSaved(f"{where} holds nothing to resume from: start the run anew")
     newest = line[0].step if line else -1
-    return Choice(line, {folder: why for folder, why in broken.items() if _step_in(folder) > newest})
+    return Choice(
+        line, {folder: why for folder, why in broken.items() if _step_in(folder) > newest}
+    )
 
 
 def _best(run: SavedRun, config: PolicyConfig) -> Choice:
@@ -154,7 +176,10 @@ def _best(run: SavedRun, config: PolicyConfig) -> Choice:
 def _step(run: SavedRun, step: int) -> Choice:
     found = [one for one in newest_first(_resumable(run)) if one.step == step]
     broken = {
-        folder: why for kind in RESUMABLE for folder, why in run.damaged(kind).items() if _step_in(folder) == step
+        folder: why
+        for kind in RESUMABLE
+        for folder, why in run.damaged(kind).items()
+        if _step_in(folder) == step
     }
     if not found and not broken:
         parameters = [one for one in run.committed(BEST) if one.step == step]
@@ -181,7 +206,11 @@ def _resumable(run: SavedRun) -> list[Saved]:
 
 def _beyond(damaged: Mapping[str, str], saved: Saved) -> dict[str, str]:
     """Damage that did not matter is not told."""
-    return {folder: why for folder, why in damaged.items() if saved.kind == BEST or _step_in(folder) >= saved.step}
+    return {
+        folder: why
+        for folder, why in damaged.items()
+        if saved.kind == BEST or _step_in(folder) >= saved.step
+    }
 
 
 def _step_in(folder: str) -> int:

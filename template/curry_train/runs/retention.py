@@ -34,7 +34,9 @@ def to_delete(
     keep |= {one.folder for one in best_first(good, config)[: config.best_k]}
     keep |= {one.folder for one in _parameters(good, step)[: config.retention.rollback_keep]}
     if every_so_many := config.retention.keep_every:
-        lasting = [one for one in [*line, *_parameters(good, step)] if one.step % every_so_many == 0]
+        lasting = [
+            one for one in [*line, *_parameters(good, step)] if one.step % every_so_many == 0
+        ]
         keep |= {one.folder for one in _steps(lasting, len(lasting))}
     stale = {one.folder for one in every if one.kind in RESUMABLE and one.step > step}
     if not line:  # nothing of this line is saved yet, so what is there is all there is
@@ -73,7 +75,9 @@ def is_among_best(value: float, step: int, saved: Iterable[Saved], config: Polic
     if config.best_k == 0 or not float("-inf") < value < float("inf"):
         return False
     mine = _badness(Metric(config.best_k_metric, value), step, config)
-    better = [one for one in best_first(saved, config) if _badness(one.metric, one.step, config) <= mine]
+    better = [
+        one for one in best_first(saved, config) if _badness(one.metric, one.step, config) <= mine
+    ]
     return len(better) < config.best_k
 
 
@@ -91,7 +95,11 @@ def _steps(line: list[Saved], count: int) -> list[Saved]:
 
 
 def _parameters(saved: Iterable[Saved], step: int) -> list[Saved]:
-    held = [one for one in saved if one.kind == BEST and one.serves_as == "rollback" and one.step <= step]
+    held = [
+        one
+        for one in saved
+        if one.kind == BEST and one.serves_as == "rollback" and one.step <= step
+    ]
     return sorted(held, key=lambda one: one.step, reverse=True)
 
 

@@ -45,13 +45,17 @@ def new_saved(kind: str, step: int, value: float | None = None, *, name: str = "
     return Saved(kind, step, folder, f"/run/{folder}", metric)
 
 
-def random_history(generator: random.Random, *, length: int = 40) -> tuple[list[Event], PolicyConfig]:
+def random_history(
+    generator: random.Random, *, length: int = 40
+) -> tuple[list[Event], PolicyConfig]:
     drawn = [generator.choice(EVENTS) for _ in range(generator.randrange(length))]
     config = PolicyConfig(
         best_k=generator.randrange(4),
         best_k_direction=generator.choice(("minimize", "maximize")),
         retention=Retention(
-            generator.randrange(1, 5), generator.randrange(1, 4), keep_every=generator.choice((None, None, 5))
+            generator.randrange(1, 5),
+            generator.randrange(1, 4),
+            keep_every=generator.choice((None, None, 5)),
         ),
     )
     return [(name, generator.choice(choices)) for name, choices in drawn], config
@@ -82,7 +86,9 @@ class _Ledger:
                 self.damaged.discard(one.folder)
                 (self.unhealthy.discard if what else self.unhealthy.add)(one.folder)
                 self.good = one if what else self.good
-        elif event == "measure" and rules.among_best(what, self.step, self.there.values(), self.config):
+        elif event == "measure" and rules.among_best(
+            what, self.step, self.there.values(), self.config
+        ):
             if not math.isfinite(what):
                 return "a state is best by NaN"
             one = new_saved(BEST, self.step, what)
@@ -100,7 +106,9 @@ class _Ledger:
 
     def _leave_to_readers(self) -> None:
         """What is beyond and being read is noted as given up, and is no more of this run's."""
-        beyond = {one.folder for one in newest_first(self.there.values()) if one.step > self.step} & self.read
+        beyond = {
+            one.folder for one in newest_first(self.there.values()) if one.step > self.step
+        } & self.read
         self.read -= beyond
         for folder in beyond:
             del self.there[folder]
@@ -111,20 +119,27 @@ class _Ledger:
         for one in gone:
             del self.there[one.folder]
         lasting = {step for step in steps if keep.keep_every and step % keep.keep_every == 0}
-        held = [one for one in self.line() if one.folder not in self.read and one.step not in lasting]
+        held = [
+            one for one in self.line() if one.folder not in self.read and one.step not in lasting
+        ]
         beyond = [one for one in newest_first(self.there.values()) if one.step > self.step]
         free = self.damaged | self.read
         broken = {
-            "the newest good state is gone": self.good is not None and self.good.folder not in self.there,
+            "the newest good state is gone": self.good is not None
+            and self.good.folder not in self.there,
             "what is being read is gone": bool(self.read - self.there.keys()),
-            "the best is gone": any(one.folder not in self.there for one in ranked[: self.config.best_k]),
+            "the best is gone": any(
+                one.folder not in self.there for one in ranked[: self.config.best_k]
+            ),
             "fewer good states stay than could": len({one.step for one in self.line()})
             < min(keep.rollback_keep, len(steps)),
             "what stays for good is gone": bool(lasting - {one.step for one in self.line()}),
             "too many states stay": len(held) > keep.rollback_keep + keep.recovery_keep,
-            "a stale higher step stays": bool(self.line()) and any(one.folder not in free for one in beyond),
+            "a stale higher step stays": bool(self.line())
+            and any(one.folder not in free for one in beyond),
             "too many of the best stay": self.config.best_k > 0
-            and sum(one.folder in self.there and one.folder not in self.read for one in ranked) > self.config.best_k,
+            and sum(one.folder in self.there and one.folder not in self.read for one in ranked)
+            > self.config.best_k,
         }
         return next((words for words, is_broken in broken.items() if is_broken), None)
 

@@ -45,7 +45,12 @@ def run_facts(
         "packages": package_versions(),
     }
     code = git_state(Path(folder or Path.cwd()))
-    return {"command": known["command"], "config": dict(config), "code": code, "environment": environment}
+    return {
+        "command": known["command"],
+        "config": dict(config),
+        "code": code,
+        "environment": environment,
+    }
 
 
 def package_versions() -> dict[str, str]:
@@ -63,13 +68,19 @@ def git_state(folder: Path) -> dict[str, Any]:
     try:
         revision = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD").decode("ascii").strip()
         changes = _git(folder, "diff", "--no-ext-diff", "--no-color", "--no-textconv", "HEAD")
-        added = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py").split(b"\0")[:-1]
+        added = _git(
+            folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py"
+        ).split(b"\0")[:-1]
     except FileNotFoundError:
         return {"revision": None, "why": "git is not installed"}
     except subprocess.TimeoutExpired:
         return {"revision": None, "why": f"git took longer than {GIT_SECONDS:g} seconds"}
     except subprocess.CalledProcessError as error:
-        why = "no git repository" if b"not a git repository" in error.stderr else f"git ended with {error.returncode}"
+        why = (
+            "no git repository"
+            if b"not a git repository" in error.stderr
+            else f"git ended with {error.returncode}"
+        )
         return {"revision": None, "why": why if error.stderr else "nothing was committed yet"}
     if not changes and not added:
         return {"revision": revision, "dirty": False}
@@ -78,10 +89,17 @@ def git_state(folder: Path) -> dict[str, Any]:
         digest.update(name)
         with contextlib.suppress(OSError):  # it went away meanwhile
             digest.update((folder / os.fsdecode(name)).read_bytes())
-    return {"revision": revision, "dirty": True, "changes": digest.hexdigest()[:16], "added_files": len(added)}
+    return {
+        "revision": revision,
+        "dirty": True,
+        "changes": digest.hexdigest()[:16],
+        "added_files": len(added),
+    }
 
 
 def _git(folder: Path, *words: str) -> bytes:
     quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
     command = ["git", "-C", str(folder), *words]
-    return subprocess.run(command, capture_output=True, check=True, timeout=GIT_SECONDS, env=quiet).stdout
+    return subprocess.run(
+        command, capture_output=True, check=True, timeout=GIT_SECONDS, env=quiet
+    ).stdout

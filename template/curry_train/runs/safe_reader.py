@@ -30,7 +30,14 @@ from .files import Files
 from .hashing_writer import METADATA
 from .manifest import Manifest
 
-FORGED = (IndexError, KeyError, ValueError, TypeError, EOFError, AttributeError)  # of torch.load on such bytes
+FORGED = (
+    IndexError,
+    KeyError,
+    ValueError,
+    TypeError,
+    EOFError,
+    AttributeError,
+)  # of torch.load on such bytes
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
     *(
@@ -58,7 +65,9 @@ class _Allowing(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise HostileCheckpoint(f"{METADATA} names {module}.{name}, which no checkpoint needs: don't load it elsewhere")
+        raise HostileCheckpoint(
+            f"{METADATA} names {module}.{name}, which no checkpoint needs: don't load it elsewhere"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,26 +97,36 @@ def read_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
         ValueError,
         RuntimeError,
     ) as error:
-        raise DamagedCheckpoint(f"{where}: {METADATA} can't be read ({type(error).__name__}: {error})") from error
+        raise DamagedCheckpoint(
+            f"{where}: {METADATA} can't be read ({type(error).__name__}: {error})"
+        ) from error
     found: Metadata = metadata
     return found
 
 
 def _check(metadata: Any, manifest: Manifest) -> None:
     if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
-        raise HostileCheckpoint(f"{METADATA} holds a {type(metadata).__name__}, not the index of a checkpoint")
+        raise HostileCheckpoint(
+            f"{METADATA} holds a {type(metadata).__name__}, not the index of a checkpoint"
+        )
     for name, entry in metadata.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
-            raise HostileCheckpoint(f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded")
+            raise HostileCheckpoint(
+                f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded"
+            )
         _check_entry(name, entry)
     for index, place in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
             raise HostileCheckpoint(f"{METADATA} places {index!r:.80} in {place!r:.80}")
         file = manifest.files.get(place.relative_path)
         if file is None:
-            raise HostileCheckpoint(f"{index.fqn} is said to be in {place.relative_path!r}, no file of this checkpoint")
+            raise HostileCheckpoint(
+                f"{index.fqn} is said to be in {place.relative_path!r}, no file of this checkpoint"
+            )
         if getattr(place, "transform_descriptors", None):
-            raise HostileCheckpoint(f"{index.fqn} asks for {place.transform_descriptors} to be run on it")
+            raise HostileCheckpoint(
+                f"{index.fqn} asks for {place.transform_descriptors} to be run on it"
+            )
         if not 0 <= place.offset <= place.offset + place.length <= file.bytes:
             raise HostileCheckpoint(f"{index.fqn} is said to be outside of {place.relative_path}")
 
@@ -115,12 +134,17 @@ def _check(metadata: Any, manifest: Manifest) -> None:
 def _check_entry(name: Any, entry: TensorStorageMetadata) -> None:
     """Each part of an entry is of its type: torch asks for their attributes later, where nothing is caught."""
     sizes = [entry.size]
-    if type(entry.chunks) is not list or any(type(chunk) is not ChunkStorageMetadata for chunk in entry.chunks):
+    if type(entry.chunks) is not list or any(
+        type(chunk) is not ChunkStorageMetadata for chunk in entry.chunks
+    ):
         raise HostileCheckpoint(f"{name!r:.80} has chunks that are none: {entry.chunks!r:.80}")
     sizes += [size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes)]
     if type(name) is not str or any(type(size) is not torch.Size for size in sizes):
         raise HostileCheckpoint(f"{name!r:.80} has a size that is none: {sizes!r:.80}")
-    if type(entry.properties) is not TensorProperties or type(entry.properties.dtype) is not torch.dtype:
+    if (
+        type(entry.properties) is not TensorProperties
+        or type(entry.properties.dtype) is not torch.dtype
+    ):
         raise HostileCheckpoint(f"{name!r:.80} has no dtype: {entry.properties!r:.80}")
 
 
@@ -146,7 +170,9 @@ class _TorchFiles:
             yield stream
 
 
-def read_tensors(files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
+def read_tensors(
+    files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]
+) -> None:
     """Fill the targets, sharded in whatever way; each rank reads what it needs, and no rank waits for another."""
     reader: Any = FileSystemReader("")
     reader.fs = _TorchFiles(files, folder)
@@ -157,4 +183,6 @@ def read_tensors(files: Files, folder: str, metadata: Metadata, targets: Mapping
     try:
         reader.read_data(planner.finish_plan(plan), planner).wait()
     except (OSError, RuntimeError, AssertionError, pickle.UnpicklingError, *FORGED) as error:
-        raise DamagedCheckpoint(f"{files.location(folder)}: tensors can't be read ({error})") from error
+        raise DamagedCheckpoint(
+            f"{files.location(folder)}: tensors can't be read ({error})"
+        ) from error

@@ -48,10 +48,16 @@ class SafetensorsLayout:
     """The model's tensors, whole, written by the first rank; widest types first, so that each starts where it may."""
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
-        own = {name.removeprefix(MODEL): held for name, held in snapshot.tensors.items() if name.startswith(MODEL)}
+        own = {
+            name.removeprefix(MODEL): held
+            for name, held in snapshot.tensors.items()
+            if name.startswith(MODEL)
+        }
         for name, held in own.items():
             if held.dtype not in LETTERS or held.layout is not torch.strided:
-                raise ValueError(f"safetensors can't hold {name}: {held.dtype}, {held.layout}; leave it out of best-K")
+                raise ValueError(
+                    f"safetensors can't hold {name}: {held.dtype}, {held.layout}; leave it out of best-K"
+                )
         self._names = sorted(own, key=lambda name: (-own[name].dtype.itemsize, name))
         self._folder, self._first = folder, ranks.first
         whole = [_whole(own[name], keep=ranks.first) for name in self._names]
@@ -65,7 +71,11 @@ class SafetensorsLayout:
         position = 0
         for name, tensor in zip(self._names, tensors, strict=True):
             span = [position, position := position + tensor.nbytes]
-            header[name] = {"dtype": LETTERS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+            header[name] = {
+                "dtype": LETTERS[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": span,
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with self._folder.create(NAME) as stream:
@@ -107,7 +117,12 @@ class SafetensorsReader:
                 facts = TensorFacts(tuple(map(int, entry["shape"])), DTYPES[entry["dtype"]])
                 begin, end = entry["data_offsets"]
                 size = math.prod(facts.shape) * facts.dtype.itemsize
-                if min(facts.shape, default=0) < 0 or begin < 0 or end - begin != size or self._start + end > num_bytes:
+                if (
+                    min(facts.shape, default=0) < 0
+                    or begin < 0
+                    or end - begin != size
+                    or self._start + end > num_bytes
+                ):
                     raise ValueError(f"{name} is said to be at {begin} to {end}")
                 self._places[name] = facts, begin
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -144,7 +159,9 @@ def _copy(value: Tensor, target: Tensor) -> None:
 
         assert isinstance(target, DTensor)
         place = target.to_local().device
-        shard = distribute_tensor(value.to(place), target.device_mesh, target.placements, src_data_rank=None)
+        shard = distribute_tensor(
+            value.to(place), target.device_mesh, target.placements, src_data_rank=None
+        )
         target.to_local().copy_(shard.to_local())
     else:
         target.copy_(value)

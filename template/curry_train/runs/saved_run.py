@@ -30,7 +30,9 @@ from .writing import VALUES
 class SavedRun:
     """`root` is a folder, or a URL that fsspec opens; `files` another way to reach it."""
 
-    def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None, group: Any = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, files: Files | None = None, group: Any = None
+    ) -> None:
         self.files = files or (ObjectFiles(str(root)) if "://" in str(root) else LocalFiles(root))
         self.group = group
 
@@ -54,7 +56,11 @@ class SavedRun:
 
     def latest(self) -> Saved | None:
         """The newest that training can resume from."""
-        return max((saved for kind in RESUMABLE for saved in self.committed(kind)), key=_newness, default=None)
+        return max(
+            (saved for kind in RESUMABLE for saved in self.committed(kind)),
+            key=_newness,
+            default=None,
+        )
 
     def verify(self, checkpoint: Saved | str | os.PathLike[str]) -> Manifest:
         """Read every file again. Raises DamagedCheckpoint, which says what differs."""
@@ -64,7 +70,9 @@ class SavedRun:
             verify_files(self.files, folder, manifest, manifest.files)
         return manifest
 
-    def load(self, checkpoint: Saved | str | os.PathLike[str], state: State, *, strict: bool = True) -> LoadReport:
+    def load(
+        self, checkpoint: Saved | str | os.PathLike[str], state: State, *, strict: bool = True
+    ) -> LoadReport:
         """Verify, compare, and only then change the state. The ranks share the reading for the verification, and what
         fails on one of them is raised on all. An error while values are read leaves a state that is to be loaded anew.
         """
@@ -76,7 +84,9 @@ class SavedRun:
     def _load(self, folder: str, state: State, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
-            verify_files(self.files, folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.size])
+            verify_files(
+                self.files, folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.size]
+            )
             return manifest
 
         manifest = ranks.all_do(check)
@@ -96,7 +106,9 @@ class SavedRun:
                 return _Content(Contents(reader.facts(), *parts, model_only=True), reader.read_into)
             metadata = read_metadata(self.files, folder, manifest)
         except OSError as error:
-            raise DamagedCheckpoint(f"{self.files.location(folder)} can't be read ({error})") from error
+            raise DamagedCheckpoint(
+                f"{self.files.location(folder)} can't be read ({error})"
+            ) from error
         fill = functools.partial(read_tensors, self.files, folder, metadata)
         return _Content(Contents(facts_of(metadata), *parts), fill)
 
@@ -104,15 +116,23 @@ class SavedRun:
         try:
             content.read_into(targets)
         except OSError as error:
-            raise DamagedCheckpoint(f"{self.files.location(folder)}: tensors can't be read ({error})") from error
+            raise DamagedCheckpoint(
+                f"{self.files.location(folder)}: tensors can't be read ({error})"
+            ) from error
 
     def folder_of(self, checkpoint: Saved | str | os.PathLike[str]) -> str:
         """The folder of a checkpoint, relative to the run's; `checkpoint` may be a path, or `latest`."""
-        given = checkpoint.folder if isinstance(checkpoint, Saved) else os.fspath(checkpoint).rstrip("/")
+        given = (
+            checkpoint.folder
+            if isinstance(checkpoint, Saved)
+            else os.fspath(checkpoint).rstrip("/")
+        )
         if given == "latest":
             newest = self.latest()
             if newest is None:
-                raise DamagedCheckpoint(f"{self.files.location('')} holds nothing to resume from: start the run anew")
+                raise DamagedCheckpoint(
+                    f"{self.files.location('')} holds nothing to resume from: start the run anew"
+                )
             return newest.folder
         folder = given.removeprefix(self.files.location("").rstrip("/") + "/")
         kind, _, name = folder.partition("/")
@@ -138,15 +158,21 @@ class SavedRun:
                 if not isinstance(name, str) or not isinstance(first, str):
                     raise ValueError("ties are not names")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{self.files.location(key)} can't be read ({error})") from error
+            raise DamagedCheckpoint(
+                f"{self.files.location(key)} can't be read ({error})"
+            ) from error
         return dict(found)
 
     def _folders(self, kind: str) -> list[str]:
-        return [f"{kind}/{name}" for name in self.files.names(kind) if step_of(kind, name) is not None]
+        return [
+            f"{kind}/{name}" for name in self.files.names(kind) if step_of(kind, name) is not None
+        ]
 
     def _saved(self, folder: str, manifest: Manifest) -> Saved:
         location = self.files.location(folder)
-        return Saved(manifest.kind, manifest.step, folder, location, manifest.metric, manifest.num_bytes)
+        return Saved(
+            manifest.kind, manifest.step, folder, location, manifest.metric, manifest.num_bytes
+        )
 
 
 @dataclass(frozen=True)

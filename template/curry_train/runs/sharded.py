@@ -37,7 +37,9 @@ class ShardedLayout:
             return self._writer.prepare_global_plan(plans)
 
         self._plan = planner.finish_plan(ranks.exchange(local, central))
-        self.tensors: list[Tensor] = [_tensor(planner.resolve_data(item)) for item in self._plan.items]
+        self.tensors: list[Tensor] = [
+            _tensor(planner.resolve_data(item)) for item in self._plan.items
+        ]
 
     def write(self, tensors: Sequence[Tensor]) -> Part:
         """Write these values in the place of `self.tensors`."""

@@ -43,7 +43,11 @@ class Spike:
     def words(self) -> str:
         if not math.isfinite(self.loss):
             return f"a loss or a gradient of step {self.step} is not finite"
-        over = "" if self.limit is None else f", with {self.baseline:.4g} before and {self.limit:.4g} as the limit"
+        over = (
+            ""
+            if self.limit is None
+            else f", with {self.baseline:.4g} before and {self.limit:.4g} as the limit"
+        )
         since = "" if self.first == self.step else f", too high since step {self.first}"
         return f"loss {self.loss:.4g} at step {self.step}{over}{since}"
 
@@ -88,7 +92,9 @@ class SpikeWatchdog:
         if self._suspects and step > self._suspects[-1][0] + self.config.window:
             self._suspects.clear()  # those are of another time, in which nobody went on watching
         judged = self.limit()
-        baseline, limit = (None, None) if judged is None else (judged.level, judged.level + judged.rise)
+        baseline, limit = (
+            (None, None) if judged is None else (judged.level, judged.level + judged.rise)
+        )
         if math.isfinite(value):
             self._told = False
         elif self._told:
@@ -117,14 +123,25 @@ class SpikeWatchdog:
         slope, noise = line_through(steps, losses)
         gained = 0.0 if began is None else max(0.0, began - level)
         lesser = min(gained, abs(level))  # first losses may be thousands of times those of today
-        return Limit(level, max(0.0, slope) * LEVEL, self.config.threshold * noise, self.config.least_rise * lesser)
+        return Limit(
+            level,
+            max(0.0, slope) * LEVEL,
+            self.config.threshold * noise,
+            self.config.least_rise * lesser,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        held = {"accepted": list(self._accepted), "suspects": list(self._suspects), "began": self._began}
+        held = {
+            "accepted": list(self._accepted),
+            "suspects": list(self._suspects),
+            "began": self._began,
+        }
         return {**held, "told": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._accepted = deque(((int(step), float(loss)) for step, loss in state["accepted"]), self.config.window)
+        self._accepted = deque(
+            ((int(step), float(loss)) for step, loss in state["accepted"]), self.config.window
+        )
         self._suspects = [(int(step), float(loss)) for step, loss in state["suspects"]]
         self._began = None if state["began"] is None else float(state["began"])
         self._told = bool(state.get("told", False))
@@ -133,7 +150,9 @@ class SpikeWatchdog:
         if self.group is None:
             return loss
         told = torch.tensor(
-            loss, dtype=torch.float64, device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+            loss,
+            dtype=torch.float64,
+            device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu",
         )
         dist.all_reduce(told, group=self.group)
         return float(told) / dist.get_world_size(self.group)

@@ -40,14 +40,25 @@ class SpikeConfig:
     def __post_init__(self) -> None:
         require(self.action in get_args(Action), "action", self.action, "none, warn or rollback")
         require(is_whole(self.window, 16), "window", self.window, "a whole number from 16")
-        require(is_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0")
+        require(
+            is_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0"
+        )
         least = self.least_rise
         require(is_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
         for name in ("patience", "attempts", "lower_rate_steps"):
-            require(is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1")
-        require(is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0")
+            require(
+                is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1"
+            )
+        require(
+            is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0"
+        )
         rate = self.lower_rate
-        require(rate is None or (is_number(rate) and 0 < rate < 1), "lower_rate", rate, "between 0 and 1, or null")
+        require(
+            rate is None or (is_number(rate) and 0 < rate < 1),
+            "lower_rate",
+            rate,
+            "between 0 and 1, or null",
+        )
 
     @property
     def judges_after(self) -> int:

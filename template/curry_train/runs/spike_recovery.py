@@ -50,7 +50,9 @@ def recover(
     around = config.skip_around * 2 ** (attempt - 1)
     first = max(1, spike.first - around)
     if attempt > config.attempts:
-        raise SpikeNotRecovered(_given_up(spike, recoveries, attempt - 1, go_on.format(f"{BEFORE}{first}")))
+        raise SpikeNotRecovered(
+            _given_up(spike, recoveries, attempt - 1, go_on.format(f"{BEFORE}{first}"))
+        )
     resumed = _go_back(spike, first, load)
     back = state.step
     start = after(state.position, max(0, first - 1 - back))

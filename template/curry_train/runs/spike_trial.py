@@ -27,7 +27,9 @@ from .spike_recovery import Recovered, recover
 from .state import TrainingState
 from .store import Store
 
-CONFIG = SpikeConfig(action="rollback", window=16, threshold=50.0, patience=2, attempts=2, skip_around=1)
+CONFIG = SpikeConfig(
+    action="rollback", window=16, threshold=50.0, patience=2, attempts=2, skip_around=1
+)
 SAVING = PolicyConfig(rollback_every=2, recovery_every=None, best_k=0)
 FIRST_BAD = 4  # the step whose samples are the first bad ones; its state is saved
 NUM_STEPS = 6
@@ -79,7 +81,9 @@ class Trial:
             while state.step < steps and (through or not self.recovered):
                 position, self.done = self._next(state.position), self.done + 1
                 if self.done > MOST_STEPS:
-                    raise ValueError(f"{MOST_STEPS} steps were done for {steps}: the recovery has no bound")
+                    raise ValueError(
+                        f"{MOST_STEPS} steps were done for {steps}: the recovery has no bound"
+                    )
                 self._step(state, position)
                 loss = _told(state.step + 1, high=self.bad(state.step + 1, position))
                 state.step, state.position = state.step + 1, position + 1

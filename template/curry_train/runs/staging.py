@@ -67,7 +67,9 @@ class Staging:
         kept = self._buffers[: len(self._sources)]
         self._buffers = [
             old if old is not None and _fits(old, source) else _buffer(source)
-            for source, old in zip(self._sources, [*kept, *[None] * (len(self._sources) - len(kept))], strict=True)
+            for source, old in zip(
+                self._sources, [*kept, *[None] * (len(self._sources) - len(kept))], strict=True
+            )
         ]
 
     def _copy_all(self, *, non_blocking: bool) -> None:

@@ -44,14 +44,21 @@ class Store(SavedRun):
         self.algorithm = algorithm or default_algorithm()
         self._lock = RunLock(self.files)
         self._opened = False
-        self._commits = threading.RLock()  # a save in the background commits while this thread discards or sweeps
+        self._commits = (
+            threading.RLock()
+        )  # a save in the background commits while this thread discards or sweeps
         self._unfinished: set[str] = set()
 
     def __enter__(self) -> "Store":
         self.open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def open(self, *, wait_seconds: float = 0.0) -> None:
@@ -80,7 +87,9 @@ class Store(SavedRun):
         self._lock.release()
         self._opened = False
 
-    def save(self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None) -> Saved:
+    def save(
+        self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
+    ) -> Saved:
         """Write a checkpoint and commit it. On an error nothing counts that did not count before."""
         ranks = Ranks(self.group)
         writing = self.begin(kind, step, state, metric=metric)
@@ -93,7 +102,9 @@ class Store(SavedRun):
         except (OSError, RuntimeError) as error:
             raise self.failed(writing, error) from error
 
-    def begin(self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None) -> Writing:
+    def begin(
+        self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
+    ) -> Writing:
         """What the ranks have to do together before each writes its part alone."""
         ranks, found, folder = Ranks(self.group), None if metric is None else Metric(*metric), ""
         final = folder_name(kind, step, found)
@@ -101,7 +112,14 @@ class Store(SavedRun):
             self.open()
             folder = ranks.agree(lambda: self._prepare(final))
             return Writing(
-                self.files, ranks, kind, step, found, state.snapshot(), folder=folder, algorithm=self.algorithm
+                self.files,
+                ranks,
+                kind,
+                step,
+                found,
+                state.snapshot(),
+                folder=folder,
+                algorithm=self.algorithm,
             )
         except (OSError, OtherRank, ValueError) as error:
             failed = self._failed(ranks, final, folder, error)
@@ -134,7 +152,11 @@ class Store(SavedRun):
             newest = self.latest()
         except OSError:
             newest = None
-        rest = f"step {newest.step} ({newest.kind}) is the newest that is whole" if newest else "nothing else is saved"
+        rest = (
+            f"step {newest.step} ({newest.kind}) is the newest that is whole"
+            if newest
+            else "nothing else is saved"
+        )
         return f"{what} in {self.files.location('')} was not saved: {error or type(error).__name__}; {rest}"
 
     def discard(self, checkpoint: Saved | str | os.PathLike[str]) -> None:
@@ -168,9 +190,15 @@ class Store(SavedRun):
             except DamagedCheckpoint as error:
                 logger.warning("replaced by a new save: %s", error)
             else:
-                raise StepExists(f"{self.files.location(final)} is saved already: if it is stale, discard it first")
+                raise StepExists(
+                    f"{self.files.location(final)} is saved already: if it is stale, discard it first"
+                )
             self._remove(final)
-        folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}" if self.files.renames else final
+        folder = (
+            f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
+            if self.files.renames
+            else final
+        )
         self._unfinished.add(folder)
         self.files.make_folder(folder)
         return folder
@@ -192,7 +220,9 @@ class Store(SavedRun):
 
     def _left_over(self, folder: str) -> bool:
         kind, _, name = folder.partition("/")
-        unfinished = step_of(kind, name) is not None and self.files.kind(f"{folder}/{MANIFEST}") is None
+        unfinished = (
+            step_of(kind, name) is not None and self.files.kind(f"{folder}/{MANIFEST}") is None
+        )
         return is_leftover(name) or (unfinished and not self.files.renames)
 
     def _point(self) -> None:

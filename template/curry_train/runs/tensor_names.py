@@ -18,7 +18,11 @@ def bare_name(model: nn.Module, name: str) -> str:
     module: Any = model
     kept = []
     for part in name.split("."):
-        while module is not None and part not in module._modules and (inner := _wrapped(module)) is not None:
+        while (
+            module is not None
+            and part not in module._modules
+            and (inner := _wrapped(module)) is not None
+        ):
             module = inner[1]  # a wrapper whose own hooks cleaned the name
         inner = _wrapped(module) if module is not None else None
         if inner is None or part != inner[0]:
@@ -40,7 +44,9 @@ def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
     """The same mapping under bare names."""
     renamed = {bare_name(model, name): value for name, value in names.items()}
     if len(renamed) != len(names):
-        raise ValueError("two of the model's tensors have one name once wrappers are left out: rename one of them")
+        raise ValueError(
+            "two of the model's tensors have one name once wrappers are left out: rename one of them"
+        )
     return renamed
 
 

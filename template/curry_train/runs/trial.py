@@ -110,4 +110,6 @@ def tensors_of(state: Any) -> dict[str, Tensor]:
 
 def same(first: Tensor, second: Tensor | None) -> bool:
     """Equal to the bit, with NaN equal to NaN."""
-    return second is not None and (torch.equal(first, second) or bool((first.isnan() & second.isnan()).all()))
+    return second is not None and (
+        torch.equal(first, second) or bool((first.isnan() & second.isnan()).all())
+    )

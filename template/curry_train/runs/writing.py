@@ -49,8 +49,14 @@ class Writing:
         self._new = HashingFolder(files, self.folder, algorithm)
         layout = SafetensorsLayout if kind == BEST else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
-        self._values = ranks.exchange(lambda: snapshot.rank_values, lambda every: [every] * ranks.size)
-        self._shared, self._ties, self.optimizers = snapshot.values, snapshot.ties, snapshot.optimizers
+        self._values = ranks.exchange(
+            lambda: snapshot.rank_values, lambda every: [every] * ranks.size
+        )
+        self._shared, self._ties, self.optimizers = (
+            snapshot.values,
+            snapshot.ties,
+            snapshot.optimizers,
+        )
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -65,7 +71,9 @@ class Writing:
         """This rank's files, from the live tensors or from copies of them."""
         free = self.files.free_bytes()
         if free is not None and free < self.num_bytes:
-            raise SaveError(f"{self.files.location('')} has {free:,} bytes left, and {self.num_bytes:,} are needed")
+            raise SaveError(
+                f"{self.files.location('')} has {free:,} bytes left, and {self.num_bytes:,} are needed"
+            )
         return self._layout.write(self.tensors if tensors is None else tensors)
 
     def leave_part(self, part: Part | None, error: str = "") -> None:
@@ -80,9 +88,13 @@ class Writing:
         """The parts of all ranks, once each has left its own."""
         parts, until = [own], time.monotonic() + timeout
         for rank in range(1, self.ranks.size):
-            while self.files.kind(self._note(rank)) is None or not self.files.size(self._note(rank)):
+            while self.files.kind(self._note(rank)) is None or not self.files.size(
+                self._note(rank)
+            ):
                 if time.monotonic() > until:
-                    raise SaveError(f"rank {rank} has not written its part of {self.final} within {timeout:.0f} s")
+                    raise SaveError(
+                        f"rank {rank} has not written its part of {self.final} within {timeout:.0f} s"
+                    )
                 time.sleep(POLL_SECONDS)
             parts.append(self._part_of(rank, until))
         return parts
@@ -110,7 +122,11 @@ class Writing:
         for part in parts:
             entries |= part.files
         entries |= self._layout.join(parts)
-        values: Mapping[str, Any] = {"values": self._shared, "ranks": self._values, "ties": self._ties}
+        values: Mapping[str, Any] = {
+            "values": self._shared,
+            "ranks": self._values,
+            "ties": self._ties,
+        }
         with self._new.create(VALUES) as stream:
             stream.write(json.dumps(values, allow_nan=False).encode())
         entries[VALUES] = self._new.entries[VALUES]
