@@ -141,4 +141,4 @@ def test_a_loss_that_couples_samples_can_not_be_accumulated_and_no_gate_says_tha
 def test_a_block_that_writes_over_its_outputs_is_no_matter_of_a_policy():
     (verdict,) = verdicts("gpt_oss", "sac/products").values()
     assert verdict.passed is None
-    assert "writes in place over an output" in verdict.hint
+    assert "overwrites in place an output" in verdict.hint

@@ -144,7 +144,7 @@ def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(2, 1)
     with pytest.raises(
-        ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is none"
+        ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is not one"
     ):
         saving(
             model,

@@ -149,8 +149,8 @@ def test_what_the_shell_shows_says_what_to_do(tmp_path, caplog):
         r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text
     )
     assert (
-        "Back at rollback/step-00000080.dcp: start again to go on without batches 88 to 94 (attempt 1"
-        in caplog.text
+        "Rolled back to rollback/step-00000080.dcp: start again to go on without batches 88 to 94 "
+        "(attempt 1" in caplog.text
     )
 
 
@@ -217,11 +217,11 @@ def test_steps_after_the_loop_over_batches_are_taken(tmp_path):
 
 def test_an_order_that_the_model_draws_is_warned_of_where_an_epoch_is_drawn_anew(tmp_path, caplog):
     train(tmp_path / "global", rollback_every=35)
-    assert "epoch 2 is drawn anew" in caplog.text
+    assert "epoch 2 will be shuffled again" in caplog.text
     caplog.clear()
     train(tmp_path / "own", rollback_every=35, own=torch.Generator())
-    assert "Back at" in caplog.text
-    assert "drawn anew" not in caplog.text
+    assert "Rolled back to" in caplog.text
+    assert "shuffled again" not in caplog.text
 
 
 def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
@@ -242,7 +242,7 @@ def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
 @pytest.mark.parametrize(
     ("spike", "words"),
     [
-        ({"action": "rollback", "lower_rate": 0.5}, "the schedule of this loop is its own"),
+        ({"action": "rollback", "lower_rate": 0.5}, "does not control the schedule of this loop"),
         ({"action": "back"}, "none, warn or rollback"),
         ({"patients": 3}, "spike.patients is no key"),
     ],

@@ -76,8 +76,8 @@ def test_a_plan_from_a_file_is_a_lever(tmp_path):
         ("autocast:fp16", "the lever 'autocast' takes no value"),
         ("chunked_loss=4", "the lever 'chunked_loss' takes no value"),
         ("sac:save_matmul", "sac has no policy 'save_matmul'; did you mean 'save_matmuls'"),
-        ("plan=absent.json", "plan=absent.json names no file"),
-        ("plan", "plan= names no file"),
+        ("plan=absent.json", "plan=absent.json is not a file"),
+        ("plan", "plan= is not a file"),
     ],
 )
 def test_what_is_typed_wrong_is_told(text, said):
@@ -91,7 +91,7 @@ def test_what_is_typed_wrong_is_told(text, said):
         (
             Case(mlp(), batch_size=2),
             "accumulate=4",
-            "can't be cut into 4 microbatches: --batch-size 4 or more",
+            "can't be cut into 4 microbatches: use --batch-size 4 or more",
         ),
         (Case(mlp(), dtype=torch.bfloat16), "bf16", "in torch.bfloat16 already"),
         (Case(mlp(), dtype=torch.bfloat16), "autocast", "has nothing to do"),

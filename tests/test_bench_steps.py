@@ -238,7 +238,7 @@ def skip_a_block(model, sample):
 @pytest.mark.parametrize(
     ("change", "outcome", "said"),
     [
-        (outgrow, TOO_LARGE, "does not fit: 4 samples, in the memory that cpu has left"),
+        (outgrow, TOO_LARGE, "does not fit: 4 samples need more memory than cpu has left"),
         (outgrow_later, TOO_LARGE, "does not fit"),
         (break_down, FAILED, "raised RuntimeError: two tensors disagree"),
         (blow_up, REFUSED, "not finite: microbatch 0 of 1"),
@@ -270,7 +270,7 @@ def test_a_lever_that_leaves_something_out_is_told_by_its_loss():
     rows = measure_levers(
         Case(SMALL), [changed("fast", skip_a_block), find_lever("full")], rounds=1, warmup=0
     ).rows
-    assert "another training" in rows[1].notes[0]
+    assert "changes the training result" in rows[1].notes[0]
     assert rows[1].notes[0].startswith(f"loss {rows[1].loss:.5g}, plain {rows[0].loss:.5g}")
     assert rows[2].notes == []
 
@@ -285,7 +285,10 @@ def test_seconds_that_say_little_are_told():
     spread = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 2.0, 3.0))
     assert any("all steps spread over more than 25%" in note for note in spread.notes)
     slower = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 1.0, 1.1, 1.1, 1.2, 1.2))
-    assert any("1.20 of the first ones' time: heat" in note for note in slower.notes)
+    assert any(
+        "1.20 of the time of the first rounds: the device may be hot" in note
+        for note in slower.notes
+    )
 
 
 # Another model.

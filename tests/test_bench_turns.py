@@ -171,7 +171,7 @@ def test_a_ratio_without_noise_is_exact_for_any_times(plain, factor):
 @pytest.mark.parametrize(
     ("ours", "theirs", "said"),
     [
-        ([1.0, 2.0], [1.0], "2 timings can't be held against 1"),
+        ([1.0, 2.0], [1.0], "2 timings can't be compared with 1"),
         ([], [], "0 timings"),
         ([1.0], [0.0], "give it more to do"),
     ],

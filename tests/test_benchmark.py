@@ -67,7 +67,7 @@ def test_steps_are_held_against_the_first():
     assert found["ours"].ratio is None
     assert found["theirs"].ratio.median == 1.5
     assert len(waited) == 2 * 3 * 9
-    assert str(found["ours"]) == "ours: 2e+03 ms a step (tenths: 2e+03, 2e+03)"
+    assert str(found["ours"]) == "ours: 2e+03 ms a step (10% and 90%: 2e+03, 2e+03)"
     assert str(found["theirs"]).endswith("1.5 of the first (1.5 to 1.5): slower than the first")
     assert str(found["again"]).endswith("1 of the first (1 to 1): no difference seen")
     few = compare_steps(steps, rounds=2, warmup=0, clock=clock, wait=lambda: None)

@@ -108,17 +108,21 @@ class WithoutBest(SavingPolicy):
     [
         (gates.retention, {"rules": Rules(delete=by_text)}, "the newest good state is gone"),
         (gates.retention, {"rules": Rules(delete=stale_counts)}, "a stale higher step stays"),
-        (gates.retention, {"rules": Rules(among_best=nan_is_best)}, "a state is best by NaN"),
+        (
+            gates.retention,
+            {"rules": Rules(among_best=nan_is_best)},
+            "a NaN or infinite metric is among the best",
+        ),
         (gates.retention, {"rules": Rules(saves=lambda healthy: True)}, "fewer good states stay"),
         (gates.retention, {"rules": Rules(delete=nothing)}, "stay"),
         (gates.fallback, {"load": unverified}, "verify before loading"),
-        (gates.fallback, {"load": in_silence}, "must say so"),
+        (gates.fallback, {"load": in_silence}, "report every checkpoint"),
         (gates.fallback, {"load": first_or_none}, "try the checkpoint before it"),
         (gates.fallback, {"load": from_nothing}, "is not that of the older"),
         (gates.once, {"policy": Each}, "written twice"),
         (gates.once, {"policy": ShorterAlone}, "the recovery is missing"),
         (gates.once, {"policy": Nothing}, "the recovery is missing"),
-        (gates.once, {"policy": WithoutBest}, "the best is missing"),
+        (gates.once, {"policy": WithoutBest}, "the best-K is missing"),
     ],
 )
 def test_gate_catches(check, planted, said):

@@ -447,7 +447,7 @@ class Doubled(nn.Linear):
         (
             lambda: nn.Sequential(nn.Linear(8, 8), Doubled(8, 32)),
             {},
-            "is a Doubled and no plain nn.Linear",
+            "is a Doubled, not a plain nn.Linear",
         ),
         (Model, {"chunk_tokens": 0}, "at least 1"),
     ],

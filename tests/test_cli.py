@@ -138,7 +138,7 @@ def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, mo
     ]
     assert "mlp, b/one: FAILED" in lines
     assert "  what to do: do this" in lines
-    assert lines[-1] == "2 held, 1 failed, 3 not applicable; --figures has what each measured"
+    assert lines[-1] == "2 held, 1 failed, 3 not applicable; --figures shows what each measured"
     narrowed = run("--model", "mlp", "--gate", "a").output
     assert "a/one  held  3 of 4" in narrowed
     assert "--figures" not in narrowed

@@ -83,7 +83,7 @@ def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
         ("steps=true", "steps must be a whole number; got True"),
         ("steps=1.5", r"steps must be a whole number; got 1\.5"),
         ("steps=0", "steps must be 1 or more; got 0"),
-        ("steps=[", "steps=.* is no YAML value"),
+        ("steps=[", "steps=.* is not a YAML value"),
         ("precision=fp16", "precision must be float32, bfloat16 or float16; got 'fp16'"),
         ("precision=bfloat", r"did you mean bfloat16\?"),
         ("parallel=fsdp", r"parallel must be none, ddp or fsdp2; got 'fsdp'; did you mean fsdp2\?"),
@@ -147,7 +147,7 @@ def test_what_does_not_go_together_is_refused(words, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", r"c\.yaml is no YAML"),
+        ("a: [", r"c\.yaml is not valid YAML"),
         ("- a", r"c\.yaml must hold keys and values, such as 'steps: 300'; got list"),
         ("data: {path: [1]}", r"data\.path must be text or null; got \[1\]"),
         ("setps: 3", r"did you mean steps\?"),

@@ -59,7 +59,7 @@ def test_what_is_not_shuffled_stands_as_it_is():
 
 
 def test_nothing_to_order_and_negative_positions_are_refused():
-    with pytest.raises(ValueError, match="there are 0 samples"):
+    with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         Order(0)
     with pytest.raises(ValueError, match="positions count from 0, got -1"):
         Order(5)([-1])

@@ -80,7 +80,9 @@ def test_models_that_take_no_text_say_what_they_take():
 
 
 def test_token_outside_of_the_models_vocabulary_is_told_with_its_place():
-    with pytest.raises(ValueError, match=r"array 0 has token 9 at 3, and the model knows 9: "):
+    with pytest.raises(
+        ValueError, match=r"array 0 has token 9 at 3, but the model's vocabulary has 9 tokens: "
+    ):
         tokens([1, 2, 3, 9, 4], vocabulary=9).batch([0])
 
 
@@ -112,14 +114,14 @@ def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
     ("write", "options", "message"),
     [
         (None, {}, r"no token file matches .*numpy\.save"),
-        (numpy.arange(4), {}, r"no sample of 4 tokens and a target: .*0\.npy 4"),
+        (numpy.arange(4), {}, r"for a sample of 4 tokens and a target: .*0\.npy 4"),
         (
             numpy.ones(9),
             {},
-            r"0\.npy holds float64 of shape \(9,\): tokens are one row of whole numbers",
+            r"0\.npy holds float64 of shape \(9,\): tokens must be a one-dimensional array",
         ),
         (numpy.ones((3, 3), dtype=int), {}, r"shape \(3, 3\)"),
-        (numpy.arange(9), {"mask": True}, r"0\.mask\.npy is not there"),
+        (numpy.arange(9), {"mask": True}, r"0\.mask\.npy does not exist"),
         (numpy.array([{}]), {}, "holds no array that can be mapped"),
     ],
 )
@@ -131,7 +133,7 @@ def test_files_that_can_not_be_trained_on_are_refused(tmp_path, write, options, 
 
 
 def test_mask_of_another_length_and_documents_out_of_order_are_refused():
-    with pytest.raises(ValueError, match="array 0 has 9 tokens and its mask 8"):
+    with pytest.raises(ValueError, match="array 0 has 9 tokens, but its mask has 8"):
         tokens(range(9), masks=[numpy.ones(8)])
     with pytest.raises(ValueError, match="must begin in rising order inside its 9 tokens"):
         tokens(range(9), documents=[[0, 7, 3]])
@@ -157,7 +159,7 @@ def test_a_part_has_its_own_samples_and_no_others():
     part = Part(tokens(range(41)), 3, 5)
     assert len(part) == 2
     assert part.batch([0, 1])["tokens"][:, 0].tolist() == [12, 16]
-    with pytest.raises(ValueError, match="no samples 3 to 11 in a dataset of 10"):
+    with pytest.raises(ValueError, match="samples 3 to 11 are not a range of a dataset of 10"):
         Part(tokens(range(41)), 3, 11)
 
 

@@ -23,7 +23,7 @@ from curry_train.options import DeviceMissing
         (
             None,
             {"parallel": "ddp"},
-            r"this is one process alone: start it with torchrun --nproc-per-node 2 train\.py",
+            r"this is a single process: start it with torchrun --nproc-per-node 2 train\.py",
         ),
         (
             None,
@@ -65,7 +65,7 @@ def test_more_ranks_than_gpus_is_told(monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with (
-        pytest.raises(WrongLaunch, match=r"has 1 GPUs and torchrun started rank 1"),
+        pytest.raises(WrongLaunch, match=r"has 1 GPUs and torchrun started local rank 1"),
         start_ranks(parallel="ddp"),
     ):
         pass

@@ -122,7 +122,7 @@ def test_alike_layers_are_one_line():
     dead = spread("activation", zeros=95)
     (found,) = find([record(at_1=dead, at_2=dead, at_3=dead)])
     assert found.layers == ("layers.1", "layers.2", "layers.3")
-    assert "so 2 layers more" in found.said
+    assert "the same in 2 more layers" in found.said
     assert table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
 
 

@@ -210,7 +210,7 @@ def test_misuse_is_said():
         flow.__enter__()
     with (
         GradFlow(model, torch.optim.SGD(model.parameters())) as flow,
-        pytest.raises(ValueError, match="leave flow"),
+        pytest.raises(ValueError, match="remove flow"),
     ):
         flow.step()
 

@@ -127,7 +127,7 @@ def test_figures_on_two_ranks_are_those_of_one_process(kind, way, answers):
 def test_where_the_ranks_of_the_batch_are_not_known_that_is_said(answers):
     for _, (ranks, note), _ in answers:
         assert ranks == 1
-        assert "this rank's alone" in note
+        assert "this rank only" in note
 
 
 def test_training_on_two_ranks_is_bit_equal_while_it_is_probed(answers):

@@ -84,12 +84,12 @@ def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
         (
             lambda j: j.write("sve", step=1),
             ValueError,
-            "'sve' can't be written so: .*one of start, resume, rollback",
+            "there is no event 'sve': take one of start, resume, rollback",
         ),
         (
             lambda j: j.write("resume", step=1),
             ValueError,
-            "'resume' can't be written so: call the method",
+            "'resume' opens an attempt: call the method",
         ),
         (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
         (
@@ -102,7 +102,7 @@ def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
             ValueError,
             "can't have facts called attempt",
         ),
-        (lambda j: j.step(1, loss=object(), learning_rate=0.1), ValueError, "no JSON"),
+        (lambda j: j.step(1, loss=object(), learning_rate=0.1), ValueError, "written as JSON"),
         (
             lambda j: j.start(),
             JournalError,
@@ -178,7 +178,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
         assert process.stdout.readline() == "held\n"
         with pytest.raises(
             LockedRun,
-            match=f"is written by process {process.pid}, or a child of it: end it, or give",
+            match=f"is being written by process {process.pid}, or a child of it: end it, or pass",
         ):
             Journal(tmp_path)
         assert len(list(JournalReading(tmp_path))) == 1  # reading needs no lock
@@ -209,7 +209,7 @@ def test_another_runs_journal_is_not_written(tmp_path):
     before = (tmp_path / "run-002/journal.jsonl").read_bytes()
     with pytest.raises(
         JournalError,
-        match="is of the run run-001 and this one is run-002: give the folder its name",
+        match="belongs to the run run-001 and this run is run-002: rename the folder",
     ):
         Journal(tmp_path / "run-002")
     assert (tmp_path / "run-002/journal.jsonl").read_bytes() == before
@@ -240,7 +240,7 @@ def test_a_newer_journal_is_not_written(tmp_path):
 def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(tmp_path, content):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
-    with pytest.raises(JournalError, match="no journal of a run"):
+    with pytest.raises(JournalError, match="not a journal of a run"):
         Journal(tmp_path)
     assert path.read_bytes() == content
 
@@ -253,7 +253,7 @@ def test_a_place_where_no_journal_can_be_is_said(tmp_path):
         Journal(tmp_path)
     (tmp_path / "pipe").mkdir()
     os.mkfifo(tmp_path / "pipe/journal.jsonl")
-    with pytest.raises(JournalError, match="is no file: move it away"):
+    with pytest.raises(JournalError, match="is not a regular file: move it away"):
         Journal(tmp_path / "pipe")
 
 

@@ -65,7 +65,7 @@ def test_a_history_up_to_an_attempt_is_the_run_as_it_was_then(tmp_path):
     assert list(second.steps.step) == list(range(1, 31))
     assert len(second.attempts) == 2
     assert list(read_history(f"{folder}/journal.jsonl@1").steps.step) == list(range(1, 21))
-    with pytest.raises(ValueError, match="has 3 attempts, and no 4"):
+    with pytest.raises(ValueError, match="has no attempt 4: the last one is 3"):
         read_history(f"{folder}@4")
     folder.rename(tmp_path / "run@2")  # a name of one's own comes first
     assert len(read_history(tmp_path / "run@2").attempts) == 3

@@ -126,6 +126,6 @@ def test_a_skipped_step_is_said(tmp_path):
 
 def test_a_run_that_is_trained_twice_at_once_is_refused(tmp_path):
     opened = open_run(load_config(None, [f"runs={tmp_path}", *WORDS]))
-    locked = pytest.raises(LockedRun, match="is written by process")
+    locked = pytest.raises(LockedRun, match="is being written by process")
     with opened as run, write_journal(run), locked, write_journal(run):
         pass

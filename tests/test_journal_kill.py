@@ -154,7 +154,7 @@ def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
 
 def test_a_journal_of_damage_alone_is_refused(tmp_path):
     (tmp_path / "journal.jsonl").write_bytes(b"\xff\n" * 3)
-    with pytest.raises(JournalError, match="is no journal of a run: line 1 is no text"):
+    with pytest.raises(JournalError, match="is not a journal of a run: line 1 is not text"):
         Journal(tmp_path)
 
 

@@ -427,7 +427,7 @@ def test_refused_with_what_to_do(budget, options, said):
 
 def test_a_block_that_cannot_be_compiled_or_wrapped_is_named():
     model = build(hidden())
-    with pytest.raises(CompileFailed, match=r"Hidden_[0-9a-f]+ became no compiled graph"):
+    with pytest.raises(CompileFailed, match=r"Hidden_[0-9a-f]+ produced no compiled graph"):
         memory_budget(model, 0.5, backend="aot_eager", batch=rows(), loss=loss)
     model.layers[1].compile(backend="eager")
     with pytest.raises(ValueError, match="is compiled already"):

@@ -105,12 +105,12 @@ def without_compiling(module, sample, budget):
     ("check", "saboteur", "disturb", "said"),
     [
         (gates.parity, by_the_setting(scoped), dropout, "draws other random numbers"),
-        (gates.parity, more_detached_with_a_budget, None, "computed again differs"),
-        (gates.parity, detached, None, "whatever the budget"),
+        (gates.parity, more_detached_with_a_budget, None, "recomputed values differ"),
+        (gates.parity, detached, None, "at every budget"),
         (gates.parity, no_op, None, "uncompiled blocks"),
         (gates.parity, without_compiling, None, "uncompiled blocks"),
-        (gates.scope, by_the_setting(leaking), None, "reaches others"),
-        (gates.scope, by_the_setting(leaking_when_it_compiles), None, "reaches others"),
+        (gates.scope, by_the_setting(leaking), None, "affects other models"),
+        (gates.scope, by_the_setting(leaking_when_it_compiles), None, "affects other models"),
         (gates.scope, by_the_setting(on_the_wrong_object), None, "does not reach the compiler"),
         (gates.scope, no_op, None, "does not reach the compiler"),
     ],
@@ -129,7 +129,7 @@ def test_gates_do_not_apply_where_nothing_can_be_compiled_or_computed_again():
     for gate in gates.GATES:
         verdict = gate.run(Case(Workload("hidden", lambda: build(block), rows, loss)))
         assert verdict.passed is None, verdict
-        assert "became no compiled graph" in verdict.hint
+        assert "produced no compiled graph" in verdict.hint
 
 
 @pytest.mark.parametrize("batch", [None, rows()])
@@ -141,5 +141,5 @@ def test_the_strategy_bounds_blocks_with_and_without_a_batch(batch):
 
 def test_the_strategy_refuses_what_cannot_be_compiled():
     model = build(hidden())
-    with pytest.raises(ValueError, match=r"Hidden_\w+ became no compiled graph"):
+    with pytest.raises(ValueError, match=r"Hidden_\w+ produced no compiled graph"):
         STRATEGIES["memory_budget"].apply(model, Sample(rows(), loss))

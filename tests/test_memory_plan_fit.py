@@ -79,7 +79,7 @@ def test_where_recompute_lowers_no_peak_there_is_nothing_to_plan():
     for check in (gates.fits, gates.parity):
         verdict = check(CASES["mlp"])  # whose peak is the optimizer's
         assert verdict.passed is None
-        assert "lowers no peak" in verdict.hint
+        assert "does not lower the peak" in verdict.hint
 
 
 def does_nothing(case):

@@ -329,7 +329,7 @@ def test_each_product_by_place_is_not_computed_again_and_all_others_are():
 def test_a_call_that_is_not_there_is_an_error():
     model = CASE.build()
     apply_sac(model, Policy("by place", calls=frozenset({("matmul", 99)})))
-    with pytest.raises(PolicyError, match=r"keeps no output of layers\.0"):
+    with pytest.raises(PolicyError, match=r"saves no output of layers\.0"):
         LOSS(model, CASE.batch())
 
 
@@ -364,12 +364,12 @@ def test_a_policy_by_place_holds_under_autocast():
             lambda: Option("half"),
             "a block is run as one of none, regions, sac, offload, full, got 'half'",
         ),
-        (lambda: Option(SAC), "'sac' names what it keeps"),
-        (lambda: Option(FULL, frozenset({("matmul", 0)})), "others do not"),
+        (lambda: Option(SAC), "'sac' needs keep"),
+        (lambda: Option(FULL, frozenset({("matmul", 0)})), "other kinds take none"),
         (lambda: Option.from_json(["full"]), "a mapping with a kind"),
         (
             lambda: Option.from_json({"kind": "sac", "keep": ["matmul"]}),
-            "a list of families and places",
+            "a list of pairs of family and index",
         ),
     ],
 )

@@ -154,9 +154,9 @@ shifted = hooked(
         (gates.parity, no_op, "nothing ran twice or was freed"),
         (gates.parity, in_half, "computes another value"),
         (gates.parity, shifted, "computes another value"),
-        (gates.moved_bytes, no_op, "stays on the device, or is computed again"),
-        (gates.moved_bytes, policy_of_torch, "stays on the device, or is computed again"),
-        (gates.moved_bytes, first_block_only, "stays on the device"),
+        (gates.moved_bytes, no_op, "stay on the device, or are recomputed"),
+        (gates.moved_bytes, policy_of_torch, "stay on the device, or are recomputed"),
+        (gates.moved_bytes, first_block_only, "stay on the device"),
         (
             gates.moved_bytes,
             everything,

@@ -126,10 +126,10 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Drawing(), "Each microbatch draws its own dropout (body.2): for the very losses"),
+        (Drawing(), "Each microbatch draws its own dropout (body.2): to get exactly the losses"),
         (
             Drawing(0.0, norm=True),
-            "Each microbatch has its own statistics (body.1): for the very losses",
+            "Each microbatch has its own statistics (body.1): to get exactly the losses",
         ),
         (nn.TransformerEncoderLayer(8, 2), "draws its own dropout (self_attn)"),
         (Drawing(0.0), ""),

@@ -108,7 +108,7 @@ def test_modules_of_some_of_several_equal_blocks_are_refused():
     with (
         planner,
         pytest.raises(
-            ValueError, match=r"takes wave of some blocks and not of blocks\.[23], which"
+            ValueError, match=r"names wave of some blocks and not of blocks\.[23], which"
         ),
     ):
         planner.plan(2**40, global_batch=8, microbatch=8)
@@ -128,9 +128,9 @@ def test_a_pattern_that_takes_nothing_is_refused():
 
 
 def test_an_option_without_regions_has_none():
-    with pytest.raises(ValueError, match="only 'regions' runs modules once more"):
+    with pytest.raises(ValueError, match="only 'regions' takes modules to recompute"):
         Option("full", also=("wave",))
-    with pytest.raises(ValueError, match="also of a block's option is a list"):
+    with pytest.raises(ValueError, match="also of a block's option must be a list"):
         Option.from_json({"kind": "regions", "also": "wave"})
 
 

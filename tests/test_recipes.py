@@ -115,7 +115,7 @@ def test_a_tensor_changed_after_it_was_kept_is_noticed():
     with torch.no_grad():
         hidden.add_(1.0)
     with pytest.raises(
-        RuntimeError, match="modified by an inplace operation: it is at version 1, and 0 was kept"
+        RuntimeError, match="modified by an inplace operation: it is at version 1, and 0 was saved"
     ):
         loss.backward()
 

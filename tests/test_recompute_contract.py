@@ -209,7 +209,7 @@ def compiled_already(block):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Recompute, "wrapped already, and twice would run its forward three times"),
+        (Recompute, "wrapped already, and a second wrapper would run its forward three times"),
         (with_own_forward, "has a forward of its own on the instance"),
         (compiled_already, "wrap first, compile afterwards"),
         (lambda block: nn.LazyLinear(3), "run one batch through it first"),
@@ -295,7 +295,8 @@ class Branches(OtherArguments):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(OtherArguments, "takes other arguments"), (Branches, "as it is")]
+    ("kind", "said"),
+    [(OtherArguments, "takes other arguments"), (Branches, "unchanged, so the two")],
 )
 def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, said):
     model = kind()

@@ -151,7 +151,7 @@ def test_the_report_names_the_module_to_name_and_naming_it_frees_what_it_said():
     }
     assert all(row.edit.startswith('also=["*.act"]') for row in report.unreached)
     table = report.table()
-    assert "MiB in transformer.h.*.mlp.act, made by TanhBackward0" in table
+    assert "MiB in transformer.h.*.mlp.act, computed by TanhBackward0" in table
     assert max(map(len, table.splitlines())) <= 80
     before = measure_memory(model, TOKENS, lm_loss).held_bytes
     remove_regions(model)
@@ -203,9 +203,7 @@ def test_an_expression_becomes_a_module_and_is_reached():
     apply_regions(model)
     (row, *others) = report_regions(model, x, square).unreached
     assert (row.module, row.made_by) == ("0", "AddBackward0")
-    assert (
-        row.edit == "make the input of down in a module of its own, and name that with also=[...]"
-    )
+    assert row.edit == "compute the input of down in its own module, and name that with also=[...]"
     assert len(others) == 2
     edited = chain(Edited)
     apply_regions(edited, also=["*.wave"])
@@ -224,8 +222,8 @@ def test_what_torch_computes_inside_of_its_own_modules_is_not_told_to_be_edited(
     report = report_regions(model, torch.randn(2, 8, 16), square)
     assert report.unreached
     assert {row.edit for row in report.unreached} <= {
-        "MultiheadAttention of torch computes it: replace that module",
-        "TransformerEncoderLayer of torch computes it: replace that module",
+        "torch's MultiheadAttention computes it: replace that module",
+        "torch's TransformerEncoderLayer computes it: replace that module",
     }
     assert max(map(len, report.table().splitlines())) <= 80
 

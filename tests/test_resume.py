@@ -70,7 +70,7 @@ def test_another_run_is_read_from_ones_own(run, tmp_path):
 def test_best_by_the_direction_of_the_configuration(run):
     found = choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_direction="maximize"))
     assert [one.step for one in found.candidates] == [9, 50]
-    with pytest.raises(NothingSaved, match="holds no best by accuracy"):
+    with pytest.raises(NothingSaved, match="holds no best-K checkpoint for accuracy"):
         choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_metric="accuracy"))
 
 
@@ -86,7 +86,7 @@ def test_damage_is_passed_over_and_said(run, hard, caplog):
     assert list(resumed.damaged) == ["rollback/step-00000100.dcp", "recovery/step-00000050.dcp"]
     assert "another hash" in resumed.words
     assert ("its save was not finished" in resumed.words) == hard
-    assert "passed over" in caplog.text
+    assert "skipped a damaged checkpoint" in caplog.text
 
 
 def test_a_damaged_recovery_leaves_the_rollback_of_its_step(run):
@@ -106,7 +106,7 @@ def test_nothing_whole_names_each_and_changes_nothing(run):
     before = tensors_of(state)
     with pytest.raises(
         DamagedCheckpoint,
-        match=r"nothing that was asked for is whole: .*00100.*00050.*00010.*00009",
+        match=r"no requested checkpoint is intact: .*00100.*00050.*00010.*00009",
     ):
         load_chosen(run[0], state, "latest")
     assert equal(before, tensors_of(state))
@@ -114,22 +114,20 @@ def test_nothing_whole_names_each_and_changes_nothing(run):
 
 def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
     damage(run[0] / "rollback/step-00000100.dcp")
-    with pytest.raises(
-        DamagedCheckpoint, match=r"another hash.*saved are the steps 9, 10, 50, 100"
-    ):
+    with pytest.raises(DamagedCheckpoint, match=r"another hash.*saved steps: 9, 10, 50, 100"):
         load_chosen(run[0], new_state(1), 100)
 
 
 @pytest.mark.parametrize(
     ("what", "error", "said"),
     [
-        (11, NothingSaved, "has no step 11; saved are the steps 9, 10, 50, 100"),
+        (11, NothingSaved, "has no step 11; saved steps: 9, 10, 50, 100"),
         (
             "newest",
             ValueError,
-            "'newest' is no checkpoint and no run: give latest, best, a step such as 500",
+            "'newest' is neither a checkpoint nor a run: give latest, best, a step such as 500",
         ),
-        ("{run}/rollback/step-00000012.dcp", NothingSaved, "is not there; saved are the steps 9"),
+        ("{run}/rollback/step-00000012.dcp", NothingSaved, "does not exist; saved steps: 9"),
     ],
 )
 def test_what_is_not_there_is_said_with_what_is(run, what, error, said):

@@ -193,13 +193,13 @@ def nothing(every, config, **_):
 WRONG = [
     (Rules(delete=by_text), "the newest good state is gone"),
     (Rules(delete=stale_counts), "a stale higher step stays"),
-    (Rules(delete=damage_counts), "fewer good states stay than could"),
-    (Rules(delete=reading_is_no_matter), "what is being read is gone"),
-    (Rules(delete=newest_of_the_best), "the best is gone"),
+    (Rules(delete=damage_counts), "fewer good states stay than possible"),
+    (Rules(delete=reading_is_no_matter), "a checkpoint that is being read is gone"),
+    (Rules(delete=newest_of_the_best), "one of the best is gone"),
     (Rules(delete=nothing), "too many states stay"),
     (Rules(delete=nothing), "too many of the best stay"),
-    (Rules(delete=forgets_what_lasts), "what stays for good is gone"),
-    (Rules(among_best=nan_is_best), "a state is best by NaN"),
+    (Rules(delete=forgets_what_lasts), "a state kept by keep_every is gone"),
+    (Rules(among_best=nan_is_best), "a NaN or infinite metric is among the best"),
     (Rules(saves=lambda healthy: True), "the newest good state is gone"),
 ]
 

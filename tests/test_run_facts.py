@@ -89,7 +89,7 @@ def test_where_no_revision_is_is_said(tmp_path):
             subprocess.CalledProcessError(
                 128, "git", stderr=b"fatal: dubious ownership in /home/a"
             ),
-            "git ended with 128",
+            "git exited with 128",
         ),
     ],
 )

@@ -89,18 +89,18 @@ def test_a_rollback_of_parameters_is_listed_and_shown_as_one(tmp_path):
     ]
     assert said.splitlines()[1].endswith("parameters only")
     assert said.splitlines()[-1] == "nothing to resume from"
-    assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints whole\n")
+    assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints intact\n")
 
 
 def test_verify_reads_every_byte(runs):
-    assert call("verify", runs / "first-001") == (0, "4 of 4 checkpoints whole\n")
+    assert call("verify", runs / "first-001") == (0, "4 of 4 checkpoints intact\n")
     damage(runs)
     assert call("show", runs / "first-001")[0] == 0  # a look at the manifests does not show it
     status, said = call("verify", runs / "first-001")
     assert status == 1
     assert "damaged: rollback/step-00000200.dcp" in said
-    assert "3 of 4 checkpoints whole" in said
-    assert call("verify", runs / "first-001", "latest") == (0, "1 of 1 checkpoints whole\n")
+    assert "3 of 4 checkpoints intact" in said
+    assert call("verify", runs / "first-001", "latest") == (0, "1 of 1 checkpoints intact\n")
     assert call("verify", runs / "first-001", "rollback/step-00000200.dcp")[0] == 1
 
 
@@ -112,7 +112,7 @@ def test_verify_reads_every_byte(runs):
             ["show", "nowhere"],
             "nowhere is no run: give a folder that holds rollback, recovery, best-k or journal.jsonl",
         ),
-        (["verify", "{run}", "step-3"], "is no checkpoint of"),
+        (["verify", "{run}", "step-3"], "is not a checkpoint of"),
         (["estimate"], "give --parameters or --model"),
         (["estimate", "--parameters", "many"], "many"),
         (
@@ -163,7 +163,7 @@ def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monk
 def test_estimate_of_a_policy(tmp_path):
     status, said = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
     assert status == 0
-    assert "kept in all" in said
+    assert "retained in total" in said
     assert "756.0" in said
     assert "rollback_parameters_only: true" in " ".join(said.split())
     assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
@@ -291,9 +291,9 @@ def test_a_package_that_took_the_technique_has_its_commands(runs):
     statuses = {name: int(status) for name, (status, _) in said.items()}
     trains = {"resume-check": 2, "spike-check": 2}
     assert statuses == {"show": 0, "verify": 0, "estimate": 0, "diff": 0, "plot": 0} | trains
-    assert said["verify"][1] == "1 of 1 checkpoints whole"
+    assert said["verify"][1] == "1 of 1 checkpoints intact"
     assert (
-        "resume-check trains, so it needs the training project, which mylib.training has not"
+        "resume-check trains, so it needs the training project, which mylib.training does not have"
         in said["resume-check"][1]
     )
     assert "scaffold.py add loss-spike --into" in said["spike-check"][1]
@@ -313,9 +313,9 @@ def test_show_tells_the_story_of_the_attempts(tmp_path):
         journal.write("stop", step=20, reason="steps")
     _, said = call("show", folder, "--json", tmp_path / "facts.json")
     lines = said.splitlines()
-    begin = lines.index("attempt 1: start at step 0, up to 12, gone back from")
+    begin = lines.index("attempt 1: start at step 0, up to 12, rolled back")
     assert lines[begin : begin + 4] == [
-        "attempt 1: start at step 0, up to 12, gone back from",
+        "attempt 1: start at step 0, up to 12, rolled back",
         "  step 12, spike: loss 9 at step 12",
         "attempt 2: rollback at step 10, up to 20, ended by steps",
         "  step 10, skip: positions 40 to 47 of the data",
@@ -331,4 +331,4 @@ def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_
     (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
     _, said = call("show", tmp_path)
     assert "nothing to resume from" in said
-    assert "is no journal" in " ".join(said.split())
+    assert "is not a journal" in " ".join(said.split())

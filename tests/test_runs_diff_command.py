@@ -33,7 +33,7 @@ def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_
         "second resumed from first at step 20\n"
         "\n"
         "A  first: steps 1 to 30, ended by steps\n"
-        "B  second: steps 21 to 40, no word of its end\n"
+        "B  second: steps 21 to 40, no record of its end\n"
         "\n"
         "config   A    B\n"
         "  steps  300  40\n"
@@ -124,7 +124,7 @@ def test_code_without_a_revision_is_not_said_to_be_the_same(run, tmp_path):
         (tmp_path / "runs" / name).mkdir(parents=True)
         with Journal(tmp_path / "runs" / name) as journal:
             journal.start(facts=facts() | {"code": {"revision": None, "why": "no git repository"}})
-    assert "code: not known of a and b" in run("a", "b").output
+    assert "code: unknown for a and b" in run("a", "b").output
 
 
 def test_json_has_all_and_is_alone_on_standard_output(run, tmp_path):
@@ -153,7 +153,7 @@ def test_no_step_in_common_and_no_facts_are_said(run, tmp_path):
         train(journal, range(11, 13))
     output = run("a", "b").output
     assert "losses: no step in common, A has 1 to 10 and B has 11 to 12" in output
-    assert "config: not known of b" in output
+    assert "config: unknown for b" in output
 
 
 def test_damage_is_said(run, tmp_path):
@@ -170,11 +170,11 @@ def test_damage_is_said(run, tmp_path):
     ("content", "message"),
     [
         (None, "there is no run b; runs has a"),
-        (b"", "holds no event: the run died as it began, or begins just now"),
-        (b"\x89PNG\r\n" * 200, "is no journal of a run: line 1 is no text"),
+        (b"", "holds no event: the run died while it started, or is starting just now"),
+        (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is not text"),
         (
             b'{"v":7}\n',
-            "line 1 was written by a newer version (journal 7, and 1 is the last known here)",
+            "line 1 was written by a newer version of this package (journal version 7; this package reads",
         ),
     ],
 )
@@ -206,4 +206,4 @@ def test_an_attempt_that_is_not_there_is_said(run, tmp_path):
     plant(tmp_path / "runs/a")
     ended = run("a", "a@3")
     assert ended.exit_code == 2
-    assert "has 1 attempts, and no 3" in " ".join(ended.stderr.split())
+    assert "has no attempt 3: the last one is 1" in " ".join(ended.stderr.split())

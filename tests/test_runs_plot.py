@@ -109,7 +109,7 @@ def test_losses_over_a_decade_are_logarithmic_and_a_choice_is_kept(figure, tmp_p
     found = [panel(figure([folder], scale=scale), "loss").get_yscale() for folder, scale in scales]
     assert found == ["log", "linear", "log", "linear", "linear"]
     with pytest.raises(
-        ValueError, match="a loss of -19 has no place on a logarithmic axis: take the linear one"
+        ValueError, match="a loss of -19 can't be drawn on a logarithmic axis: use the linear one"
     ):
         figure([below], scale="log")
 

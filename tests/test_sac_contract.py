@@ -172,12 +172,12 @@ def step(policy):
         (None, "a policy is a name, a list of operations or a function"),
         (
             ["aten.linear"],
-            "keeps no output of layers.0.* Its operations are .*aten.mm, .*Composite ones such as",
+            "saves no output of layers.0.* Its operations are .*aten.mm, .*Composite ones such as",
         ),
-        (["aten.silu", "aten.mul"], "wrong way round for layers.0: it keeps 14 outputs"),
+        (["aten.silu", "aten.mul"], "wrong way round for layers.0: it saves 14 outputs"),
         (lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD, "MUST_CPU_OFFLOAD .* offload_blocks"),
-        (lambda *_, **__: "save", "must answer with a CheckpointPolicy or a bool, got 'save'"),
-        (lambda *_, **__: True, "keeps aten.add_.Scalar, which writes in place"),
+        (lambda *_, **__: "save", "must return a CheckpointPolicy or a bool, got 'save'"),
+        (lambda *_, **__: True, "saves aten.add_.Scalar, which writes in place"),
     ],
 )
 def test_a_policy_that_would_not_help_is_an_error(policy, said):
@@ -186,7 +186,7 @@ def test_a_policy_that_would_not_help_is_an_error(policy, said):
 
 
 def test_reentrant_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="reentrant checkpointing knows no policies"):
+    with pytest.raises(ValueError, match="reentrant checkpointing does not support policies"):
         apply_sac(CASE.build(), use_reentrant=True)
 
 
@@ -345,7 +345,7 @@ def test_compiled_blocks_keep_what_the_policy_says():
 @pytest.mark.filterwarnings("ignore")
 def test_a_policy_that_keeps_nothing_is_an_error_of_compiled_code_too():
     with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match=r"keeps no output of layers\.0"
+        torch._dynamo.exc.BackendCompilerFailed, match=r"saves no output of layers\.0"
     ):
         compiled_step(["aten.linear"])
     torch._dynamo.reset()

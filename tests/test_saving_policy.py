@@ -211,7 +211,7 @@ def test_damage_of_the_newest_is_passed_over_and_never_counted(tmp_path):
     with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
         resumed = policy.resume(state)
         assert resumed.saved.step == state.step == 4
-        assert "rollback/step-00000006.dcp is damaged and was passed over" in resumed.words
+        assert "rollback/step-00000006.dcp is damaged and was skipped" in resumed.words
         assert "another hash" in resumed.words
         train_on(policy, state, 8)
     assert steps(tmp_path, "rollback") == [6, 8]
@@ -312,7 +312,7 @@ def test_latest_and_best_never_mean_a_rollback_of_parameters(light):
 
 def test_a_run_does_not_go_on_from_parameters_and_what_is_missing_is_said(light):
     folder, _, _ = light
-    said = "of step 10 there are parameters only, without optimizer, generators and position.*saved are the steps 6"
+    said = "step 10 has parameters only, without optimizer, generators and position.*saved steps: 6"
     with pytest.raises(NothingSaved, match=said), Store(folder) as store:
         SavingPolicy(store, LIGHT).resume(new_state(1), 10)
     other = new_state(1)

@@ -281,7 +281,7 @@ def test_table_fits_80_columns_with_large_numbers_and_long_names(monkeypatch):
     assert "12.3x 12.2-12.4 123456   2e-07" in text
     assert "DIFFERS" in text
     assert "segments refused: the blocks of net are no chain" in text
-    assert "detached is another training than none; differs: gradient layers.0.weight" in text
+    assert "detached changes the training; differs: gradient layers.0.weight" in text
     assert "fits: the largest batch whose step, parameters included, fits 1.00 GiB" in text
     assert " fits" not in table(rows).splitlines()[1]
 
@@ -300,7 +300,7 @@ def test_of_many_cases_the_last_of_each_workload_is_drawn():
     ]
     assert [case[0].label for case in choose_cases(rows)] == ["a, batch size 4", "b, batch size 4"]
     assert len(choose_cases(rows[:4])) == 4
-    with pytest.raises(ValueError, match="nothing was measured that could be drawn"):
+    with pytest.raises(ValueError, match="nothing was measured, so there is nothing to draw"):
         choose_cases([made_row("none", outcome="out of memory")])
 
 
@@ -444,14 +444,17 @@ def test_another_training_ends_with_1(run, monkeypatch, strategy):
     ("arguments", "said"),
     [
         (["--strategy", "ful"], "no strategy is called 'ful'; did you mean 'full'?"),
-        (["--limit", "0"], "'0' is no size of memory"),
-        (["--limit", "-1"], "'-1' is no size of memory"),
-        (["--limit", "abc"], "'abc' is no size of memory"),
+        (["--limit", "0"], "'0' is not a memory size"),
+        (["--limit", "-1"], "'-1' is not a memory size"),
+        (["--limit", "abc"], "'abc' is not a memory size"),
         (["--limit", "24"], "'24' has no unit"),
         (["--limit", "999TiB"], "a limit of 999 TiB is more than"),
         (["--batch-size", "8,x"], "'x' is no whole number from 1 up"),
         (["--batch-size", "0"], "'0' is no whole number from 1 up"),
-        (["--depth", "3", "--model", "their.net:build"], "depth is that of a built-in workload"),
+        (
+            ["--depth", "3", "--model", "their.net:build"],
+            "depth applies to built-in workloads only",
+        ),
         (["--model", "bert"], "no workload is called 'bert'"),
         (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
         (["--json", "absent/x.json"], "the folder of 'absent/x.json' does not exist"),

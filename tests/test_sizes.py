@@ -31,11 +31,11 @@ def test_sizes_are_read(text, size):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0", "must be more than nothing"),
-        ("-1", "must be more than nothing"),
-        ("0GiB", "must be more than nothing"),
-        ("-2GiB", "must be more than nothing"),
-        ("0.1B", "must be more than nothing"),
+        ("0", "must be at least 1 byte"),
+        ("-1", "must be at least 1 byte"),
+        ("0GiB", "must be at least 1 byte"),
+        ("-2GiB", "must be at least 1 byte"),
+        ("0.1B", "must be at least 1 byte"),
         ("abc", "write a number and a unit, such as 24GiB"),
         ("", "write a number and a unit"),
         ("GiB", "write a number and a unit"),

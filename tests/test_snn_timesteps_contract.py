@@ -510,5 +510,5 @@ def test_other_models_are_refused_with_the_line_to_write(name):
     ) as raised:
         STRATEGIES[name].apply(case.build(), sample_of(case))
     assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match="for the whole loop, and not for blocks"):
+    with pytest.raises(ValueError, match="for the whole loop, not for single blocks"):
         STRATEGIES[name].apply(Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*")))

@@ -107,7 +107,7 @@ def test_a_state_that_changes_its_structure_later_is_refused():
         out, after = module.step(x, state[:2])
         return out, (*after, 0) if float(x[0, 0]) == float(calls[5, 0, 0]) else after
 
-    with pytest.raises(ValueError, match="changes its structure with time"):
+    with pytest.raises(ValueError, match="changes its structure over time"):
         checkpoint_timesteps(step, calls, module.initial_state(calls), chunk_size=2)
 
 
@@ -127,7 +127,7 @@ def test_a_step_without_a_module_needs_a_chunk_size():
 
     x, zero = currents(), torch.zeros(4, WIDTH)
     with pytest.raises(
-        ValueError, match=r"give chunk_size, such as choose_chunk_size\(step, inputs, state\)"
+        ValueError, match=r"pass chunk_size, such as choose_chunk_size\(step, inputs, state\)"
     ):
         checkpoint_timesteps(step, x, zero)
     size = choose_chunk_size(step, x, zero)

@@ -407,7 +407,7 @@ def test_what_others_beat_in_everything_is_left_out():
         ),
         (
             lambda: Choice("keep", 0, 0, float("inf")),
-            "the cost of the choice 'keep' is inf: give a number",
+            "the cost of the choice 'keep' is inf: give a finite number",
         ),
         (lambda: Stage(()), "a stage has no choices: give at least one"),
         (

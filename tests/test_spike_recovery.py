@@ -78,7 +78,7 @@ def test_slower_rates_multiply_where_they_overlap(tmp_path):
 )
 def test_a_file_that_is_none_is_an_error_that_says_what_it_was_for(tmp_path, text):
     (tmp_path / NAME).write_text(text, encoding="latin-1")
-    with pytest.raises(RunError, match="which samples are skipped, and can't be read"):
+    with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):
         Recoveries(LocalFiles(tmp_path))
 
 
@@ -167,9 +167,7 @@ def test_before_a_step_is_the_newest_state_that_is(tmp_path):
         assert policy.resume(state, "before-7").saved.step == 6
         assert policy.resume(state, "before-6").saved.step == 4
         assert policy.resume(state).saved.step == 4  # what was beyond is given up
-        with pytest.raises(
-            NothingSaved, match=r"no state from before step 2; saved are the steps 2, 4"
-        ):
+        with pytest.raises(NothingSaved, match=r"no state from before step 2; saved steps: 2, 4"):
             policy.resume(state, "before-2")
 
 

@@ -175,7 +175,7 @@ def test_warn_says_so_and_trains_on(tmp_path, caplog):
     assert len(told(folder, "spike")) == 1
     assert told(folder, "rollback") == []
     assert [line["step"] for line in told(folder, "step")] == list(range(1, 49))
-    assert "with spike.action=rollback the run goes back" in caplog.text
+    assert "with spike.action=rollback the run rolls back" in caplog.text
 
 
 def test_none_does_not_watch(tmp_path):
@@ -191,7 +191,7 @@ def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
     folder = tmp_path / "run-001"
     assert len(told(folder, "rollback")) == 2
     words = str(raised.value)
-    assert "it came again after 2 rollbacks, which skipped the samples at positions 124 to" in words
+    assert "it came back after 2 rollbacks, which skipped the samples at positions 124 to" in words
     assert "--resume run-001@before-" in words
     assert lines_of(folder)[-1]["reason"].startswith("SpikeNotRecovered: ")
     skips = [(line["start"], line["stop"]) for line in told(folder, "skip")]
@@ -245,7 +245,7 @@ def test_two_ranks_recover_alike(tmp_path, parallel):
 def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered, tmp_path):
     folder = trained(tmp_path, "steps=12", planted=False).folder
     (folder / NAME).write_text("[{")
-    with pytest.raises(RunError, match="says which samples are skipped, and can't be read"):
+    with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):
         trained(tmp_path, "steps=14", resume="latest", planted=False)
 
 
@@ -262,7 +262,7 @@ def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered,
         ),
         (
             ["data.skip=[[400, 500]]"],
-            r"data.skip must be of positions that the run comes to; 48 steps of 4 end at 192",
+            r"data.skip must be of positions that the run reaches; 48 steps of 4 end at 192",
         ),
         (["data.skip=[[5, 5]]"], r"data.skip must be pairs such as \[\[5760, 5888\]\]"),
         (["spike.action=off"], "spike.action must be none, warn or rollback; got False"),

@@ -334,9 +334,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     saved = store.save(kind, 1, state, metric=metric)
     other = new_state(seed=1, build=build)
     before = tensors_of(other)
-    with pytest.raises(
-        StateMismatch, match=rf"\d+ of \d+ saved and present tensors match \(\d+%\).*{said}"
-    ):
+    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match \(\d+%\).*{said}"):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
     report = store.load(saved, other, strict=False)
@@ -372,11 +370,11 @@ def test_another_optimizer_or_other_groups_are_refused(store):
     train(state, 1)
     saved, other = store.save("rollback", 1, state), new_state(seed=1)
     other.optimizers = [torch.optim.SGD(other.model.parameters())]
-    with pytest.raises(StateMismatch, match="the state is of AdamW, and the optimizer is SGD"):
+    with pytest.raises(StateMismatch, match="the state is of AdamW, but the optimizer is SGD"):
         store.load(saved, other)
     other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
     with pytest.raises(
-        StateMismatch, match=r"groups of \[6\] parameters and has \[5\], such as 0.weight"
+        StateMismatch, match=r"groups of \[6\] parameters and has \[5\], with .* such as 0.weight"
     ):
         store.load(saved, other)
 
@@ -390,7 +388,7 @@ def test_what_differs_without_harm_is_said(store):
         report = store.load(saved, new_state(config={"lr": 0.2, "name": "a"}))
     finally:
         torch.set_num_threads(threads)
-    assert report.notes[0].startswith(f"saved with {threads} threads and {threads + 1} are set")
+    assert report.notes[0].startswith(f"saved with {threads} threads, but {threads + 1} are set")
     assert report.notes[1:] == ["the configuration differs in lr"]
 
 

@@ -192,7 +192,7 @@ def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path, number)
     if number is None:
         assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
     else:
-        assert "SaveError: a save in the background failed, and nobody asked" in done.stderr
+        assert "SaveError: a save in the background failed, and no later call raised" in done.stderr
 
 
 def test_nothing_stays_behind(store):

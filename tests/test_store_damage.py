@@ -148,7 +148,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
     store, found, folder = saved
     shutil.move(folder, tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    refused(store, found, "is a link or a device, not a folder")
+    refused(store, found, "is a link or a device, not the folder")
     store.discard(found)
     assert (tmp_path / "elsewhere/manifest.json").is_file()
 

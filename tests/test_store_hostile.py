@@ -121,7 +121,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
     index = next(iter(metadata.storage_data))
     metadata.storage_data[index].relative_path = path
     forge(store, found, ".metadata", pickle.dumps(metadata))
-    refused(store, found, "no file of this checkpoint")
+    refused(store, found, "not a file of this checkpoint")
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 8), (0, 10**12), (10**12, 8)])

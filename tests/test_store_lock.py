@@ -105,7 +105,7 @@ os.wait()
 """
     process = holder(tmp_path, then=then)
     try:
-        assert "was forked from the process that writes here" in (tmp_path / "said").read_text()
+        assert "was forked from the process that writes to" in (tmp_path / "said").read_text()
         with pytest.raises(
             LockedRun, match=rf"held by process {process.pid} on .*which is running: end it"
         ):

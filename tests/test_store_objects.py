@@ -103,7 +103,7 @@ def test_an_error_at_any_change_leaves_what_was_committed(url, number):
             said = str(error)
         assert (
             said is None
-            or "step 1 (rollback) is the newest that is whole" in said
+            or "the newest intact checkpoint is step 1 (rollback)" in said
             or at.last == "point"
         )
         at.number = None

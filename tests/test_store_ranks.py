@@ -205,7 +205,7 @@ def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
     assert "Input/output error" in found[0]["said"]
     assert (
         "Input/output error" in found[1]["said"]
-        or "the first rank gave this save up" in found[1]["said"]
+        or "the first rank abandoned this save" in found[1]["said"]
     )
 
 

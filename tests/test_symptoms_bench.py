@@ -92,13 +92,13 @@ def test_a_device_that_answers_before_it_is_done_is_waited_for():
     assert compared(8, waits=True)["twice"].ratio.median == pytest.approx(2.0, rel=1e-3)
 
 
-@symptom("the last rounds took 0.5 of the first ones' time")
+@symptom("the last rounds took 0.5 of the time of the first rounds")
 def test_steps_that_are_not_warm_yet_are_left_out_and_not_averaged_away():
     cold = [10.0] * 4 + [1.0] * 16  # two configurations, two rounds
 
     def noted(seconds, **options):
         found = figures(Case(SMALL), "full", clock=ticking(*seconds), **options)
-        return found.rows[0].seconds, [note for note in found.notes if "more --warmup" in note]
+        return found.rows[0].seconds, [note for note in found.notes if "raise --warmup" in note]
 
     seconds, notes = noted(cold, rounds=6)
     assert notes
@@ -106,7 +106,7 @@ def test_steps_that_are_not_warm_yet_are_left_out_and_not_averaged_away():
     once = itertools.chain.from_iterable((0.0, taken) for taken in [*cold, *[1.0] * 100])
     warm = figures(Case(SMALL), "full", rounds=6, warmup=2, clock=lambda: next(once))
     assert warm.rows[0].seconds == [1.0] * 6
-    assert not [note for note in warm.notes if "more --warmup" in note]
+    assert not [note for note in warm.notes if "raise --warmup" in note]
 
 
 @symptom("`no difference seen`, and there must be one")
@@ -147,12 +147,12 @@ def skip_a_block(model, sample):
     return ["layers.1"]
 
 
-@symptom("`another training` beside a lever")
+@symptom("`changes the training result` beside a lever")
 def test_a_lever_that_leaves_something_out_is_fast_and_told_apart_from_other_random_numbers():
     fast = Lever("fast", (skip_a_block,))
     for rounds in (1, 4):  # the wrong fix: more steps change nothing, as all are the same
         row = measure_levers(Case(SMALL), [fast], rounds=rounds, warmup=0).rows[1]
-        assert "another training" in row.notes[0]
+        assert "changes the training result" in row.notes[0]
     dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
     row = figures(Case(dropout), "accumulate=2").rows[1]
     assert "unless random numbers" in row.notes[0]

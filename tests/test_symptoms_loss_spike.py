@@ -18,10 +18,10 @@ def test_every_row_has_a_test():
     assert sorted(rows_with_a_test("loss_spike")) == sorted(rows_of("loss-spike"))
 
 
-@symptom("it came again after 3 rollbacks")
+@symptom("it came back after 3 rollbacks")
 def test_what_is_not_the_data_is_not_helped_by_skipping_more_of_them(tmp_path):
     for attempts in (2, 4):
-        with pytest.raises(SpikeNotRecovered, match=f"came again after {attempts} rollbacks"):
+        with pytest.raises(SpikeNotRecovered, match=f"came back after {attempts} rollbacks"):
             trained(tmp_path / str(attempts), f"spike.attempts={attempts}", KEPT, steps=FOREVER)
     where = tmp_path / "2" / "run-001"
     assert [line["number"] for line in told(where, "rollback")] == [1, 2]

@@ -206,7 +206,7 @@ def test_a_gradient_penalty_needs_checkpointing_that_is_not_reentrant(batch):
 def test_the_order_is_recompute_and_then_compile(batch):
     compiled, model = blocks(linear, nn.GELU, depth=2), blocks(linear, nn.GELU, depth=2)
     compiled[0].compile(backend="aot_eager")
-    with pytest.raises(ValueError, match="compiled already, and would run as compiled"):
+    with pytest.raises(ValueError, match="compiled already, and its compiled code would bypass"):
         recompute_blocks(compiled)
     recompute_blocks(model)
     for block in model:

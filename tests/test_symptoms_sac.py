@@ -75,7 +75,7 @@ def test_every_row_of_the_table_has_a_test():
     assert sorted(found) == sorted(rows_with_a_test("sac"))
 
 
-@symptom("`PolicyError`: ... keeps no output")
+@symptom("`PolicyError`: ... saves no output")
 def test_a_list_of_composite_operations():
     named = [aten.linear.default, aten.scaled_dot_product_attention.default]
     plain, full = chain(), torchs(chain(), [])
@@ -84,9 +84,9 @@ def test_a_list_of_composite_operations():
     assert (
         again == recompute_flops(flops(plain), flops(full)) > 0
     )  # torch recomputes everything without a word
-    with pytest.raises(PolicyError, match="keeps no output of 0"):
+    with pytest.raises(PolicyError, match="saves no output of 0"):
         ours(plain, named)(batch)
-    with pytest.raises(PolicyError, match="keeps no output of 0"):  # one composite for another
+    with pytest.raises(PolicyError, match="saves no output of 0"):  # one composite for another
         ours(plain, [*named, aten.matmul.default])(batch)
     assert recompute_flops(flops(plain), flops(ours(plain, ["aten.mm", "aten.addmm"]))) == 0
 

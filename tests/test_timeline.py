@@ -272,7 +272,7 @@ def test_wrong_input_is_said(module, options, said):
 def test_a_loss_that_uses_another_module_is_told():
     module, other = nn.Linear(8, 8), nn.Linear(8, 8)
     with pytest.raises(
-        ValueError, match="no gradient in Linear: let the loss use the module that it is given"
+        ValueError, match="no gradient in Linear: let the loss use the module that it gets"
     ):
         measure_timeline(module, torch.randn(4, 8), lambda _, batch: other(batch).sum())
 

@@ -72,7 +72,8 @@ def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
     status, out, _ = command(*TINY, "--resume", "latest", cwd=tmp_path)
     assert status == 0
     assert (
-        out.splitlines()[-1] == "nothing to do: runs/mine-001 has its 4 steps; set steps= to more"
+        out.splitlines()[-1]
+        == "nothing to do: runs/mine-001 has its 4 steps; increase steps= to go on"
     )
 
 
@@ -91,7 +92,7 @@ def test_json_on_standard_output_is_alone_there(tmp_path):
             "Error: can't read the configuration none.yaml: No such file or directory",
         ),
         (["--resume", "latest"], "Error: there is no saved state to resume from for 'latest'"),
-        (["parallel=ddp"], "this is one process alone: start it with torchrun"),
+        (["parallel=ddp"], "this is a single process: start it with torchrun"),
         (["model=nothing"], "Error: no workload is called 'nothing'"),
         (["model=mlp"], "use data.source=workload"),
     ],

@@ -59,7 +59,7 @@ def test_batches_of_the_workload_itself_are_the_same_each_time():
 
 def test_text_for_a_model_that_knows_fewer_tokens_is_refused():
     with pytest.raises(
-        WorkloadError, match="text is 256 different bytes, and transformer knows 100 tokens"
+        WorkloadError, match="text needs a vocabulary of 256 bytes, and transformer has 100 tokens"
     ):
         opened("training_models:few_tokens", vocabulary=100)
 

@@ -1,4 +1,4 @@
-"""PyTorch training that fits into memory, stays the same training, and survives.
+"""PyTorch training in less memory, with a gate that checks every technique.
 
 `python -m curry_train gates` measures every claim that this copy makes.
 """

@@ -1,5 +1,7 @@
-"""The command line of a project: `gates` measures every claim on a model, `memory` says who holds its bytes, `plan`
-finds the fastest way that fits.
+"""Command line of a project.
+
+`gates` measures every claim on a model, `memory` breaks down what holds its bytes, and `plan`
+finds the fastest way to train it within a memory budget.
 
 Proof: `python -m pytest tests/test_cli.py tests/test_timeline.py`.
 """
@@ -47,16 +49,21 @@ OF_TECHNIQUES = ("train", "plan", "bench", "grad-flow", "runs")
 
 
 def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
-    """The gates that any pattern names, by technique (`grad-accum`) or by glob (`grad-accum/*-window`)."""
+    """Return the gates that match any pattern; without patterns, all gates.
+
+    A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
+    """
     gates = discover()
+    if not patterns:
+        return tuple(gates)
+
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(_matches(gate, pattern) for gate in gates):
+        matching = [gate.name for gate in gates if _matches(gate, pattern)]
+        if not matching:
             raise UnusableInput(no_such_gate(pattern, [gate.name for gate in gates]))
-    return tuple(
-        gate
-        for gate in gates
-        if not patterns or any(_matches(gate, pattern) for pattern in patterns)
-    )
+        chosen.update(matching)
+    return tuple(gate for gate in gates if gate.name in chosen)
 
 
 def _matches(gate: Gate, pattern: str) -> bool:
@@ -64,15 +71,15 @@ def _matches(gate: Gate, pattern: str) -> bool:
 
 
 class Commands(click.Group):
-    """Also those commands that belong to a technique, where the project has it."""
+    """Command group that adds the commands of the techniques installed in the project."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        there = [
+        installed = [
             name
             for name in OF_TECHNIQUES
             if importlib.util.find_spec(f"{__package__}.{_module_of(name)}")
         ]
-        return sorted([*super().list_commands(ctx), *there])
+        return sorted([*super().list_commands(ctx), *installed])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in OF_TECHNIQUES and cmd_name in self.list_commands(ctx):
@@ -82,29 +89,27 @@ class Commands(click.Group):
 
 
 def _module_of(name: str) -> str:
-    """The module of a technique's command, and the command in it: `grad-flow` is `grad_flow_command` there."""
+    """Return the name shared by a command's module and function: `grad_flow_command`."""
     return f"{name.replace('-', '_')}_command"
 
 
-@click.group(cls=Commands, help=" ".join(__doc__.split("\n\n")[0].split()) if __doc__ else None)
+@click.group(cls=Commands)
 def main() -> None:
-    pass
+    """Check, measure, plan and run the training of a PyTorch model."""
 
 
 @main.command("gates")
-@model_option("models", multiple=True, more="Repeatable; all built-in ones if left out.")
+@model_option("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
     "patterns",
     multiple=True,
     metavar="PATTERN",
-    help="Only these gates: a technique or a glob.",
+    help="Run only these gates: a technique or a glob. Repeatable.",
 )
 @run_options
-@click.option(
-    "--figures", is_flag=True, help="What each gate measured; so without it where --gate is given."
-)
-@click.option("--list", "list_only", is_flag=True, help="Name the gates and stop.")
+@click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
+@click.option("--list", "list_only", is_flag=True, help="List the gates and exit.")
 def gates_command(
     models: tuple[str, ...],
     patterns: tuple[str, ...],
@@ -117,20 +122,28 @@ def gates_command(
     figures: bool,
     list_only: bool,
 ) -> None:
-    """Measure every gate on a model. Exit status: 0 all held, 1 a gate failed, 2 wrong usage or no gate applies, 3 no
-    such device."""
-    gates, place, batch_size = choose_gates(patterns), choose_device(device), batch_size or FEW
+    """Measure every gate on a model.
+
+    Exit status: 0 all gates held, 1 a gate failed, 2 wrong usage or no gate applies, 3 device
+    not available.
+    """
+    gates = choose_gates(patterns)
+    place = choose_device(device)
+    batch_size = batch_size or FEW
     if list_only:
         click.echo("\n".join(gate.name for gate in gates))
         return
+
     try:
+        workloads = [load_workload(spec) for spec in models or BUILTIN]
         cases = [
             Case(workload, place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
-            for workload in _told_apart([load_workload(spec) for spec in models or BUILTIN])
+            for workload in _told_apart(workloads)
         ]
-        shown = {case.workload.name: _blocks(case) for case in cases}
+        blocks_by_workload = {case.workload.name: _blocks(case) for case in cases}
     except ValueError as error:
         raise UnusableInput(str(error)) from error
+
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
     console.print(
@@ -140,17 +153,19 @@ def gates_command(
     start = time.perf_counter()
     with heap_kept():
         rows = list(_measure(cases, gates))
-    run = {
+    settings = {
         "dtype": dtype,
         "batch_size": batch_size,
         "seed": seed,
         "seconds": round(time.perf_counter() - start, 1),
     }
+
     show = print_figures if figures or patterns else print_summary
-    show(console, rows, blocks=shown)
+    show(console, rows, blocks=blocks_by_workload)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
-        write_json(json_path, facts | run | {"results": results})
+        write_json(json_path, facts | settings | {"results": results})
+
     if any(row.verdict.passed is False for row in rows):
         sys.exit(1)
     if not any(row.verdict.passed for row in rows):
@@ -158,7 +173,7 @@ def gates_command(
 
 
 def _why_nothing_was_checked(rows: Sequence[Row], patterns: Sequence[str]) -> str:
-    """In one line, for a machine that looks at the exit status alone."""
+    """Explain in one line why no gate applied, because that counts as wrong usage."""
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
@@ -169,10 +184,10 @@ def _why_nothing_was_checked(rows: Sequence[Row], patterns: Sequence[str]) -> st
 
 
 def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
-    """By what was typed, where two factories have one name."""
-    times = Counter(workload.name for workload in workloads)
+    """Rename workloads that share a name to the spec that the user typed."""
+    occurrences = Counter(workload.name for workload in workloads)
     return [
-        replace(workload, name=workload.spec) if times[workload.name] > 1 else workload
+        replace(workload, name=workload.spec) if occurrences[workload.name] > 1 else workload
         for workload in workloads
     ]
 
@@ -193,16 +208,17 @@ def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[Row]:
 
 
 def _blocks(case: Case) -> str:
-    """The blocks in a few words; a pattern that takes none is an error, a model that repeats none says so."""
+    """Describe the blocks in a few words, or the reason why the model has none.
+
+    A pattern that matches no module is an error (ValueError).
+    """
     try:
         names = list(find_blocks(case.build(), case.blocks))
     except NoBlocks as error:
         return error.in_short
-    return (
-        f"{len(names)} blocks, {names[0]} to {names[-1]}"
-        if len(names) > 1
-        else f"1 block, {names[0]}"
-    )
+    if len(names) == 1:
+        return f"1 block, {names[0]}"
+    return f"{len(names)} blocks, {names[0]} to {names[-1]}"
 
 
 @main.command("memory")
@@ -219,26 +235,32 @@ def memory_command(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Say which layer holds how much, and whose the peak of a training step is. Exit status as for gates."""
+    """Show what holds the memory of a step.
+
+    Shows the bytes that each layer holds, and the owners of the peak of a training step.
+
+    Exit status: 0 measured, 2 wrong usage, 3 device not available.
+    """
     place = choose_device(device)
     try:
         workload = load_workload(spec)
         size = samples_of(workload, batch_size)
         case = Case(workload, device=place, dtype=DTYPES[dtype], batch_size=size, seed=seed)
-        module, batch = case.build(), case.batch()
+        module = case.build()
+        batch = case.batch()
         if plot_path:
+            # A wrong pattern is reported before a missing package.
             with contextlib.suppress(NoBlocks):
-                find_blocks(
-                    module, blocks
-                )  # what is wrong with the pattern is told before what is not installed
+                find_blocks(module, blocks)
             require_matplotlib()
         profile = MemoryProfiler(module).profile(batch, loss=case.workload.mean_loss, blocks=blocks)
         timeline = measure_timeline(module, batch, case.workload.mean_loss, blocks=blocks)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
+
     facts = provenance(place)
-    said = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
-    click.echo(f"{said}\n\n{profile.table()}\n\n{timeline.table()}", err=json_path == "-")
+    header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
+    click.echo(f"{header}\n\n{profile.table()}\n\n{timeline.table()}", err=json_path == "-")
     if plot_path:
         plot_timeline(timeline, plot_path)
     if json_path:

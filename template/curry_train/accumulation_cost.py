@@ -1,8 +1,8 @@
-"""What `run_accumulated_step` costs over the same loop written by hand.
+"""Overhead of `run_accumulated_step` over the same loop written by hand.
 
     python -m curry_train.accumulation_cost --json evidence/grad_accum.json
 
-The two loops run in turns in one process, so that a machine that drifts drifts for both.
+The two loops run in turns in one process, so that machine drift affects both alike.
 Proof: `python -m pytest tests/test_benchmark.py`.
 """
 
@@ -21,7 +21,10 @@ from .options import json_option
 
 @dataclass(frozen=True)
 class AccumulationCost:
-    """Microseconds per microstep, medians over the repeats; `cost` is the median of the paired differences."""
+    """Microseconds per microstep, as medians over the repeats.
+
+    `cost_us` is the median of the paired differences.
+    """
 
     microsteps: int
     repeats: int
@@ -33,7 +36,7 @@ class AccumulationCost:
 def measure_accumulation_cost(
     *, microsteps: int = 8, repeats: int = 400, warmup: int = 50
 ) -> AccumulationCost:
-    """The package's window against the same step by hand, on a model so small that only the Python around it counts."""
+    """Compare a window with the same step by hand, on a model so small that only Python counts."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -69,18 +72,19 @@ def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().sum()
 
 
-@click.command(help=__doc__)
+@click.command()
 @click.option("--repeats", default=400, type=click.IntRange(1), show_default=True)
 @json_option()
 def main(repeats: int, json_path: str | None) -> None:
+    """Measure the overhead of `run_accumulated_step` over the same loop written by hand."""
     costs = [
         measure_accumulation_cost(microsteps=microsteps, repeats=repeats)
         for microsteps in (4, 8, 32)
     ]
     for cost in costs:
         click.echo(
-            f"{cost.microsteps:3d} microsteps: by hand {cost.by_hand_us:6.1f} us, helper {cost.helper_us:6.1f} us, "
-            f"cost {cost.cost_us:+5.1f} us each",
+            f"{cost.microsteps:3d} microsteps: by hand {cost.by_hand_us:6.1f} us, "
+            f"helper {cost.helper_us:6.1f} us, cost {cost.cost_us:+5.1f} us each",
             err=json_path == "-",
         )
     if json_path:

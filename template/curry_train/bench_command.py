@@ -1,4 +1,4 @@
-"""The command that times training steps: what each lever costs and saves, or which of two models is faster.
+"""Command `bench`: time training steps per lever, or compare models.
 
 Proof: `python -m pytest tests/test_bench_command.py`.
 """
@@ -36,9 +36,9 @@ TERA = 1e12
 
 
 def _levers() -> str:
-    told = "; ".join(f"{name}, {text}" for name, text in HELP.items())
     strategies = ", ".join(name for name in list_levers() if name not in HELP)
-    return f"Repeatable, and joined with a plus: {strategies}; {told}."
+    others = "; ".join(f"{name}, {text}" for name, text in HELP.items())
+    return f"Repeatable; join several with a plus. {strategies}; {others}."
 
 
 def _peak(context: click.Context, option: click.Parameter, text: str | None) -> float | str | None:
@@ -49,7 +49,9 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise click.BadParameter(f"{text!r} is no peak: give TFLOP/s, such as 989, or {MEASURED!r}")
+        raise click.BadParameter(
+            f"{text!r} is not a peak: give TFLOP/s, such as 989, or {MEASURED!r}"
+        )
     return rate
 
 
@@ -60,25 +62,25 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
     "--against",
     multiple=True,
     metavar="NAME|FACTORY",
-    help="Another model on the same batch. Repeatable.",
+    help="Also time another model on the same batch. Repeatable.",
 )
 @click.option(
-    "--steps", default=20, type=click.IntRange(1), show_default=True, help="Rounds that count."
+    "--steps", default=20, type=click.IntRange(1), show_default=True, help="Timed rounds."
 )
 @click.option(
-    "--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before them."
+    "--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before timing."
 )
 @click.option(
     "--optimizer",
     default="adamw",
     show_default=True,
-    help=f"{', '.join(OPTIMIZERS)}, or bytes for each parameter.",
+    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
 )
 @click.option(
     "--peak",
     metavar="TFLOPS|measured",
     callback=_peak,
-    help="What utilisation is a part of; the data sheet's peak of the card if left out.",
+    help="Peak FLOP rate for MFU and HFU; default: the data sheet of the device.",
 )
 @plot_option("Draw times and peaks as PNG; needs matplotlib.")
 @run_options
@@ -98,8 +100,12 @@ def bench_command(
     seed: int,
     json_path: str | None,
 ) -> None:
-    """Time whole optimizer steps, plain and with each lever, in turns. Exit status: 0 measured, also where a lever does
-    not apply, 2 wrong usage, 3 no such device."""
+    """Time optimizer steps with each lever.
+
+    The plain step and all levers are timed in turns, as whole optimizer steps.
+
+    Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
+    """
     place = choose_device(device)
     try:
         chosen = [find_lever(name) for name in dict.fromkeys(levers)]
@@ -110,8 +116,9 @@ def bench_command(
         others = [load_workload(other) for other in dict.fromkeys(against)]
         make_optimizer(optimizer, case.build())
         if plot_path:
-            require_matplotlib()  # after what is wrong with the options, and before the work
-        with _progress() as tell:
+            require_matplotlib()  # after the options are checked, before the work begins
+
+        with _progress() as show_message:
             bench = measure_levers(
                 case,
                 chosen,
@@ -120,12 +127,13 @@ def bench_command(
                 rounds=steps,
                 warmup=warmup,
                 peak=peak,
-                tell=tell,
+                tell=show_message,
             )
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(
             "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
         ) from error
+
     click.echo(table(bench), err=json_path == "-")
     facts = provenance(place)
     if plot_path:
@@ -136,7 +144,7 @@ def bench_command(
 
 
 def _check_blocks(case: Case) -> None:
-    """A pattern that takes no module would be told once for each lever."""
+    """Report a pattern that matches no module once, and not once for each lever."""
     if case.blocks is not None:
         with contextlib.suppress(NoBlocks):
             find_blocks(case.build(), case.blocks)
@@ -144,7 +152,7 @@ def _check_blocks(case: Case) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Quiet where nobody looks."""
+    """Show messages on a terminal; stay quiet elsewhere."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(

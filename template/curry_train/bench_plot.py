@@ -1,4 +1,4 @@
-"""The picture of a benchmark: every step's time and what is paired of it, and beside it the peak of memory.
+"""Plot of a benchmark: step times, paired ratios and peak memory.
 
     plot_bench(bench, "bench.png")
 
@@ -16,15 +16,17 @@ from .plots import require_matplotlib
 
 MEGABYTE = 2**20
 # Of Paul Tol's palettes for colour-blind readers.
-PLAIN, SLOWER, FASTER, ALIKE = "#555555", "#EE6677", "#228833", "#4477AA"
+PLAIN = "#555555"
+SLOWER = "#EE6677"
+FASTER = "#228833"
+ALIKE = "#4477AA"
 GREY = "#B8B8B8"
-FAR = (
-    1.6  # of the slowest configuration's median: what lies beyond is drawn at the edge, as an arrow
-)
+# Steps slower than this multiple of the slowest configuration's median become an arrow at the edge.
+FAR = 1.6
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]:
-    """Write a PNG and return the names of the configurations in it: those that were measured."""
+    """Write a PNG of the measured configurations and return their names."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,9 +46,7 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]
     _draw_memory(memory, rows)
     times.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
     times.set_ylim(len(rows) - 0.4, -0.6)
-    intervals = (
-        "in brackets: the 95% interval of the median ratio to plain's step of the same round"
-    )
+    intervals = "brackets: 95% interval of the median ratio to the plain step of the same round"
     figure.supxlabel(
         f"{bench.rounds} rounds in turns; dots: steps, line: median, bar: 10% to 90%; {intervals}",
         x=0.01,
@@ -68,7 +68,8 @@ def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
             continue
         colour = _colour(row)
         shown = [scale * taken for taken in row.seconds if scale * taken <= end]
-        left, right = min(end, scale * row.step.lower), min(end, scale * row.step.upper)
+        left = min(end, scale * row.step.lower)
+        right = min(end, scale * row.step.upper)
         axes.barh(
             place,
             right - left,
@@ -79,9 +80,8 @@ def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
             linewidth=0,
             zorder=2,
         )
-        heights = [
-            place + 0.18 * ((turn * 7) % 5 - 2) / 2 for turn in range(len(shown))
-        ]  # apart, and not at random
+        # Spread the dots so that they do not overlap; a fixed pattern keeps plots reproducible.
+        heights = [place + 0.18 * ((turn * 7) % 5 - 2) / 2 for turn in range(len(shown))]
         axes.plot(
             shown, heights, ".", color=colour, markersize=4, alpha=0.55, linestyle="none", zorder=3
         )
@@ -90,7 +90,7 @@ def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
             axes.text(
                 0.985 * end,
                 place - 0.3,
-                f"{beyond} later",
+                f"{beyond} slower",
                 fontsize=7,
                 color=colour,
                 ha="right",
@@ -102,10 +102,11 @@ def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
         axes.text(
             1.03 * end, place, _said(row), fontsize=9, color=colour, va="center", clip_on=False
         )
+
     axes.axvline(scale * _median(rows[0]), color=PLAIN, linewidth=0.8, linestyle=":", zorder=1)
     axes.set_xlim(0, 1.75 * end)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= end])
-    axes.set_xlabel(f"time of a step, {unit}, and its ratio to plain's", fontsize=9, loc="left")
+    axes.set_xlabel(f"step time, {unit}, and ratio to the plain step", fontsize=9, loc="left")
     _plain_frame(axes)
     axes.spines["bottom"].set_bounds(0, end)
 
@@ -114,12 +115,12 @@ def _draw_memory(axes: Any, rows: Sequence[Figures]) -> None:
     peaks = [(row.peak_bytes or 0) / MEGABYTE for row in rows]
     bars = axes.barh(range(len(rows)), peaks, height=0.5, color=GREY, zorder=2)
     labels = [
-        "not followed" if not row.peak_bytes else f"{_size(row)}  {_share(row)}".rstrip()
+        "not measured" if not row.peak_bytes else f"{_size(row)}  {_share(row)}".rstrip()
         for row in rows
     ]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_xlim(0, 1.42 * max(peaks))
-    axes.set_xlabel("peak of a step, MiB, all included", fontsize=9, loc="left")
+    axes.set_xlabel("step peak, MiB, weights and optimizer included", fontsize=9, loc="left")
     axes.tick_params(left=False)
     _plain_frame(axes)
 
@@ -142,13 +143,15 @@ def _colour(row: Figures) -> str:
 
 
 def _said(row: Figures) -> str:
-    said = format_seconds(_median(row))
+    """Return the label of a row: median step time, ratio to plain, and interval."""
+    median = format_seconds(_median(row))
     if row.ratio is None:
-        return said
+        return median
     if row.ratio.verdict == TOO_FEW:
-        return f"{said}, {row.ratio.median:.2f}x"
+        return f"{median}, {row.ratio.median:.2f}x"
+    interval = f"[{row.ratio.lower:.2f}, {row.ratio.upper:.2f}]"
     alike = ", no difference seen" if row.ratio.verdict == NO_DIFFERENCE else ""
-    return f"{said}, {row.ratio.median:.2f}x [{row.ratio.lower:.2f}, {row.ratio.upper:.2f}]{alike}"
+    return f"{median}, {row.ratio.median:.2f}x {interval}{alike}"
 
 
 def _size(row: Figures) -> str:

@@ -1,4 +1,4 @@
-"""What a benchmark found as text of at most 80 columns.
+"""Table of a benchmark, at most 80 columns wide.
 
 Proof: `python -m pytest tests/test_bench_command.py -k table`.
 """
@@ -10,22 +10,23 @@ from .core.paired import FEWEST, NO_DIFFERENCE, TOO_FEW
 from .plan.bench_report import MEASURED, Bench, Figures
 
 WIDTH = 80
-LONGEST = 18  # of a name beside its figures; a longer one has a line of its own
+LONGEST = 18  # longest name, in characters, on the line of its figures; a longer one stands above
 MEGABYTE = 2**20
 HEADS = ("", "step", "10-90%", "ratio", "95%", "{unit}/s", "MiB", "MFU", "HFU")
 
 
 def table(bench: Bench) -> str:
-    """The figures, what they are of, and what they must not be taken for."""
+    """Return the measured setup, the figures, remarks on them, and a legend."""
     plain = bench.plain
-    said = [
-        f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on {bench.device}: "
-        f"{bench.rounds} rounds after {bench.warmup} to warm up, all configurations in turns",
-        f"one optimizer step is {plain.num_terms:,} {bench.unit} and {_flops(plain.model_flops)} of the model; loading "
-        "data is not in it",
+    setup = [
+        f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
+        f"{bench.device}: {bench.rounds} rounds after {bench.warmup} to warm up, all "
+        "configurations in turns",
+        f"one optimizer step is {plain.num_terms:,} {bench.unit} and "
+        f"{_flops(plain.model_flops)} of the model; loading data is not included",
     ]
     blocks = [
-        "\n".join(_wrapped(line, indent="") for line in said),
+        "\n".join(_wrapped(line, indent="") for line in setup),
         "\n".join(_grid(bench)),
         "\n".join(_wrapped(line) for line in _remarks(bench)),
         "\n".join(_wrapped(line, indent="  ") for line in _legend(bench)),
@@ -37,28 +38,40 @@ def _grid(bench: Bench) -> Iterator[str]:
     rows = [row for row in bench.rows if row.outcome == MEASURED]
     heads = [head.format(unit=bench.unit) for head in HEADS]
     cells = [heads, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(1, len(heads))]
-    room = max([len(row.name) for row in rows if len(row.name) <= LONGEST], default=LONGEST)
-    gap = "  " if room + sum(widths) + 2 * len(widths) <= WIDTH else " "
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns[1:]]
+    name_width = max([len(row.name) for row in rows if len(row.name) <= LONGEST], default=LONGEST)
+    gap = "  " if name_width + sum(widths) + 2 * len(widths) <= WIDTH else " "
+
     for name, *others in cells:
         figures = gap.join(cell.rjust(width) for cell, width in zip(others, widths, strict=True))
-        if len(name) > room:
+        if len(name) > name_width:
             yield name if len(name) <= WIDTH else f"{name[: WIDTH - 3]}..."
             name = ""
-        yield f"{name.ljust(room)}{gap}{figures}".rstrip()
+        yield f"{name.ljust(name_width)}{gap}{figures}".rstrip()
 
 
 def _cells(row: Figures) -> list[str]:
-    step, ratio = row.step, row.ratio
-    sharp = ratio is not None and ratio.lower is not None and ratio.upper is not None
+    median = ""
+    spread = ""
+    if row.step is not None:
+        median = format_seconds(row.step.median)
+        scale = 1000 if row.step.median < 1 else 1
+        spread = _range(row.step.lower, row.step.upper, scale=scale)
+
+    ratio = ""
+    interval = ""
+    if row.ratio is not None:
+        ratio = f"{row.ratio.median:.2f}x"
+        if row.ratio.lower is not None and row.ratio.upper is not None:
+            interval = f"{row.ratio.lower:.2f}-{row.ratio.upper:.2f}"
+
     return [
         row.name,
-        "" if step is None else format_seconds(step.median),
-        ""
-        if step is None
-        else _range(step.lower, step.upper, scale=1000 if step.median < 1 else 1),
-        "" if ratio is None else f"{ratio.median:.2f}x",
-        f"{ratio.lower:.2f}-{ratio.upper:.2f}" if ratio is not None and sharp else "",
+        median,
+        spread,
+        ratio,
+        interval,
         _count(row.terms_per_second),
         "-" if row.peak_bytes is None else _mebibytes(row.peak_bytes),
         _percent(row.mfu),
@@ -75,7 +88,7 @@ def _remarks(bench: Bench) -> Iterator[str]:
     if alike:
         yield f"{NO_DIFFERENCE} to plain: {', '.join(alike)} (1 is within the interval)"
     if any(row.ratio is not None and row.ratio.verdict == TOO_FEW for row in bench.rows):
-        yield f"no intervals: {bench.rounds} rounds are too few, --steps {FEWEST} is the least"
+        yield f"no intervals: {bench.rounds} rounds are too few, use --steps {FEWEST} or more"
     for row in bench.rows:
         if row.outcome != MEASURED:
             yield f"{row.name}: {row.outcome}: {row.why}"
@@ -86,13 +99,13 @@ def _remarks(bench: Bench) -> Iterator[str]:
 
 
 def _legend(bench: Bench) -> Iterator[str]:
-    yield "ratio: the median of step over plain's step of the same round, and its interval"
-    yield "MiB: the fullest moment of a step, weights and optimizer state included"
+    yield "ratio: median of step time over the plain step of the same round, with interval"
+    yield "MiB: peak memory of a step, weights and optimizer state included"
     known = [row for row in bench.rows if row.peak_flops_per_second]
     if not known:
-        yield f"MFU and HFU are not known: {bench.plain.peak_source}"
+        yield f"MFU and HFU are unknown: {bench.plain.peak_source}"
         return
-    yield "MFU: the model's FLOPs over the peak's; HFU: those that ran, recompute included"
+    yield "MFU: the model's FLOPs over peak; HFU: executed FLOPs, recompute included"
     for rate, source in dict.fromkeys(
         (row.peak_flops_per_second, row.peak_source) for row in known
     ):
@@ -114,10 +127,10 @@ def _range(lower: float, upper: float, *, scale: int) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three digits, or the whole number."""
-    return (
-        f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-    )
+    """Format to three digits, or as a whole number from 100 on."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _mebibytes(size: int) -> str:
@@ -148,4 +161,6 @@ def _flops(number: int | None) -> str:
 
 
 def _percent(part: float | None) -> str:
-    return "-" if part is None else f"{100 * part:.2g}%" if part < 0.1 else f"{part:.0%}"
+    if part is None:
+        return "-"
+    return f"{100 * part:.2g}%" if part < 0.1 else f"{part:.0%}"

@@ -1,10 +1,11 @@
-"""Time training steps of your own: one accumulated step, or several ways to take a step held against each other.
+"""Time your own training steps: one accumulated step, or several alternatives compared.
 
     found = compare_steps({"ours": step, "theirs": other_step}, rounds=20, warmup=5)
     print(found["theirs"])
 
-`python -m curry_train bench` does it for a model with every lever of this package. Loading data is not timed: hand the
-batches in as they are on the device. Proof: `python -m pytest tests/test_benchmark.py`.
+`python -m curry_train bench` does this for a model and the levers of this package. Loading data is
+not timed: pass batches that are already on the device.
+Proof: `python -m pytest tests/test_benchmark.py`.
 """
 
 import time
@@ -24,7 +25,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class AccumulatedStep:
-    """One optimizer step over several microbatches, and the time it took, the device waited for."""
+    """One optimizer step over several microbatches, and its time until the device was done."""
 
     result: WindowResult
     num_microbatches: int
@@ -37,7 +38,11 @@ class AccumulatedStep:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One of the ways that were compared. `ratio` is to the first one's steps of the same rounds, and None there."""
+    """Times of one alternative.
+
+    `ratio` compares with the first alternative's steps of the same rounds; it is None for the first
+    alternative itself.
+    """
 
     name: str
     seconds: tuple[float, ...]
@@ -45,19 +50,18 @@ class TimedStep:
     ratio: Ratio | None
 
     def __str__(self) -> str:
-        times = ", ".join(f"{1000 * part:.3g}" for part in (self.step.lower, self.step.upper))
-        said = f"{self.name}: {1000 * self.step.median:.3g} ms a step (tenths: {times})"
+        tenths = f"{1000 * self.step.lower:.3g}, {1000 * self.step.upper:.3g}"
+        times = f"{self.name}: {1000 * self.step.median:.3g} ms a step (10% and 90%: {tenths})"
         if self.ratio is None:
-            return said
+            return times
         if self.ratio.verdict == TOO_FEW:
-            return f"{said}, {self.ratio.median:.3g} of the first, {TOO_FEW}"
+            return f"{times}, {self.ratio.median:.3g} of the first, {TOO_FEW}"
+
         bounds = f"{self.ratio.lower:.3g} to {self.ratio.upper:.3g}"
-        verdict = (
-            self.ratio.verdict
-            if self.ratio.verdict == NO_DIFFERENCE
-            else f"{self.ratio.verdict} than the first"
-        )
-        return f"{said}, {self.ratio.median:.3g} of the first ({bounds}): {verdict}"
+        verdict = self.ratio.verdict
+        if verdict != NO_DIFFERENCE:
+            verdict = f"{verdict} than the first"
+        return f"{times}, {self.ratio.median:.3g} of the first ({bounds}): {verdict}"
 
 
 def run_accumulated_step(
@@ -70,14 +74,14 @@ def run_accumulated_step(
     count: Callable[[Any], Any] | None = None,
     clip_norm: float | None = None,
 ) -> AccumulatedStep:
-    """Time one window: all the microbatches, or the first `accumulation.steps` of them."""
+    """Time one window: all microbatches, or the first `accumulation.steps` of them."""
     microbatches = list(microbatches)
     accumulation = accumulation or GradientAccumulation(max(1, len(microbatches)))
     wait_for_device()
     start = time.perf_counter()
     window = next(accumulation.windows(microbatches, count=count))
     result = train_window(model, window, loss, optimizer, clip_norm=clip_norm)
-    wait_for_device()  # the window waits for its loss, and the optimizer's step comes after that
+    wait_for_device()  # train_window waits for its loss only; the optimizer step runs after that
     return AccumulatedStep(result, len(window), time.perf_counter() - start)
 
 
@@ -89,23 +93,25 @@ def compare_steps(
     clock: Clock = time.perf_counter,
     wait: Callable[[], object] | None = None,
 ) -> dict[str, TimedStep]:
-    """Take the steps in turns, and hold each against the first. Each runs `rounds + warmup` times for real: a step that
-    trains, trains. `wait` returns once the device is done; CUDA is waited for where it was used."""
+    """Time the steps in turns and compare each with the first.
+
+    Each step really runs `rounds + warmup` times, so a step that trains changes its model. `wait`
+    must return once the device is done; by default CUDA is synchronized where it was used.
+    """
     if not steps:
         raise ValueError("there is no step to time: give at least one, by name")
     waited = wait_for_device if wait is None else wait
     seconds = time_in_turns(
         list(steps.values()), rounds=rounds, warmup=warmup, clock=clock, wait=waited
     )
-    return {
-        name: TimedStep(
-            name, tuple(taken), spread_of(taken), paired_ratio(taken, seconds[0]) if index else None
-        )
-        for index, (name, taken) in enumerate(zip(steps, seconds, strict=True))
-    }
+    results: dict[str, TimedStep] = {}
+    for index, (name, taken) in enumerate(zip(steps, seconds, strict=True)):
+        ratio = paired_ratio(taken, seconds[0]) if index else None
+        results[name] = TimedStep(name, tuple(taken), spread_of(taken), ratio)
+    return results
 
 
 def wait_for_device() -> None:
-    """Until the current GPU has done all that it was given, where this process uses one."""
+    """Wait for all work queued on the current GPU, where this process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

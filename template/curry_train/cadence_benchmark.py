@@ -1,7 +1,8 @@
-"""Does an automatic cadence keep its bound? Trains for real, saves as the policy says, and looks after every save.
+"""Benchmark of the automatic save cadence: does it keep its overhead bound?
 
-`python -m curry_train.cadence_benchmark --seconds 60 --json checkpoint_cadence.json` records it, with Young and Daly's
-interval for an hour-long, a day-long and a week-long time between failures.
+Trains for real, saves as the policy decides, and checks the overhead after every save.
+`python -m curry_train.cadence_benchmark --seconds 60 --json checkpoint_cadence.json` records it,
+with the interval of Young and Daly for a mean time between failures of an hour, a day and a week.
 Proof: `python -m pytest tests/test_store_benchmark.py -k cadence`.
 """
 
@@ -29,31 +30,42 @@ SAVE_SECONDS = 60.0
 def measure_cadence(
     folder: Path, *, mib: int, seconds: float, overhead: float, background: bool
 ) -> dict[str, Any]:
-    """Train so long. `highest` is the part of the steps' time that all saves took, at the worst moment after one."""
+    """Train for `seconds` and measure the overhead of the saves.
+
+    `highest` is the largest ratio of the time of all saves to the time of all steps so far, taken
+    after each save.
+    """
     state = made_state(mib * 2**20)
     config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=overhead)
-    saved, costs, highest, saving, stepping = list[int](), list[float](), 0.0, 0.0, 0.0
+    saved: list[int] = []
+    costs: list[float] = []
+    highest = 0.0
+    saving = 0.0
+    stepping = 0.0
     with Store(folder) as store:
         saver = BackgroundSaver(store) if background else None
         policy = SavingPolicy(store, config, saver=saver)
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
-            began, stalled = time.perf_counter(), saver.stalled if saver else 0.0
+            began = time.perf_counter()
+            stalled_before = saver.stalled if saver else 0.0
             state.model(torch.randn(64, WIDTH)).square().mean().backward()
             state.optimizers[0].step()
             state.optimizers[0].zero_grad()
             state.step += 1
-            ended, waited = (
-                time.perf_counter(),
-                (saver.stalled if saver else 0.0) - stalled,
-            )  # in the optimizer's step
+            ended = time.perf_counter()
+
+            # The optimizer step waits for a background save; that time belongs to the save.
+            waited = (saver.stalled if saver else 0.0) - stalled_before
             stepping += ended - began - waited
-            done = policy.after_step(state.step, state, {})
+            committed = policy.after_step(state.step, state, {})
             saving += time.perf_counter() - ended + waited
-            saved += [one.step for one in done]
-            if done and saver is None:
+
+            saved += [one.step for one in committed]
+            if committed and saver is None:
                 costs.append(time.perf_counter() - ended)
-            highest = max(highest, saving / stepping) if done else highest
+            if committed:
+                highest = max(highest, saving / stepping)
         saved += [one.step for one in policy.finish()]
         if saver is not None:
             saver.close()
@@ -73,17 +85,17 @@ def measure_cadence(
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(
-        description="Does an automatic cadence keep its bound, on this machine's disk?"
+        description="Check that the automatic cadence keeps its overhead bound on this disk."
     )
-    parser.add_argument("--mib", type=int, default=64, help="size of the state")
+    parser.add_argument("--mib", type=int, default=64, help="size of the state in MiB")
     parser.add_argument(
         "--seconds",
         type=float,
         default=60.0,
-        help="of training, in the foreground and again behind",
+        help="training time, for foreground saves and again for background saves",
     )
-    parser.add_argument("--overhead", type=float, default=0.035)
-    parser.add_argument("--folder", help="where to write; it is emptied again")
+    parser.add_argument("--overhead", type=float, default=0.035, help="bound to keep")
+    parser.add_argument("--folder", help="write here; files are removed afterwards")
     parser.add_argument("--json", metavar="PATH", help="write the figures; - is standard output")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -100,7 +112,8 @@ def main(arguments: list[str] | None = None) -> None:
         row = found[name]
         held = "holds" if row["highest"] <= row["bound"] else "does not hold"
         print(
-            f"{name}: {row['saves']} saves took {row['highest']:.2%} at most, of {row['bound']:.2%}: {held}"
+            f"{name}: {row['saves']} saves took {row['highest']:.2%} at most, "
+            f"of {row['bound']:.2%}: {held}"
         )
     found["young_daly"] = {
         "save_seconds": SAVE_SECONDS,

@@ -1,4 +1,4 @@
-"""The data that a configuration names, cut into what is trained on and what is only measured.
+"""Open the configured data and split it into training and dev samples.
 
 Proof: `python -m pytest tests/test_training_data.py`.
 """
@@ -17,13 +17,13 @@ from .data.layout import layout_of
 from .data.library_text import read_library_text
 from .data.tokens import Tokens, open_tokens
 
-BYTES = 256  # a byte is a token
-MADE = 1 << 20  # samples of a workload that makes its own batches
+BYTES = 256  # vocabulary of text, where each byte is a token
+MADE = 1 << 20  # length of a dataset whose batches the workload draws itself
 
 
 @dataclass(frozen=True)
 class MadeSamples:
-    """Batches that a workload draws itself, the same one for the same first sample."""
+    """Batches drawn by a workload, the same batch for the same first sample."""
 
     case: Case
 
@@ -38,37 +38,43 @@ class MadeSamples:
 def open_datasets(
     config: DataConfig, case: Case, *, vocabulary: int | None = None
 ) -> tuple[Dataset, Dataset | None]:
-    """Samples to train on, and the dev samples at the end, None if there are to be none."""
+    """Return the training samples, and the dev samples at the end (None without any)."""
     whole = _open(config, case, vocabulary)
-    dev = round(len(whole) * config.dev_fraction)
-    if config.dev_fraction and not 0 < dev < len(whole):
+    num_dev = round(len(whole) * config.dev_fraction)
+    if config.dev_fraction and not 0 < num_dev < len(whole):
         raise ValueError(
-            f"data.dev_fraction={config.dev_fraction} of {len(whole)} samples leaves none to train on or to measure: "
-            "use more data, shorter samples (data.length), or data.dev_fraction=0"
+            f"data.dev_fraction={config.dev_fraction} of {len(whole)} samples leaves none to train "
+            "on or to measure: use more data, shorter samples (data.length), or data.dev_fraction=0"
         )
-    return Part(whole, 0, len(whole) - dev), Part(
-        whole, len(whole) - dev, len(whole)
-    ) if dev else None
+    num_trained = len(whole) - num_dev
+    dev = Part(whole, num_trained, len(whole)) if num_dev else None
+    return Part(whole, 0, num_trained), dev
 
 
 def _open(config: DataConfig, case: Case, vocabulary: int | None) -> Dataset:
     if config.source == "workload":
         return MadeSamples(case)
     if ":" in config.source:
-        made = load_object(config.source)
-        return made if hasattr(made, "batch") else Samples(made)
+        dataset = load_object(config.source)
+        return dataset if hasattr(dataset, "batch") else Samples(dataset)
+
     with seeded(case.seed):
-        layout, length = layout_of(case.workload.batch(1))
-    length = config.length or length
+        layout, own_length = layout_of(case.workload.batch(1))
+    length = config.length or own_length
     if config.source == "tokens":
         assert config.path is not None
-        beside = {"documents": config.documents, "mask": config.mask}
         return open_tokens(
-            config.path, length=length, layout=layout, vocabulary=vocabulary, **beside
+            config.path,
+            length=length,
+            layout=layout,
+            vocabulary=vocabulary,
+            documents=config.documents,
+            mask=config.mask,
         )
     if vocabulary is not None and vocabulary < BYTES:
         raise WorkloadError(
-            f"text is {BYTES} different bytes, and {case.workload.name} knows {vocabulary} tokens"
+            f"text needs a vocabulary of {BYTES} bytes, and {case.workload.name} has {vocabulary} "
+            "tokens"
         )
     text: numpy.ndarray[Any, Any] = read_library_text()
     return Tokens([text], length=length, layout=layout, names=["the library's text"])

@@ -1,9 +1,10 @@
-"""Ranks that train one model: started by torchrun, wrapped as DDP or FSDP2, or one process alone.
+"""Ranks of a run: started by torchrun with DDP or FSDP2, or a single process.
 
     with start_ranks(parallel="fsdp2", device="auto") as ranks:
         model = share(module, ranks, parallel="fsdp2", precision=torch.bfloat16)
 
-A launch that can't work is an error that says how to start it. Proof: `python -m pytest tests/test_distribute.py`.
+A wrong launch is an error with the command to use.
+Proof: `python -m pytest tests/test_distribute.py`.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ from .options import choose_device
 
 
 class WrongLaunch(ValueError):
-    """The processes that were started are not those that the configuration needs."""
+    """The started processes do not fit the configuration."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together."""
+    """Rank, number of ranks and device of this process."""
 
     device: torch.device
     rank: int = 0
@@ -37,24 +38,25 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether it is this one that tells and writes."""
+        """Whether this is the rank that prints and writes files."""
         return self.rank == 0
 
     def agree(self, value: Any) -> Any:
-        """What the first rank has."""
+        """Return the first rank's value on every rank."""
         if self.size == 1:
             return value
-        told = [value]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
 
 @contextlib.contextmanager
 def start_ranks(
     *, parallel: str = "none", device: str = "auto", ranks: int | None = None
 ) -> Iterator[Ranks]:
-    """Join the other ranks, if `parallel` has any; `ranks` is the number that must be there."""
-    size, place = int(os.environ.get("WORLD_SIZE", "1")), choose_device(device)
+    """Join the other ranks, if `parallel` uses several; `ranks` is their required number."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    place = choose_device(device)
     _check_launch(parallel, size, ranks)
     if parallel == "none":
         yield Ranks(place)
@@ -63,8 +65,9 @@ def start_ranks(
     if place.type == "cuda":
         if local >= torch.cuda.device_count():
             raise WrongLaunch(
-                f"this machine has {torch.cuda.device_count()} GPUs and torchrun started rank {local} on it, which "
-                "NCCL gives a GPU of its own: use --nproc-per-node with at most that number, or device=cpu"
+                f"this machine has {torch.cuda.device_count()} GPUs and torchrun started local "
+                f"rank {local}, but NCCL needs a GPU for each rank: use --nproc-per-node with at "
+                "most that number, or device=cpu"
             )
         place = torch.device("cuda", local)
         torch.cuda.set_device(place)
@@ -79,7 +82,10 @@ def start_ranks(
 
 
 def share(module: nn.Module, ranks: Ranks, *, parallel: str, precision: torch.dtype) -> nn.Module:
-    """The module as the ranks train it together. With FSDP2 weights travel in `precision` and sums are float32."""
+    """Wrap the module for training on several ranks.
+
+    With FSDP2 weights are gathered in `precision` and gradients are reduced in float32.
+    """
     if parallel == "none":
         return module
     if parallel == "ddp":
@@ -92,7 +98,7 @@ def share(module: nn.Module, ranks: Ranks, *, parallel: str, precision: torch.dt
     try:
         blocks = list(find_blocks(module).values())
     except NoBlocks:
-        blocks = []  # the whole model is one unit then
+        blocks = []  # then the whole model is one unit
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)  # in place
@@ -105,15 +111,16 @@ def _check_launch(parallel: str, size: int, ranks: int | None) -> None:
     how = f"torchrun --nproc-per-node {count} train.py parallel={parallel}"
     if parallel == "none" and size > 1:
         raise WrongLaunch(
-            f"{size} ranks were started and parallel is none, so each would train the same model by itself: add "
-            "parallel=ddp or parallel=fsdp2, or start one process with python"
+            f"{size} ranks were started and parallel is none, so each would train the same model "
+            "by itself: add parallel=ddp or parallel=fsdp2, or start one process with python"
         )
     if parallel != "none" and not launched:
         raise WrongLaunch(
-            f"parallel={parallel} needs ranks, and this is one process alone: start it with {how}"
+            f"parallel={parallel} needs ranks, and this is a single process: start it with {how}"
         )
     if ranks is not None and ranks != size:
         raise WrongLaunch(
-            f"the configuration is for ranks={ranks} and {size} {'were' if size > 1 else 'was'} started: use "
-            f"--nproc-per-node {ranks}, or set ranks={size} (batch_size stays that of all ranks together)"
+            f"the configuration is for ranks={ranks} and {size} {'were' if size > 1 else 'was'} "
+            f"started: use --nproc-per-node {ranks}, or set ranks={size} (batch_size counts the "
+            "samples of all ranks together)"
         )

@@ -1,4 +1,4 @@
-"""The mean loss over dev samples, the same ones for any number of ranks.
+"""Mean loss over dev samples, the same samples for any number of ranks.
 
 Proof: `python -m pytest tests/test_evaluation.py`.
 """
@@ -25,12 +25,14 @@ def mean_loss(
     rank: int = 0,
     ranks: int = 1,
 ) -> float:
-    """Over the first `samples` samples, in eval mode; the model and every generator are left as they were.
+    """Return the mean loss over the first `samples` samples, in eval mode.
 
-    A rank whose share ended goes on with the last samples at no weight, because FSDP2's ranks must all be there.
+    The model and every random generator are left unchanged. A rank without samples left evaluates
+    the last sample with no weight, because FSDP2 needs every rank in each forward.
     """
     samples = min(samples, len(dataset))
-    sums, was_training = torch.zeros(2, dtype=torch.float64), model.training
+    sums = torch.zeros(2, dtype=torch.float64)
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), generators_kept(), buffers_kept(model):

@@ -1,4 +1,4 @@
-"""Every gate on every workload, in order; many of them side by side on the cores of a CPU.
+"""Run every gate on every workload, in parallel on the cores of a CPU.
 
 Proof: `python -m pytest tests/test_cli.py`.
 """
@@ -18,7 +18,7 @@ from .core.verdict import Gate, Verdict
 from .core.workload import Case, Workload
 from .gates import discover
 
-GATES_WORTH_A_PROCESS = 20  # which takes as long to begin as ten of them
+GATES_WORTH_A_PROCESS = 20  # starting a process takes as long as running ten gates
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Row:
 def measure_rows(
     cases: Sequence[Case], gates: Sequence[Gate], *, num_processes: int | None = None
 ) -> Iterator[Row]:
-    """A row for each case and gate, in their order. `num_processes` is as many as help if left out.
+    """Yield one row for each case and gate, in their order.
 
-    Other processes find case and gate by name, so more than one needs cases that `load_workload` made.
+    `num_processes` defaults to the number that pays off. Worker processes look up case and gate by
+    name, so more than one process needs cases that `load_workload` made.
     """
     if num_processes is None:
         cores = (
@@ -42,16 +43,17 @@ def measure_rows(
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count() or 1
         )
-        worth = len(cases) * len(gates) // GATES_WORTH_A_PROCESS
-        num_processes = min(worth, cores) if all(case.device.type == "cpu" for case in cases) else 1
+        worthwhile = len(cases) * len(gates) // GATES_WORTH_A_PROCESS
+        on_cpu = all(case.device.type == "cpu" for case in cases)
+        num_processes = min(worthwhile, cores) if on_cpu else 1
     if num_processes < 2:
         yield from (Row(case.workload.name, gate.run(case)) for case in cases for gate in gates)
         return
+
     threads = max(1, torch.get_num_threads() // num_processes)
     tasks = [(case.workload.spec, _settings(case), gate.name) for case in cases for gate in gates]
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a fork of a process that has used threads may hang
+    # Spawn, because a fork of a process that has used threads may hang.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,)) as pool:
         try:
             verdicts = pool.map(_measure, *zip(*tasks, strict=True))
@@ -73,5 +75,5 @@ def _measure(spec: str, settings: dict[str, Any], gate_name: str) -> Verdict:
 
 @functools.cache
 def _loaded(spec: str) -> Workload:
-    """Once for all gates of a process, as where there is one process."""
+    """Load a workload once per process, for all of its gates."""
     return load_workload(spec)

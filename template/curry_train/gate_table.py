@@ -1,4 +1,4 @@
-"""What the gates measured, as tables for a terminal: a line for each technique, or for each gate.
+"""Terminal tables of gate results: a line per technique or per gate.
 
 Proof: `python -m pytest tests/test_cli.py`.
 """
@@ -19,64 +19,66 @@ MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 
 def print_summary(console: Console, rows: Sequence[Row], *, blocks: Mapping[str, str]) -> None:
-    """A line for each technique: how many gates held, and why some do not apply; all that is known of what failed."""
+    """Print a line for each technique, and all details of the gates that failed.
+
+    A line counts the gates that held, failed and do not apply, with the reason.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
         table.add_row(f"[bold]{escape(workload)}[/]", f"[dim]{escape(blocks[workload])}[/]")
-        found: dict[str, list[Verdict]] = {}
+        by_technique: dict[str, list[Verdict]] = {}
         for row in of_workload:
-            found.setdefault(row.verdict.gate.split("/")[0], []).append(row.verdict)
-        for technique, verdicts in found.items():
+            by_technique.setdefault(row.verdict.gate.split("/")[0], []).append(row.verdict)
+        for technique, verdicts in by_technique.items():
             table.add_row(f"  {technique}", _counted(verdicts))
     console.print(table)
-    _print_end(console, rows, more="; --figures has what each measured")
+    _print_end(console, rows, more="; --figures shows what each measured")
 
 
 def _counted(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(verdict.passed for verdict in verdicts)
-    words = [f"{counts[passed]} {mark}" for passed, mark in MARKS.items() if counts[passed]]
+    counted = ", ".join(
+        f"{counts[passed]} {mark}" for passed, mark in MARKS.items() if counts[passed]
+    )
     reasons = dict.fromkeys(verdict.hint for verdict in verdicts if verdict.passed is None)
-    told = ", ".join(words)
     if len(reasons) > 1:
-        return f"{told} for {len(reasons)} reasons"
-    return f"{told}: {escape(next(iter(reasons)))}" if reasons else told
+        return f"{counted} for {len(reasons)} reasons"
+    return f"{counted}: {escape(next(iter(reasons)))}" if reasons else counted
 
 
 def print_figures(console: Console, rows: Sequence[Row], *, blocks: Mapping[str, str]) -> None:
-    """A line for each gate, with what it measured; all that is known of those that failed."""
+    """Print a line for each gate with its figures, and all details of the gates that failed."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    last = None
-    for alike in _together(rows):
-        row = alike[0]
-        if row.workload != last:
+    last_workload = None
+    for group in _together(rows):
+        row = group[0]
+        if row.workload != last_workload:
             table.add_row(
                 f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]"
             )
-        name = (
-            row.verdict.gate
-            if len(alike) == 1
-            else f"{row.verdict.gate.split('/')[0]}: {len(alike)} gates"
-        )
+        name = row.verdict.gate
+        if len(group) > 1:
+            name = f"{row.verdict.gate.split('/')[0]}: {len(group)} gates"
         table.add_row(f"  {name}", MARKS[row.verdict.passed], escape(_short(row.verdict)))
-        last = row.workload
+        last_workload = row.workload
     console.print(table)
     _print_end(console, rows, more="")
 
 
 def _together(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Each row by itself, but those of one technique together that do not apply for one reason."""
+    """Group the rows of a technique that do not apply for the same reason; others stay single."""
 
     def reason(row: Row) -> tuple[Any, ...]:
         technique, name = row.verdict.gate.split("/", 1)
         return row.workload, technique, row.verdict.hint if row.verdict.passed is None else name
 
-    for _, alike in itertools.groupby(rows, key=reason):
-        yield list(alike)
+    for _, group in itertools.groupby(rows, key=reason):
+        yield list(group)
 
 
 def _short(verdict: Verdict) -> str:

@@ -1,12 +1,12 @@
-"""The command that trains a model for some steps and says how gradients and activations flow through it: `python -m
-curry_train grad-flow`.
+"""Command `grad-flow`: train briefly and report how gradients and activations flow.
+
+    python -m curry_train grad-flow --model transformer
 
 Proof: `python -m pytest tests/test_grad_flow_command.py`.
 """
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 import click
 import torch
@@ -47,10 +47,14 @@ from .primitives.grad_flow import RECOMPUTE, GradFlow
     default=1,
     type=click.IntRange(1),
     show_default=True,
-    help="Probe every so many steps.",
+    help="Steps from one probe to the next.",
 )
 @click.option(
-    "--microbatches", default=1, type=click.IntRange(1), show_default=True, help="For each step."
+    "--microbatches",
+    default=1,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Microbatches per step.",
 )
 @click.option(
     "--learning-rate", default=1e-3, type=click.FloatRange(0, min_open=True), show_default=True
@@ -58,19 +62,28 @@ from .primitives.grad_flow import RECOMPUTE, GradFlow
 @click.option(
     "--clip-norm",
     type=click.FloatRange(0, min_open=True),
-    help="Clip gradients, after they were read.",
+    help="Clip gradients to this norm, after the probe.",
 )
 @click.option(
-    "--layers", multiple=True, metavar="PATTERN", help="Globs over module names; repeatable."
+    "--layers",
+    multiple=True,
+    metavar="PATTERN",
+    help="Layers to probe, a glob over module names. Repeatable.",
 )
 @click.option(
     "--strategy",
     default="none",
     type=click.Choice(list(STRATEGIES)),
     show_default=True,
-    help="Way to save memory.",
+    help="Strategy that saves memory.",
 )
-@click.option("--recompute", default="filter", type=click.Choice(RECOMPUTE), show_default=True)
+@click.option(
+    "--recompute",
+    default="filter",
+    type=click.Choice(RECOMPUTE),
+    show_default=True,
+    help="In probed steps: skip the recomputed forward (filter), or recompute nothing (off).",
+)
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
     spec: str,
@@ -90,10 +103,12 @@ def grad_flow_command(
     recompute: str,
     plot_path: str | None,
 ) -> None:
-    """Train with AdamW, and say which layer is not finite, dead, or gets no gradient.
+    """Train and report unhealthy layers.
 
-    Exit status: 0 all was finite, 1 something was not (the first layer is named), 2 wrong usage, 3 no such device.
-    What is only unusual, such as a dead layer, is said and is no failure.
+    Trains with AdamW and reports layers that are not finite, dead, or without gradient.
+
+    Exit status: 0 all values finite, 1 some were not (the first layer is named), 2 wrong usage,
+    3 device not available. Findings such as a dead layer are reported but are no failure.
     """
     place = choose_device(device)
     try:
@@ -103,35 +118,29 @@ def grad_flow_command(
         module = case.build()
         STRATEGIES[strategy].apply(module, Sample(case.batch(), case.workload.mean_loss, blocks))
         optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
-        chosen: dict[str, Any] = {
-            "layers": list(layers) or None,
-            "blocks": blocks,
-            "recompute": recompute,
-        }
-        flow = GradFlow(module, optimizer, every=every, **chosen)
+        flow = GradFlow(
+            module,
+            optimizer,
+            every=every,
+            layers=list(layers) or None,
+            blocks=blocks,
+            recompute=recompute,
+        )
         if plot_path:
-            require_matplotlib()  # after what is wrong with the options, and before the work
+            require_matplotlib()  # after the options are checked, before the work begins
         losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
+
     click.echo(flow.table(), err=json_path == "-")
+    facts = provenance(place)
     if plot_path:
-        facts = provenance(place)
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
-        facts = provenance(place) | {
-            "workload": case.workload.name,
-            "dtype": dtype,
-            "batch_size": size,
-        }
-        settings = {
-            "seed": seed,
-            "strategy": strategy,
-            "learning_rate": learning_rate,
-            "losses": losses,
-        }
-        write_json(json_path, facts | settings | flow.to_json())
+        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
+        facts |= {"seed": seed, "strategy": strategy, "learning_rate": learning_rate}
+        write_json(json_path, facts | {"losses": losses} | flow.to_json())
     if any(record.nonfinite for record in flow.records):
         sys.exit(1)
 
@@ -145,9 +154,13 @@ def _train(
     microbatches: int,
     clip_norm: float | None,
 ) -> list[float | str]:
-    """The loss of each step, a batch of its own for each microbatch; a word where it is no number."""
+    """Train with a new batch for each microbatch and return the loss of each step.
+
+    A loss that is not finite is returned as text, such as "nan".
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    console, losses = Console(stderr=True), []
+    console = Console(stderr=True)
+    losses = []
     with (
         Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal

@@ -1,4 +1,4 @@
-"""What grad-flow costs: a probed step and a step between against the plain one; what hooks by hand cost and count.
+"""Overhead of grad-flow against plain steps and against hand-written hooks.
 
     python -m curry_train.grad_flow_overhead --json evidence/grad_flow.json
 
@@ -26,17 +26,21 @@ from .primitives.grad_flow import GradFlow
 from .primitives.recompute import recompute_blocks
 
 Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
-NEVER = 10**9  # the first step is due at 0, so a step after it is one between
+NEVER = 10**9  # probes only step 0, so every later step is an unprobed one
 
 
 def sizes() -> dict[str, tuple[Workload, int]]:
-    """The built-in transformer, and one whose products are large enough to hide what is small; with batch sizes."""
+    """Return the workloads and batch sizes to measure.
+
+    One is the built-in transformer; the matrix products of the other are large enough to hide small
+    overheads.
+    """
     larger = transformer(depth=4, dim=384, heads=6, kv_heads=3, vocabulary=2048, length=128)
     return {"transformer": (transformer(), 4), "llama_like": (larger, 4)}
 
 
 class HooksByHand(contextlib.AbstractContextManager[Any]):
-    """What is often written: hooks on the leaves that ask each tensor for three numbers, one by one."""
+    """Hooks as often written: three numbers per tensor of each leaf module, each a device sync."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.calls: Counter[str] = Counter()
@@ -73,7 +77,7 @@ class HooksByHand(contextlib.AbstractContextManager[Any]):
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations."""
+    """Count dispatched operations."""
 
     num_calls = 0
 
@@ -95,7 +99,8 @@ WAYS: dict[str, Around] = {
 
 @contextlib.contextmanager
 def _trainer(case: Case, around: Around) -> Iterator[Callable[[], None]]:
-    module, batch = case.build(), case.batch()
+    module = case.build()
+    batch = case.batch()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -110,7 +115,10 @@ def _trainer(case: Case, around: Around) -> Iterator[Callable[[], None]]:
 
 
 def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
-    """Median seconds of each way, in turns, and operations of one step; both as ratios of the plain step's too."""
+    """Measure median seconds and operations of a step for each way, also as ratios to plain.
+
+    The ways run in turns.
+    """
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     operations = {}
     with contextlib.ExitStack() as stack:
@@ -138,31 +146,35 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
 
 
 def measure_counting(case: Case) -> dict[str, Any]:
-    """Calls of the layers of the first block in one step: as the bare model has them, and as each way has it."""
-    found = {}
+    """Count the calls of the first block's layers in one step, with and without recompute.
+
+    Grad-flow and the hand-written hooks count the same step.
+    """
+    calls_by_case = {}
     for recompute in (False, True):
-        module, batch = case.build(), case.batch()
+        module = case.build()
+        batch = case.batch()
         if recompute:
             recompute_blocks(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        flow, by_hand = (
-            GradFlow(module, optimizer, every=1, layers="layers.0.*"),
-            HooksByHand(module, optimizer),
-        )
+        flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
+        by_hand = HooksByHand(module, optimizer)
         with flow, by_hand:
             case.workload.mean_loss(module, batch).backward()
             optimizer.step()
+
         layers = flow.records[0].layers
-        found["recompute" if recompute else "bare"] = {
+        calls_by_case["recompute" if recompute else "bare"] = {
             "grad_flow": sum(layers[name].calls for name in by_hand.calls if name in layers),
             "by_hand": sum(calls for name, calls in by_hand.calls.items() if name in layers),
         }
-    return found
+    return calls_by_case
 
 
 def measure_held(case: Case) -> dict[str, int]:
-    """Activation bytes after forward, plain and while probing."""
-    module, batch = case.build(), case.batch()
+    """Measure held bytes after forward and peak bytes, plain and while probing."""
+    module = case.build()
+    batch = case.batch()
     plain = measure_memory(module, batch, case.workload.mean_loss)
     with GradFlow(module) as flow:
         probed = measure_memory(module, batch, case.workload.mean_loss)
@@ -176,7 +188,7 @@ def measure_held(case: Case) -> dict[str, int]:
 
 
 def drift_of_float32() -> float:
-    """How far `norm()` of 2**24 float32 numbers on this CPU is from their norm."""
+    """Return the relative error of float32 `norm()` over 2**24 numbers on this CPU."""
     x = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
     return abs(x.norm().item() / x.double().norm().item() - 1)
 
@@ -188,15 +200,16 @@ def drift_of_float32() -> float:
     "names",
     multiple=True,
     type=click.Choice(list(sizes())),
-    help="Repeatable; all if left out.",
+    help="Model to measure; default: all. Repeatable.",
 )
 @click.option(
     "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
 )
 @json_option(default="-")
 def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> None:
-    """Measure, and write the figures."""
-    place, rows = choose_device(device), {}
+    """Measure the overhead of grad-flow and write the figures."""
+    place = choose_device(device)
+    rows = {}
     for name in names or sizes():
         workload, batch_size = sizes()[name]
         case = Case(workload, place, batch_size=batch_size)

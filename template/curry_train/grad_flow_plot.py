@@ -1,4 +1,6 @@
-"""The picture of grad-flow: layers by probed steps, one panel each for activations, gradients and updates.
+"""Plot of grad-flow: layers by probed steps, with panels per quantity.
+
+The panels show activations, gradients and updates.
 
 Proof: `python -m pytest tests/test_grad_flow_command.py -k plot`.
 """
@@ -22,13 +24,15 @@ PANELS: tuple[tuple[str, Callable[[LayerFlow], float | None]], ...] = (
         lambda layer: None if layer.update is None else layer.update.ratio,
     ),
 )
-BAD, ABSENT, ZERO = "#E4002B", "#E8E8E8", "black"
-MOST_NAMES = 60  # more names than this can't be read beside each other
-DECADES = 8  # of colour; what is smaller is as dark as the smallest
+BAD = "#E4002B"
+ABSENT = "#E8E8E8"
+ZERO = "black"
+MOST_NAMES = 60  # more names than this are unreadable beside each other
+DECADES = 8  # decades of the colour scale; smaller values share its darkest colour
 
 
 def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "") -> None:
-    """Write a PNG. Red is a layer with infinite elements or no numbers, grey one that was not seen."""
+    """Write a PNG: red marks inf or nan in a layer, grey a layer that was not called."""
     if not records:
         raise ValueError("no step was probed, so there is nothing to draw")
     require_matplotlib()
@@ -42,15 +46,11 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
     figure = Figure(figsize=(11 + 0.07 * longest, height), layout="constrained")
     panels = figure.subplots(1, len(PANELS), sharey=True)
     for axes, (label, value) in zip(panels, PANELS, strict=True):
-        _draw(
-            figure,
-            axes,
-            label,
-            _grid(records, names, value),
-            _is_bad(records, names, label),
-            records,
-        )
+        grid = _grid(records, names, value)
+        bad = _is_bad(records, names, label)
+        _draw(figure, axes, label, grid, bad, records)
     _name_rows(panels[0], names)
+
     legend: list[Any] = [
         Patch(color=BAD, label="inf or nan"),
         Patch(color=ABSENT, label="not seen"),
@@ -65,15 +65,22 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
 def _grid(
     records: Sequence[StepFlow], names: Sequence[str], value: Callable[[LayerFlow], float | None]
 ) -> Any:
-    """A row for each layer, a column for each record; what was not seen is no number."""
-    cells = [[value(record.layers[name]) for record in records] for name in names]
-    return numpy.array(
-        [[math.nan if cell is None else cell for cell in row] for row in cells], dtype=float
-    )
+    """Return values with a row per layer and a column per record; NaN where there is none."""
+    grid = numpy.full((len(names), len(records)), math.nan)
+    for row, name in enumerate(names):
+        for column, record in enumerate(records):
+            cell = value(record.layers[name])
+            if cell is not None:
+                grid[row, column] = cell
+    return grid
 
 
 def _is_bad(records: Sequence[StepFlow], names: Sequence[str], label: str) -> Any:
-    return numpy.array([[_bad(record.layers[name], label) for record in records] for name in names])
+    bad = numpy.zeros((len(names), len(records)), dtype=bool)
+    for row, name in enumerate(names):
+        for column, record in enumerate(records):
+            bad[row, column] = _bad(record.layers[name], label)
+    return bad
 
 
 def _bad(layer: LayerFlow, label: str) -> bool:
@@ -98,11 +105,13 @@ def _draw(
     highest = float(good.max()) if good.size else 1.0
     lowest = max(float(good.min()), highest / 10**DECADES) if good.size else 0.1
     if label.startswith("update"):
-        lowest, highest = min(lowest, UPDATE[0]), max(highest, UPDATE[1])
-    wider = max(
-        1.0, math.sqrt(10 * lowest / highest)
-    )  # a decade at least, so that noise does not look like a slope
-    lowest, highest = lowest / wider, highest * wider
+        lowest = min(lowest, UPDATE[0])
+        highest = max(highest, UPDATE[1])
+    # Span at least a decade, so that noise does not look like a slope.
+    widening = max(1.0, math.sqrt(10 * lowest / highest))
+    lowest /= widening
+    highest *= widening
+
     shown = numpy.ma.masked_where(
         ~numpy.isfinite(grid) | (grid <= 0) | bad, numpy.clip(grid, lowest, None)
     )
@@ -114,6 +123,7 @@ def _draw(
             axes.imshow(
                 numpy.ma.masked_where(~cells, cells), cmap=ListedColormap([colour]), **options
             )
+
     bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
     bar.set_label(label, fontsize=10)
     bar.ax.tick_params(labelsize=8)
@@ -123,6 +133,7 @@ def _draw(
     if label.startswith("update"):
         for bound in UPDATE:
             bar.ax.axvline(bound, color="white", linewidth=1.5)
+
     steps = [record.step for record in records]
     places = sorted(
         {round(place) for place in numpy.linspace(0, len(steps) - 1, min(len(steps), 6))}
@@ -135,7 +146,10 @@ def _draw(
 
 
 def _colours() -> Any:
-    """Readable without colour vision; its darkest end is left to what is exactly 0."""
+    """Return viridis without its darkest end, which is left to values that are exactly 0.
+
+    The colours can be told apart without colour vision.
+    """
     import matplotlib
     from matplotlib.colors import ListedColormap
 
@@ -143,7 +157,7 @@ def _colours() -> Any:
 
 
 def _name_rows(axes: Any, names: Sequence[str]) -> None:
-    """All names, or evenly some of them where there are too many to read."""
+    """Label all rows, or an even selection where there are too many to read."""
     every = -(-len(names) // MOST_NAMES)
     places = list(range(0, len(names), every))
     size = 7 if len(names) > 30 else 8

@@ -1,4 +1,4 @@
-"""The journal of a training run, as a context that gives the loop a hook: each step, and what else happens.
+"""Journal of a training run, written by a hook of the training loop.
 
     with write_journal(run) as journal:
         run_training_steps(..., after_step=[journal])
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class RunJournal:
-    """Called after each step. `journal` takes what else happens: saves, prunes, spikes, rollbacks."""
+    """Write the journal; call it after each step.
+
+    Other events, such as saves, prunes, spikes and rollbacks, are written to `journal`.
+    """
 
     def __init__(self, journal: Journal, run: "Run") -> None:
         self.journal = journal
@@ -54,17 +57,17 @@ class RunJournal:
             self.journal.write("eval", step=report.step, metric="dev_loss", value=report.dev_loss)
 
     def saved(self, saved: Saved) -> None:
-        """A state was committed, with its size."""
+        """Record that a state was committed, with its size."""
         self.journal.write(
             "save", step=saved.step, checkpoint=saved.folder, num_bytes=saved.num_bytes
         )
 
     def pruned(self, step: int, checkpoint: str, **facts: Any) -> None:
-        """The saved state of `step` was removed, because newer or better ones are kept."""
+        """Record that the saved state of `step` was removed by the retention."""
         self.journal.write("prune", step=self.step, checkpoint=checkpoint, of_step=step, **facts)
 
     def ended(self, reason: str) -> None:
-        """Why the loop ended, as in RunReport.ended_by; the last event says it."""
+        """Set the reason of the last event, as in `RunReport.ended_by`."""
         self.ended_by = reason
 
     def reason(self) -> str:
@@ -73,7 +76,7 @@ class RunJournal:
 
 @contextlib.contextmanager
 def write_journal(run: "Run") -> Iterator[RunJournal]:
-    """An event for each step in journal.jsonl, there at once; the first says what the run is made of."""
+    """Write an event for each step to journal.jsonl at once; the first has the run's facts."""
     parts = run.parts
     with Journal(run.folder, rank=parts.ranks.rank) as journal:
         facts = run_facts(

@@ -1,4 +1,6 @@
-"""The largest batch whose training step fits a number of bytes, by measuring steps.
+"""Find the largest batch whose training step fits into a number of bytes.
+
+Each candidate batch size is measured by running a step.
 
 Proof: `python -m pytest tests/test_savings.py -k largest`.
 """
@@ -17,13 +19,13 @@ from .core.sizes import format_bytes
 from .core.untouched import seeded
 from .core.workload import Case
 
-MOST = 2**24  # a batch this large that still fits means that memory does not depend on it
+MOST = 2**24  # if a batch this large fits, memory does not depend on the batch size
 
 
 def largest_batch(case: Case, model: nn.Module, limit: int, *, hint: int | None = None) -> int:
-    """The most samples that a step of `model` fits into `limit` bytes; 0 if not even one does.
+    """Return the most samples whose step fits into `limit` bytes; 0 if not even one does.
 
-    `hint` is a size to start from, as a rule the answer for a model that differs little.
+    `hint` is a size to start from, such as the answer for a similar model.
     """
     return search(
         lambda size: _bytes_or_none(case, model, size),
@@ -34,7 +36,10 @@ def largest_batch(case: Case, model: nn.Module, limit: int, *, hint: int | None 
 
 
 def step_bytes(case: Case, model: nn.Module, size: int) -> int:
-    """What a step needs: parameters, buffers, the batch, and the peak of forward and backward, gradients included."""
+    """Return the bytes of parameters, buffers, the batch, and the peak of forward and backward.
+
+    The peak includes gradients.
+    """
     batch = case.batch(size)
     tensors = [*model.parameters(), *model.buffers()]
     map_tensors(batch, tensors.append)
@@ -42,22 +47,20 @@ def step_bytes(case: Case, model: nn.Module, size: int) -> int:
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
     }
     with seeded(case.seed):
-        return (
-            sum(storages.values())
-            + measure_memory(model, batch, case.workload.mean_loss).peak_bytes
-        )
+        memory = measure_memory(model, batch, case.workload.mean_loss)
+    return sum(storages.values()) + memory.peak_bytes
 
 
 def check_limit(limit: int, device: torch.device) -> None:
-    """A step is run to be measured, so the limit can't be more than there is."""
+    """Refuse a limit above the memory of the device, because steps are run to be measured."""
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+        total = torch.cuda.get_device_properties(device).total_memory
     else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if limit > there:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit > total:
         raise ValueError(
-            f"a limit of {format_bytes(limit)} is more than the {format_bytes(there)} of {device}, and batches are "
-            "measured by running them; use a lower limit, or a larger machine"
+            f"a limit of {format_bytes(limit)} is more than the {format_bytes(total)} of {device}, "
+            "and batches are measured by running them; use a lower limit, or a larger machine"
         )
 
 
@@ -73,12 +76,16 @@ def _bytes_or_none(case: Case, model: nn.Module, size: int) -> int | None:
 def search(
     bytes_of: Callable[[int], int | None], limit: int, *, start: int, close: bool = False
 ) -> int:
-    """The largest size whose bytes are within the limit; the answer and the size above it were both measured.
+    """Return the largest size within the limit; it and the next larger size were both measured.
 
-    Sizes at most double. `bytes_of` is None where nothing fits at all; `close` says that `start` is a good guess.
+    A size is at most doubled from one try to the next. `bytes_of` returns None where the step ran
+    out of memory. `close` means that `start` is a good guess.
     """
     known: dict[int, int | None] = {}
-    low, high, size, tries = 0, None, start, 0
+    low = 0
+    high = None
+    size = start
+    tries = 0
     while True:
         known[size] = measured = bytes_of(size)
         if measured is not None and measured <= limit:
@@ -87,12 +94,12 @@ def search(
             high = size
         if high is not None and high - low <= 1:
             return low
+
         tries += 1
-        size = (
-            low + 1
-            if close and high is None and tries == 1
-            else _next(known, low, high, limit, tries)
-        )
+        if close and high is None and tries == 1:
+            size = low + 1
+        else:
+            size = _next(known, low, high, limit, tries)
         if size > MOST:
             raise ValueError(
                 f"{MOST:,} samples fit {format_bytes(limit)}: memory does not grow with the batch"
@@ -100,9 +107,12 @@ def search(
 
 
 def _next(known: dict[int, int | None], low: int, high: int | None, limit: int, tries: int) -> int:
-    """Where bytes that grow evenly would reach the limit; every third try the middle, in case that they do not."""
+    """Interpolate the size that would reach the limit if bytes grew linearly.
+
+    Every third try is the middle instead, in case growth is not linear.
+    """
     points: list[tuple[int, Any]] = sorted(
-        (size, found) for size, found in known.items() if found is not None
+        (size, num_bytes) for size, num_bytes in known.items() if num_bytes is not None
     )
     below = [point for point in points if point[0] <= low]
     above = [point for point in points if high is not None and point[0] >= high]

@@ -1,16 +1,18 @@
-"""The training loop: where loss, scaling, sync, clip, step, schedule, evaluation, saving and stopping meet.
+"""Training loop: steps, learning rate schedule, evaluation, saving and stopping.
 
     with stop_on_signals() as stop:
         report = run_training_steps(
-            model, optimizer, microbatches, loss, steps=1000, accumulation=GradientAccumulation(4), count=count,
+            model, optimizer, microbatches, loss, steps=1000,
+            accumulation=GradientAccumulation(4), count=count,
             schedule=factor, clip_norm=1.0, save=save, save_every=100, after_step=[show], stop=stop,
         )
 
-What happens inside a step is `train_window`'s; this is what happens between steps, the same on every rank. Proof:
-`python -m pytest tests/test_loop.py`.
+`train_window` runs a single step; this module does what happens between steps, the same on every
+rank. Proof: `python -m pytest tests/test_loop.py`.
 """
 
 import contextlib
+import functools
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,13 +28,16 @@ from .runs.names import Saved
 from .runs.policy import SavingPolicy
 from .runs.state import TrainingState
 
-MOST_SKIPPED = 25  # a loss scale that was halved so often is not what overflows
+MOST_SKIPPED = 25  # after this many halvings the loss scale is not the cause of the overflow
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a hook is told after a step; `step` counts from 1, figures are the same on every rank but `seconds`."""
+    """Figures of one step, passed to the hooks; `step` counts from 1.
+
+    All figures except `seconds` are the same on every rank.
+    """
 
     step: int
     steps: int
@@ -47,7 +52,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """How a run ended: `ended_by` is "steps", "data", or the name of a signal. `last` is None if no step was run."""
+    """How a run ended.
+
+    `ended_by` is "steps", "data", or the name of a signal; `last` is None if no step was run.
+    """
 
     step: int
     ended_by: str
@@ -59,7 +67,7 @@ class RunReport:
 
 
 class Stop:
-    """Asks the loop to end after the step that is running."""
+    """Request to end the loop after the current step; the first reason counts."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -70,7 +78,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """SIGTERM and SIGINT end the run after the step; a second SIGINT ends it at once."""
+    """End the run after the current step on SIGTERM or SIGINT; a second SIGINT ends it at once."""
     stop = Stop()
 
     def handle(number: int, frame: Any) -> None:
@@ -78,11 +86,11 @@ def stop_on_signals() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.ask(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -106,71 +114,118 @@ def run_training_steps(
     after_step: Sequence[Callable[[StepReport], Any]] = (),
     stop: Stop | None = None,
 ) -> RunReport:
-    """Train until `steps` steps are done, `first_step` of them before; `microbatches` begin with the next one.
+    """Train until `steps` steps are done, counting `first_step` steps done before.
 
-    `loss` is a sum over the terms that `count` counts (without it, a mean). `schedule` gives the factor on each group's
-    learning rate for a step, from 0. `evaluate` gives the dev loss. `save` is called with the number of steps done,
-    every `save_every` steps and at the end, however it comes, if steps were done since. `NonFiniteWindow` leaves the
-    weights as they were before the step, on every rank.
+    `microbatches` begin with those of the next step. `loss` returns a sum over the terms that
+    `count` counts (without `count`, a mean). `schedule` returns the factor on each group's learning
+    rate for a step, counted from 0. `evaluate` returns the dev loss. `save` is called with the
+    number of steps done, every `save_every` steps and, if steps were done since, when the loop
+    ends for any reason but an error. `NonFiniteWindow` leaves the weights as they were before the
+    step, on every rank.
     """
     _check(steps, first_step, {"evaluate": (evaluate, evaluate_every), "save": (save, save_every)})
-    accumulation, stop = accumulation or GradientAccumulation(), stop or Stop()
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    done, saved, skipped, report = first_step, first_step, 0, None
-    windows = accumulation.windows(microbatches, count=count) if done < steps else iter(())
-    ended_by, began = "steps", time.perf_counter()
-    while done < steps:
-        window = next(windows, None)
-        if window is None:
-            ended_by = "data"
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * (1.0 if schedule is None else schedule(done))
+
+    accumulation = accumulation or GradientAccumulation()
+    windows = accumulation.windows(microbatches, count=count) if first_step < steps else iter(())
+    loop = _Loop(
+        train=functools.partial(
+            train_window, model, loss=loss, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler
+        ),
+        optimizer=optimizer,
+        steps=steps,
+        schedule=schedule,
+        scaler=scaler,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        save=save,
+        save_every=save_every,
+        after_step=after_step,
+        stop=stop or Stop(),
+    )
+    return loop.run(windows, first_step=first_step)
+
+
+@dataclass
+class _Loop:
+    """Settings of `run_training_steps`, and the number of steps skipped in a row."""
+
+    train: Callable[..., Any]  # `train_window`, given a window
+    optimizer: torch.optim.Optimizer
+    steps: int
+    schedule: Callable[[int], float] | None
+    scaler: torch.amp.GradScaler | None
+    evaluate: Callable[[], float] | None
+    evaluate_every: int | None
+    save: Callable[[int], Any] | None
+    save_every: int | None
+    after_step: Sequence[Callable[[StepReport], Any]]
+    stop: Stop
+    num_skipped: int = 0
+
+    def run(self, windows: Iterator[Any], *, first_step: int) -> RunReport:
+        done = first_step
+        saved = first_step
+        report = None
+        ended_by = "steps"
+        began = time.perf_counter()
+        while done < self.steps:
+            window = next(windows, None)
+            if window is None:
+                ended_by = "data"
+                break
+
+            report = self._step(window, done, began)
+            done += 1
+            if self.evaluate is not None and _due(done, self.evaluate_every, self.steps):
+                report = replace(report, dev_loss=self.evaluate())
+            for hook in self.after_step:
+                hook(report)
+            if self.save is not None and _due(done, self.save_every, self.steps):
+                self.save(done)
+                saved = done
+
+            began = time.perf_counter()
+            if reason := _agreed(self.stop.reason):
+                ended_by = reason if done < self.steps else "steps"
+                break
+
+        if self.save is not None and saved < done:
+            self.save(done)
+        return RunReport(done, ended_by, report)
+
+    def _step(self, window: Any, done: int, began: float) -> StepReport:
+        """Train one window with its learning rate; `done` steps were done before it."""
+        for group in self.optimizer.param_groups:
+            factor = 1.0 if self.schedule is None else self.schedule(done)
+            group["lr"] = group["initial_lr"] * factor
         try:
-            result = train_window(
-                model, window, loss, optimizer, clip_norm=clip_norm, scaler=scaler
-            )
+            result = self.train(window)
         except NonFiniteWindow as error:
             raise NonFiniteWindow(f"step {done + 1}: {error}") from error
-        skipped = 0 if result.stepped else skipped + 1
-        if scaler is not None and skipped == MOST_SKIPPED:
+
+        self.num_skipped = 0 if result.stepped else self.num_skipped + 1
+        if self.scaler is not None and self.num_skipped == MOST_SKIPPED:
             raise NonFiniteWindow(
-                f"step {done + 1}: {skipped} steps in a row were skipped because a gradient was not finite; the loss "
-                f"scale is now {scaler.get_scale():g} and no longer the cause. Lower the learning rate, or use bfloat16"
+                f"step {done + 1}: {self.num_skipped} steps in a row were skipped because a "
+                f"gradient was not finite; the loss scale is now {self.scaler.get_scale():g} and "
+                "no longer the cause. Lower the learning rate, or use bfloat16"
             )
-        done += 1
-        now = time.perf_counter()
-        rate = optimizer.param_groups[0]["lr"]
-        report = StepReport(
-            done,
-            steps,
-            result.loss,
-            result.grad_norm,
-            result.num_terms,
-            rate,
-            now - began,
+        return StepReport(
+            step=done + 1,
+            steps=self.steps,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            num_terms=result.num_terms,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            seconds=time.perf_counter() - began,
             stepped=result.stepped,
         )
-        began = now
-        if evaluate is not None and _due(done, evaluate_every, steps):
-            report = replace(report, dev_loss=evaluate())
-        for hook in after_step:
-            hook(report)
-        if save is not None and _due(done, save_every, steps):
-            save(done)
-            saved = done
-        began = time.perf_counter()
-        if reason := _agreed(stop.reason):
-            ended_by = reason if done < steps else "steps"
-            break
-    if save is not None and saved < done:
-        save(done)
-    return RunReport(done, ended_by, report)
 
 
 def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[Saved]:
-    """Save the whole state at its step, on all ranks together, whatever the cadence; nothing where that is done."""
+    """Save the whole state at its step on all ranks, whatever the cadence, unless it is saved."""
     return policy.save_now(state.step, state)
 
 
@@ -179,14 +234,14 @@ def _due(done: int, every: int | None, steps: int) -> bool:
 
 
 def _agreed(reason: str | None) -> str | None:
-    """Any rank's reason to stop, known to all of them."""
+    """Give every rank the reason to stop of any rank, or None if there is none."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return reason
-    known = [None, *(number.name for number in SIGNALS), "asked"]
-    place = known.index(reason if reason in known else "asked")
-    told = torch.tensor(place, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return known[int(told)]
+    reasons = [None, *(number.name for number in SIGNALS), "asked"]
+    index = reasons.index(reason if reason in reasons else "asked")
+    highest = torch.tensor(index, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return reasons[int(highest)]
 
 
 def _check(steps: int, first_step: int, pairs: dict[str, tuple[Any, int | None]]) -> None:

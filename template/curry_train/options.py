@@ -1,4 +1,4 @@
-"""The options, and the exit statuses, that mean the same in every command.
+"""Command-line options and exit statuses shared by all commands.
 
 Proof: `python -m pytest tests/test_cli.py`.
 """
@@ -16,24 +16,25 @@ from .core.workload import Workload
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FEW = 4
 BATCH_SIZE = (
-    f"Samples of a step. [default: {FEW} for gates; else those of the factory's batch, or {FEW}]"
+    f"Samples per step. [default: {FEW} for gates; otherwise the size of the factory's batch, "
+    f"or {FEW}]"
 )
 
 
 class DeviceMissing(click.ClickException):
-    """The device asked for is not there."""
+    """The requested device is not available."""
 
     exit_code = 3
 
 
 class UnusableInput(click.ClickException):
-    """What was typed can't be used."""
+    """The user's input can't be used."""
 
     exit_code = 2
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU."""
+    """Return the device of a name; `auto` is CUDA where available, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -45,7 +46,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _writable(path: str | None) -> str | None:
-    """A path whose folder exists, so that a long run does not end in nothing."""
+    """Refuse a path whose folder does not exist, before a long run rather than at its end."""
     if path not in (None, "-") and not Path(path).parent.is_dir():
         raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
     return path
@@ -54,18 +55,18 @@ def _writable(path: str | None) -> str | None:
 def model_option(
     name: str, *, more: str = "", **settings: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--model`, which takes the same everywhere; `more` says what this command does with it."""
-    told = (
-        f"A built-in workload ({', '.join(BUILTIN)}) or your own factory, as pkg.module:name or file.py:name; it "
-        f"returns a module, a (module, batch) pair or a Workload. {more}"
+    """Add `--model` with the same values in every command; `more` is appended to its help."""
+    text = (
+        f"A built-in workload ({', '.join(BUILTIN)}) or a factory, as pkg.module:name or "
+        f"file.py:name, that returns a module, a (module, batch) pair or a Workload. {more}"
     )
-    return click.option("--model", name, metavar="NAME|FACTORY", help=told.strip(), **settings)
+    return click.option("--model", name, metavar="NAME|FACTORY", help=text.strip(), **settings)
 
 
 def output_option(
     told: str, *names: str, standard_output: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A file that the command writes, refused before the work where it can't be."""
+    """Add an option for an output file, which is checked before the work begins."""
     path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
     return click.option(
         *names,
@@ -79,37 +80,48 @@ def output_option(
 def json_option(
     told: str = "Write the figures; - is standard output.", **settings: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--json`, and what it writes."""
+    """Add `--json` with the help text `told`."""
     return output_option(told, "--json", "json_path", standard_output=True, **settings)
 
 
 def plot_option(told: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--plot`, and what it draws."""
+    """Add `--plot` with the help text `told`."""
     return output_option(told, "--plot", "plot_path")
 
 
 def samples_of(workload: Workload, asked: int | None) -> int:
-    """How many samples a step has."""
+    """Return the samples per step: those asked for, of the factory's batch, or `FEW`."""
     return asked or workload.own_batch or FEW
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that mean the same in every command."""
+    """Add the options that mean the same in every command that runs a model."""
     for option in (
         json_option(),
-        click.option("--seed", default=0, type=click.IntRange(0), show_default=True),
+        click.option(
+            "--seed",
+            default=0,
+            type=click.IntRange(0),
+            show_default=True,
+            help="Seed of weights, batch and dropout.",
+        ),
         click.option("--batch-size", type=click.IntRange(1), help=BATCH_SIZE),
         click.option(
-            "--dtype", default="float32", type=click.Choice(list(DTYPES)), show_default=True
+            "--dtype",
+            default="float32",
+            type=click.Choice(list(DTYPES)),
+            show_default=True,
+            help="Type of weights and batch.",
         ),
         click.option(
-            "--blocks", metavar="PATTERN", help="The blocks to work on, a glob over module names."
+            "--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names."
         ),
         click.option(
             "--device",
             default="auto",
             type=click.Choice(["auto", "cuda", "cpu"]),
             show_default=True,
+            help="auto is CUDA where available, else the CPU.",
         ),
     ):
         command = option(command)

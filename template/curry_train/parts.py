@@ -1,8 +1,8 @@
-"""The parts of a run, as its configuration says: model, recompute, ranks, optimizer and data.
+"""Build the parts of a run: model, recompute, ranks, optimizer and data.
 
     parts = build_parts(config, ranks)
 
-This is the file to read first, and the one to change. Proof: `python -m pytest tests/test_training.py`.
+Read and change this file first. Proof: `python -m pytest tests/test_training.py`.
 """
 
 import functools
@@ -28,7 +28,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Parts:
-    """`changed` names the modules that recompute; `dev` is None where nothing is held back."""
+    """Model, optimizer, data and settings of a run.
+
+    `changed` names the modules that recompute; `dev` is None without dev samples.
+    """
 
     config: Config
     ranks: Ranks
@@ -42,9 +45,9 @@ class Parts:
     changed: Sequence[str]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The sum over the terms of a microbatch, its products in the configured precision."""
-        place, precision = self.case.device.type, DTYPES[self.config.precision]
-        with torch.autocast(place, precision, enabled=precision != torch.float32):
+        """Return the loss summed over the terms of a microbatch, in the configured precision."""
+        precision = DTYPES[self.config.precision]
+        with torch.autocast(self.case.device.type, precision, enabled=precision != torch.float32):
             return self.case.workload.loss(model, self.case.place(batch))
 
     def dev_loss(self) -> float:
@@ -55,8 +58,12 @@ class Parts:
 
 
 def build_parts(config: Config, ranks: Ranks) -> Parts:
-    """The same weights on every rank; recompute goes in before the ranks share the model."""
-    workload, dtype = load_workload(config.model), DTYPES[config.dtype]
+    """Build the parts with the same weights on every rank.
+
+    Recompute is applied before the model is wrapped for several ranks.
+    """
+    workload = load_workload(config.model)
+    dtype = DTYPES[config.dtype]
     case = Case(workload, ranks.device, dtype, batch_size=config.microbatch, seed=config.seed)
     module = case.build()
     data, dev = open_datasets(config.data, case, vocabulary=_vocabulary(module))
@@ -95,7 +102,10 @@ def make_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Opt
 
 
 def _recompute(module: nn.Module, config: Config, case: Case, data: Dataset) -> Sequence[str]:
-    """The techniques of other folders are imported when they are asked for: a project may not have them."""
+    """Apply the configured recompute and return the names of the changed modules.
+
+    Other techniques are imported on demand, because a project may not have them.
+    """
     wanted = config.recomputation()
     if not wanted.enabled:
         return []
@@ -106,39 +116,40 @@ def _recompute(module: nn.Module, config: Config, case: Case, data: Dataset) -> 
         and (planned := plan.Plan.load(wanted.plan)).microbatch < config.microbatch
     ):
         raise ValueError(
-            f"{wanted.plan} is for a microbatch of {planned.microbatch}, and {config.microbatch} samples take more "
-            f"memory than was planned: set microbatch={planned.microbatch}, or plan anew with --microbatch"
+            f"{wanted.plan} is for a microbatch of {planned.microbatch}, and {config.microbatch} "
+            "samples take more memory than was planned: set "
+            f"microbatch={planned.microbatch}, or plan again with --microbatch"
         )
     chooser = plan.SelectiveCheckpointer(wanted)
     chooser.apply(
         module, batch=case.place(data.batch(range(config.microbatch))), loss=case.workload.mean_loss
     )
     changed = chooser.get_checkpointed_layers()
-    if not changed and wanted.strategy not in (
-        "none",
-        "plan",
-    ):  # a plan may find that there is room for everything
+    # A plan may change nothing, where everything fits without recompute.
+    if not changed and wanted.strategy not in ("none", "plan"):
         raise ValueError(
             f"recompute.strategy={wanted.strategy} changes no layer of {case.workload.name}: lower "
-            "recompute.memory_threshold_mb, name layers with recompute.include_patterns, or use another strategy"
+            "recompute.memory_threshold_mb, name layers with recompute.include_patterns, or use "
+            "another strategy"
         )
     return changed
 
 
 def _check_length(module: nn.Module, data: Dataset, case: Case, length: int) -> None:
-    """A model has its own limit, which no one but itself can tell."""
+    """Run one sample to find out whether the model accepts its length."""
     batch = case.place(data.batch([0]))
     try:
         with untouched(module), torch.no_grad():
             case.workload.loss(module, batch)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
-            f"data.length={length}: {case.workload.name} can't take such a sample ({str(error).splitlines()[0]}); use "
-            "shorter ones, data.length=null for the length of its own batch, or a model that is built for it"
+            f"data.length={length}: {case.workload.name} can't take such a sample "
+            f"({str(error).splitlines()[0]}); use shorter ones, data.length=null for the length of "
+            "its own batch, or a model that is built for it"
         ) from error
 
 
 def _vocabulary(module: nn.Module) -> int | None:
-    """The tokens that the model knows, by its first table."""
+    """Return the vocabulary size of the model's first embedding, None without one."""
     tables = (layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding))
     return next(tables, None)

@@ -1,4 +1,6 @@
-"""The picture of a plan: what each budget costs for each microbatch, with the rows of the plan's table marked.
+"""Plot of a plan: predicted step time against memory, for each microbatch.
+
+The rows of the plan's table are marked.
 
 Proof: `python -m pytest tests/test_plan_memory.py`.
 """
@@ -25,72 +27,53 @@ COLOURS = (
     "#44AA99",
     "#777777",
 )
-WIDEST = 2.0  # budgets that are drawn, of the plan's
-STEP = 0.03  # of the budget, from point to point of a line at least
-GIB, MIB = 2**30, 2**20
+WIDEST = 2.0  # largest budget drawn, as a multiple of the plan's
+STEP = 0.03  # smallest distance between points of a line, as a fraction of the budget
+GIB = 2**30
+MIB = 2**20
 TOLD = (
-    "A line is one microbatch, a step of it another choice of the blocks that are recomputed: the more memory, the "
-    "less is computed again.\nDots are the rows of the table (--explain); right of the budget they are too large."
+    "Each line is one microbatch. Each step of a line is another choice of blocks to recompute: "
+    "more memory, less recompute.\n"
+    "Dots are rows of the table (--explain); those right of the budget are too large."
 )
 
 
 def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[Candidate]]:
-    """Write a PNG; returns what is drawn, by its name in the legend. A line for each microbatch: predicted time of an
-    optimizer step at each budget that it fits."""
+    """Write a PNG and return the drawn candidates by their name in the legend.
+
+    Each microbatch is a line: the predicted time of an optimizer step at each budget that it fits.
+    """
     require_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     axes = figure.add_subplot()
     size, unit = (GIB, "GiB") if plan.budget_bytes >= GIB else (MIB, "MiB")
-    rows = sorted(plan.candidates, key=lambda one: (one.microbatch, one.chunked_loss))
-    sizes = sorted({one.microbatch for one in rows})
+    rows = sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss))
+    microbatches = sorted({row.microbatch for row in rows})
+    most = round(WIDEST * plan.budget_bytes)
+    step = round(STEP * plan.budget_bytes)
+
     lines: dict[str, list[Candidate]] = {}
-    most, step = round(WIDEST * plan.budget_bytes), round(STEP * plan.budget_bytes)
     for row in rows:
         front = trade_off(planner, row, most, step_bytes=step)
         if not front:
             continue
-        name = (
-            f"{row.steps} x {row.microbatch} samples{', chunked loss' if row.chunked_loss else ''}"
-        )
+        chunked = ", chunked loss" if row.chunked_loss else ""
+        name = f"{row.steps} x {row.microbatch} samples{chunked}"
         lines[name] = front
-        colour = COLOURS[sizes.index(row.microbatch) % len(COLOURS)]
-        places, times = [one.peak_bytes / size for one in front], _milliseconds(front)
-        style = "--" if row.chunked_loss else "-"
-        axes.plot(
-            places, times, style, color=colour, label=name, drawstyle="steps-post", linewidth=1.5
-        )
-        marked = [one for one in front if one.options == row.options]
-        axes.plot(
-            [one.peak_bytes / size for one in marked],
-            _milliseconds(marked),
-            "o",
-            color=colour,
-            markersize=6,
-        )
-    budget = plan.budget_bytes / size
-    left, right = axes.get_xlim()
-    axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
-    axes.set_xlim(left, max(right, budget))
-    axes.axvline(
-        budget, color="black", linestyle=":", label=f"the budget, {format_bytes(plan.budget_bytes)}"
-    )
-    star: dict[str, Any] = {
-        "marker": "*",
-        "markersize": 17,
-        "color": "black",
-        "linestyle": "none",
-        "zorder": 5,
-    }
-    axes.plot(plan.peak_bytes / size, 1e3 * plan.step_seconds, label="the plan", **star)
-    axes.plot([], [], "o", color="#555555", markersize=6, label="a row of the table")
-    axes.set_xlabel(f"predicted peak memory{' of each rank' if plan.ranks > 1 else ''}, {unit}")
+        colour = COLOURS[microbatches.index(row.microbatch) % len(COLOURS)]
+        _draw_plan_line(axes, row, front, size=size, colour=colour, name=name)
+    _draw_chosen_plan(axes, plan, size=size)
+
+    per_rank = " of each rank" if plan.ranks > 1 else ""
+    axes.set_xlabel(f"predicted peak memory{per_rank}, {unit}")
     samples = plan.steps * plan.microbatch * plan.ranks
     axes.set_ylabel(f"predicted time of one optimizer step ({samples} samples), ms")
-    chosen = f"{plan.steps} x {plan.microbatch} samples, {format_bytes(plan.peak_bytes)}, "
     axes.set_title(
-        f"{plan.workload} on {plan.settings['device']}: the plan is {chosen}{1e3 * plan.step_seconds:,.1f} ms",
+        f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
+        f"{plan.microbatch} samples, {format_bytes(plan.peak_bytes)}, "
+        f"{1e3 * plan.step_seconds:,.1f} ms",
         loc="left",
         fontsize=11,
     )
@@ -102,21 +85,74 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     return lines
 
 
+def _draw_plan_line(
+    axes: Any, row: Candidate, front: Sequence[Candidate], *, size: int, colour: str, name: str
+) -> None:
+    """Draw the trade-off of a microbatch, with a dot at the row of the plan's table."""
+    axes.plot(
+        [candidate.peak_bytes / size for candidate in front],
+        _milliseconds(front),
+        "--" if row.chunked_loss else "-",
+        color=colour,
+        label=name,
+        drawstyle="steps-post",
+        linewidth=1.5,
+    )
+    marked = [candidate for candidate in front if candidate.options == row.options]
+    axes.plot(
+        [candidate.peak_bytes / size for candidate in marked],
+        _milliseconds(marked),
+        "o",
+        color=colour,
+        markersize=6,
+    )
+
+
+def _draw_chosen_plan(axes: Any, plan: Plan, *, size: int) -> None:
+    """Draw the budget, the area above it, and a star at the chosen plan."""
+    budget = plan.budget_bytes / size
+    left, right = axes.get_xlim()
+    axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
+    axes.set_xlim(left, max(right, budget))
+    axes.axvline(
+        budget, color="black", linestyle=":", label=f"the budget, {format_bytes(plan.budget_bytes)}"
+    )
+    axes.plot(
+        plan.peak_bytes / size,
+        1e3 * plan.step_seconds,
+        label="the plan",
+        marker="*",
+        markersize=17,
+        color="black",
+        linestyle="none",
+        zorder=5,
+    )
+    axes.plot([], [], "o", color="#555555", markersize=6, label="a row of the table")
+
+
 def trade_off(
     planner: Planner, row: Candidate, most_bytes: int, *, step_bytes: int
 ) -> list[Candidate]:
-    """What a microbatch costs at each budget up to `most_bytes`, those of the least peak first. The chain of blocks
-    says it, and the whole step wherever it was estimated; a row that fits is as it is in the table."""
-    looked_at = [*planner.whole_steps.looked_at(row), *([] if row.step_seconds is None else [row])]
-    known = {(*one.options.items(),): one for one in looked_at}
-    found, budget = [one for one in known.values() if one.peak_bytes <= most_bytes], most_bytes
-    while (one := planner.whole_steps.solve(row, budget)).peak_bytes <= budget:
-        found.append(known.get((*one.options.items(),), one))
-        budget = max(1, min(one.peak_bytes - 1, budget - step_bytes))
+    """Return the Pareto front of peak and step time for a microbatch, up to `most_bytes`.
+
+    It begins with the smallest peak. Figures come from the estimate of the whole step where there
+    is one, else from the chain of blocks. A row that fits appears as it is in the table.
+    """
+    estimated = list(planner.whole_steps.looked_at(row))
+    if row.step_seconds is not None:
+        estimated.append(row)
+    by_options = {(*candidate.options.items(),): candidate for candidate in estimated}
+    found = [candidate for candidate in by_options.values() if candidate.peak_bytes <= most_bytes]
+
+    budget = most_bytes
+    while (solved := planner.whole_steps.solve(row, budget)).peak_bytes <= budget:
+        found.append(by_options.get((*solved.options.items(),), solved))
+        budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
+
     front: list[Candidate] = []
-    for each in sorted(found, key=lambda one: (one.peak_bytes, _seconds(one))):
-        if not front or _seconds(each) < _seconds(front[-1]):
-            front.append(each)
+    for candidate in sorted(found, key=lambda one: (one.peak_bytes, _seconds(one))):
+        if not front or _seconds(candidate) < _seconds(front[-1]):
+            front.append(candidate)
     return front
 
 
@@ -125,4 +161,4 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def _milliseconds(candidates: Sequence[Candidate]) -> list[float]:
-    return [1e3 * _seconds(one) for one in candidates]
+    return [1e3 * _seconds(candidate) for candidate in candidates]

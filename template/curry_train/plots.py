@@ -1,6 +1,8 @@
-"""Pictures of what was measured. They need matplotlib, which nothing else does.
+"""Plot of a memory timeline, and the check that matplotlib is installed.
 
     plot_timeline(measure_timeline(model, batch, loss), "timeline.png")
+
+Only plots need matplotlib.
 
 Proof: `python -m pytest tests/test_timeline.py -k plot`.
 """
@@ -11,7 +13,8 @@ from typing import Any
 
 from .plan.report import MEGABYTE, PHASES, Timeline
 
-# Of Paul Tol's palette for colour-blind readers; what stays through the step is at the bottom and grey or blue.
+# From Paul Tol's palette for colour-blind readers. Bytes that live through the whole step are at
+# the bottom, in grey or blue.
 COLOURS = {
     "parameters": "#BBBBBB",
     "buffers and batch": "#DDDDDD",
@@ -25,7 +28,7 @@ SHADES = {"forward": "#F4F4F4", "backward": "#FFFFFF", "step": "#F4F4F4"}
 
 
 def require_matplotlib() -> None:
-    """Say what to install where it is missing."""
+    """Raise RuntimeError with the install command if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError(
             "a plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'"
@@ -33,28 +36,30 @@ def require_matplotlib() -> None:
 
 
 def plot_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write a PNG: bytes alive by owner over the step's operations, and whose the peak is."""
+    """Write a PNG: bytes alive by owner over the operations of a step, and at its peak."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    course, owners = figure.subplots(1, 2, width_ratios=(2.7, 1))
+    course_axes, owner_axes = figure.subplots(1, 2, width_ratios=(2.7, 1))
     figure.suptitle(
         f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}",
         x=0.01,
         ha="left",
     )
-    _draw_course(course, timeline)
-    _draw_owners(owners, timeline)
+    _draw_course(course_axes, timeline)
+    _draw_owners(owner_axes, timeline)
     figure.savefig(path, format="png", dpi=150)
 
 
 def _draw_course(axes: Any, timeline: Timeline) -> None:
     places = [point.index for point in timeline.points]
     shown = [group for group in COLOURS if any(timeline.owners.get(group, ()))]
-    layers = [[owned / MEGABYTE for owned in timeline.owners[group]] for group in shown]
+    layers = []
+    for group in shown:
+        layers.append([owned / MEGABYTE for owned in timeline.owners[group]])
     peak = timeline.peak
     highest = peak.bytes_alive / MEGABYTE
     axes.stackplot(
@@ -67,6 +72,7 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
     )
     axes.set_xlim(0, timeline.num_operations - 1)
     axes.set_ylim(0, highest * 1.22)
+
     start = 0
     for phase in PHASES:
         end = max(point.index for point in timeline.points if point.phase == phase)
@@ -82,6 +88,7 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
             color="#333333",
         )
         start = end
+
     left = peak.index < timeline.num_operations / 2
     axes.plot(
         [peak.index], [highest], marker="v", color="black", markersize=6, zorder=4, clip_on=False
@@ -102,17 +109,18 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
 
 
 def _draw_owners(axes: Any, timeline: Timeline) -> None:
-    """One bar for each owner of the other picture, in the order in which they are stacked there."""
+    """Draw a bar for each owner, in the stacking order of the course."""
     owned = {
         group: timeline.peak.owners[group]
         for group in COLOURS
         if any(timeline.owners.get(group, ()))
     }
     widths = [held / MEGABYTE for held in owned.values()]
-    colours, longest = [COLOURS[group] for group in owned], max(widths)
-    axes.barh(
-        list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours
-    )  # the key
+    longest = max(widths)
+    colours = [COLOURS[group] for group in owned]
+
+    # A colour key at the left, for owners whose bar is too short to show its colour.
+    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours)
     bars = axes.barh(list(owned), widths, color=colours)
     whole = timeline.peak.bytes_alive
     labels = [f"{_figure(held)}  ({held / whole:.0%})" for held in owned.values()]
@@ -125,6 +133,6 @@ def _draw_owners(axes: Any, timeline: Timeline) -> None:
 
 
 def _figure(owned: int) -> str:
-    """Mebibytes to three digits, or to the whole number."""
+    """Format mebibytes to three digits, or as a whole number from 100 on."""
     size = owned / MEGABYTE
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"

@@ -1,6 +1,7 @@
-"""What a person sees of a run: a bar or lines, and TensorBoard.
+"""Progress of a run: a bar or lines on the console, and TensorBoard.
 
-Each is a context that gives the loop a hook; `train` opens them. Proof: `python -m pytest tests/test_progress.py`.
+Each is a context that yields a hook for the loop; `train` opens them.
+Proof: `python -m pytest tests/test_progress.py`.
 """
 
 import contextlib
@@ -19,31 +20,34 @@ from .training import Hook, Run
 
 @contextlib.contextmanager
 def show_progress(run: Run, *, console: Console | None = None, every: int = 10) -> Iterator[Hook]:
-    """A bar on a terminal; elsewhere a line for the first step, every `every` steps, and each dev loss."""
+    """Show a bar on a terminal; elsewhere print a line every `every` steps.
+
+    Lines are also printed for the first step, the last step and each dev loss.
+    """
     console = console or Console(highlight=False, soft_wrap=True)
     console.print(describe(run), markup=False)
     if not console.is_terminal:
-        first, after_first = run.first_step + 1, 0.0
+        first = run.first_step + 1
+        after_first = 0.0
 
         def line(report: StepReport) -> None:
             nonlocal after_first
             if report.step == first:
-                after_first = (
-                    time.perf_counter()
-                )  # the first step takes much longer than the others
+                # The estimate leaves out the first step, which takes much longer than the others.
+                after_first = time.perf_counter()
             elif report.dev_loss is None and report.step % every and report.step != report.steps:
                 return
-            seconds = (
-                (time.perf_counter() - after_first)
-                / max(1, report.step - first)
-                * (report.steps - report.step)
-            )
-            left = f"  {clock(seconds)} left" if first < report.step < report.steps else ""
-            told = f"step {report.step:>{len(str(report.steps))}}/{report.steps}  {figures(report, run)}{left}"
-            console.print(told, markup=False)
+
+            seconds_per_step = (time.perf_counter() - after_first) / max(1, report.step - first)
+            left = ""
+            if first < report.step < report.steps:
+                left = f"  {clock(seconds_per_step * (report.steps - report.step))} left"
+            step = f"{report.step:>{len(str(report.steps))}}/{report.steps}"
+            console.print(f"step {step}  {figures(report, run)}{left}", markup=False)
 
         yield line
         return
+
     columns = (
         BarColumn(12),
         MofNCompleteColumn(),
@@ -67,7 +71,7 @@ def show_progress(run: Run, *, console: Console | None = None, every: int = 10) 
 
 @contextlib.contextmanager
 def write_tensorboard(run: Run) -> Iterator[Hook]:
-    """The same figures for TensorBoard, in the run's folder."""
+    """Write the figures of each step for TensorBoard, in the run's folder."""
     with require_tensorboard()(run.folder / "tensorboard") as writer:
 
         def write(report: StepReport) -> None:
@@ -80,7 +84,7 @@ def write_tensorboard(run: Run) -> Iterator[Hook]:
 
 
 def require_tensorboard() -> Any:
-    """Its writer, or how to get it."""
+    """Return TensorBoard's writer, or raise ValueError with the install command."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -91,36 +95,33 @@ def require_tensorboard() -> Any:
 
 
 def describe(run: Run) -> str:
-    """What is trained, and how; and what a run goes on from that was damaged."""
-    parts, config = run.parts, run.parts.config
-    steps = parts.stream.microbatches_per_window
-    ranks = (
-        f" on each of {parts.ranks.size} ranks ({config.parallel})" if parts.ranks.size > 1 else ""
-    )
-    recompute = (
-        f", {config.recomputation().strategy} on {len(parts.changed)} layers"
-        if parts.changed
-        else ""
-    )
-    began = f", from step {run.first_step}" if run.first_step else ""
+    """Describe model, data and settings, and the damaged states that a resume passed over."""
+    parts = run.parts
+    config = parts.config
+    started = f", from step {run.first_step}" if run.first_step else ""
+    ranks = ""
+    if parts.ranks.size > 1:
+        ranks = f" on each of {parts.ranks.size} ranks ({config.parallel})"
+    recompute = ""
+    if parts.changed:
+        recompute = f", {config.recomputation().strategy} on {len(parts.changed)} layers"
+    resumed = f"\n{run.resumed.words}" if run.resumed and run.resumed.damaged else ""
     return (
         f"{run.folder}: {parts.case.workload.name}, {parts.num_parameters / 1e6:.2f}M parameters, "
-        f"{len(parts.stream.dataset):,} samples{began}\n"
-        f"{steps} x {config.microbatch} samples a step{ranks}, {config.precision} on {parts.ranks.device.type}"
-        f"{recompute}" + (f"\n{run.resumed.words}" if run.resumed and run.resumed.damaged else "")
+        f"{len(parts.stream.dataset):,} samples{started}\n"
+        f"{parts.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
+        f"{config.precision} on {parts.ranks.device.type}{recompute}{resumed}"
     )
 
 
 def figures(report: StepReport, run: Run) -> str:
-    """A step in few words."""
+    """Summarize a step: loss, throughput and peak memory."""
     unit = "tokens" if run.parts.config.data.source in ("text", "tokens") else "terms"
     dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
     skipped = "" if report.stepped else "  skipped"
-    rate, memory = (
-        report.num_terms / report.seconds,
-        format_bytes(peak_bytes(run.parts.ranks.device)),
-    )
-    return f"loss {report.loss:.4f}{dev}{skipped}  {short(rate)} {unit}/s  {memory}"
+    rate = short(report.num_terms / report.seconds)
+    memory = format_bytes(peak_bytes(run.parts.ranks.device))
+    return f"loss {report.loss:.4f}{dev}{skipped}  {rate} {unit}/s  {memory}"
 
 
 def short(number: float) -> str:

@@ -1,6 +1,7 @@
-"""Is a resumed run the straight one? Trains once straight, once killed and resumed, and compares to the bit.
+"""Check that a resumed run equals an uninterrupted one to the bit.
 
-Both run in processes of their own; the second dies by SIGKILL within a step, and goes on from what it had saved.
+Trains once straight through, and once killed and resumed. Both run in processes of their own; the
+second is killed by SIGKILL within a step and resumes from its newest saved state.
 Proof: `python -m pytest tests/test_runs_command.py`.
 """
 
@@ -28,12 +29,13 @@ from .runs.saved_run import SavedRun
 from .training import Hook, Run, train
 
 FIGURES = ("loss", "dev_loss", "grad_norm", "learning_rate")
-STRAIGHT, KILLED = "straight", "killed"
+STRAIGHT = "straight"
+KILLED = "killed"
 
 
 @dataclass(frozen=True)
 class ResumeCheck:
-    """What was compared, and where it first differs; None where all is equal."""
+    """Numbers of compared figures and tensors, and the first difference (None if equal)."""
 
     steps: int
     killed_at: int
@@ -59,65 +61,75 @@ def resume_check(
     save_every: int,
     config: str | None = None,
 ) -> ResumeCheck:
-    """Train by these words in `folder`. Raises ValueError, with what the run said, where one does not run."""
+    """Train with these configuration words in `folder`, with and without a kill, and compare.
+
+    Raises ValueError with the last line that the run printed if a run fails.
+    """
     if not 1 <= save_every < kill_at < steps:
         raise ValueError(
-            f"it takes a save, then a kill, then a step: 1 <= save-every < kill-at < steps, got {save_every}, "
-            f"{kill_at} and {steps}"
+            "the check needs a save, then a kill, then a step: 1 <= save-every < kill-at < steps, "
+            f"got {save_every}, {kill_at} and {steps}"
         )
     given = [*words, f"steps={steps}", f"checkpoint.rollback_every={save_every}", f"runs={folder}"]
     _train([*given, f"name={STRAIGHT}"], config=config)
     _train([*given, f"name={KILLED}"], config=config, kill_at=kill_at)
-    killed = folder / f"{KILLED}-001"
-    died = max(step for step, _ in _metrics(killed))
-    if died != kill_at:
+    killed_run = folder / f"{KILLED}-001"
+    last_step = max(step for step, _ in _metrics(killed_run))
+    if last_step != kill_at:
         raise ValueError(
-            f"the run was to die at step {kill_at} and was at {died}: this is an error of the check"
+            f"the run was to be killed at step {kill_at} and ended at {last_step}: this is a bug "
+            "of the check"
         )
-    _train([*given, f"name={KILLED}"], config=config, resume=killed.name)
-    straight, resumed = _metrics(folder / f"{STRAIGHT}-001"), _metrics(killed)
-    first, second = final_tensors(folder / f"{STRAIGHT}-001"), final_tensors(killed)
+
+    _train([*given, f"name={KILLED}"], config=config, resume=killed_run.name)
+    straight_run = folder / f"{STRAIGHT}-001"
+    straight = _metrics(straight_run)
+    resumed = _metrics(killed_run)
+    straight_state = final_tensors(straight_run)
+    resumed_state = final_tensors(killed_run)
+    difference = _different_figure(straight, resumed)
     return ResumeCheck(
         steps=steps,
         killed_at=kill_at,
         resumed_from=_resumed_from([step for step, _ in resumed]),
-        figures=sum(len(found) for _, found in resumed),
-        tensors=len(first),
-        difference=_different_figure(straight, resumed) or _different_tensor(first, second),
+        figures=sum(len(figures) for _, figures in resumed),
+        tensors=len(straight_state),
+        difference=difference or _different_tensor(straight_state, resumed_state),
     )
 
 
 def final_tensors(run: Path) -> dict[str, Tensor]:
-    """Every tensor of the newest saved state of a run."""
+    """Read every tensor of the newest saved state of a run."""
     saved = SavedRun(run)
-    if (newest := saved.latest()) is not None:
-        metadata = read_metadata(
-            saved.files, newest.folder, read_manifest(saved.files, newest.folder)
-        )
-        found = {
-            name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in facts_of(metadata).items()
-        }
-        read_tensors(saved.files, newest.folder, metadata, found)
-        return found
-    raise ValueError(f"{run} has no saved state")
+    newest = saved.latest()
+    if newest is None:
+        raise ValueError(f"{run} has no saved state")
+
+    manifest = read_manifest(saved.files, newest.folder)
+    metadata = read_metadata(saved.files, newest.folder, manifest)
+    tensors = {
+        name: torch.empty(facts.shape, dtype=facts.dtype)
+        for name, facts in facts_of(metadata).items()
+    }
+    read_tensors(saved.files, newest.folder, metadata, tensors)
+    return tensors
 
 
 def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
-    """The figures of each step, in the order in which they were trained; a step that was done twice is there twice."""
-    found: list[tuple[int, dict[str, Any]]] = []
+    """Return the figures of each step in journal order; a repeated step appears twice."""
+    steps: list[tuple[int, dict[str, Any]]] = []
     for event in JournalReading(run / NAME):
         if event.kind == "step":
-            found.append(
-                (event.step, {name: event.facts[name] for name in FIGURES if name in event.facts})
-            )
+            figures = {name: event.facts[name] for name in FIGURES if name in event.facts}
+            steps.append((event.step, figures))
         elif event.kind == "eval":
-            found[-1][1][event.facts["metric"]] = event.facts["value"]
-    return found
+            _, figures = steps[-1]
+            figures[event.facts["metric"]] = event.facts["value"]
+    return steps
 
 
 def _resumed_from(steps: Sequence[int]) -> int:
-    """The step before the first that was done again, or that came after the kill."""
+    """Return the step before the first repeated one, or the last step if none was repeated."""
     return next(
         (after - 1 for before, after in itertools.pairwise(steps) if after <= before), max(steps)
     )
@@ -127,12 +139,12 @@ def _different_figure(
     straight: Sequence[tuple[int, Any]], resumed: Sequence[tuple[int, Any]]
 ) -> str | None:
     expected = dict(straight)
-    for step, found in resumed:
+    for step, figures in resumed:
         for name in FIGURES:
-            first, second = expected.get(step, {}).get(name), found.get(name)
-            if first != second and not (
-                first != first and second != second
-            ):  # NaN is equal to NaN here
+            first = expected.get(step, {}).get(name)
+            second = figures.get(name)
+            both_nan = first != first and second != second
+            if first != second and not both_nan:
                 return f"{name} of step {step} is {first!r} straight and {second!r} resumed"
     missing = sorted(expected.keys() - dict(resumed).keys())
     return f"step {missing[0]} was not trained after the resume" if missing else None
@@ -176,25 +188,26 @@ def _train(
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     expected = 0 if kill_at is None else -signal.SIGKILL
     if done.returncode != expected:
-        said = done.stderr.strip().splitlines()
-        raise ValueError(
-            f"the training did not run: {said[-1] if said else f'status {done.returncode}'}"
-        )
+        errors = done.stderr.strip().splitlines()
+        reason = errors[-1] if errors else f"status {done.returncode}"
+        raise ValueError(f"the training did not run: {reason}")
 
 
 def _train_here(order: dict[str, Any]) -> None:
-    """In the process of one run."""
+    """Train one run in this process, and kill it at the step `kill_at`."""
 
     @contextlib.contextmanager
-    def dies(run: Run) -> Iterator[Hook]:
+    def kill_at_step(run: Run) -> Iterator[Hook]:
         def after_step(report: StepReport) -> None:
             if report.step == order["kill_at"]:
-                run.policy.finish()  # so that where it goes on does not depend on how fast the disk is
+                # Finish saves first, so that the resume step does not depend on disk speed.
+                run.policy.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
 
         yield after_step
 
-    train(load_config(order["config"], order["words"]), resume=order["resume"], watch=[dies])
+    config = load_config(order["config"], order["words"])
+    train(config, resume=order["resume"], watch=[kill_at_step])
 
 
 if __name__ == "__main__":

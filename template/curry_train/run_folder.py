@@ -1,4 +1,4 @@
-"""The folder of a run: `runs/<name>-001` and on, with the configuration that it was started with.
+"""Folder of a run, such as `runs/<name>-001`, with its configuration.
 
 Proof: `python -m pytest tests/test_run_folder.py`.
 """
@@ -11,7 +11,7 @@ from .runs.names import BEST, KINDS, step_of, what_runs_there_are
 
 
 def new_run(config: Config) -> Path:
-    """Make the folder of the next run of this name, and write the configuration into it."""
+    """Make the folder for the next run of this name and write the configuration into it."""
     root = Path(config.runs)
     root.mkdir(parents=True, exist_ok=True)
     numbers = [
@@ -26,22 +26,28 @@ def new_run(config: Config) -> Path:
         try:
             folder.mkdir()
         except FileExistsError:
-            continue  # of a run that was started at the same moment
+            continue  # another run took this number at the same moment
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         return folder
 
 
 def note_resumed(folder: Path, config: Config, *, step: int) -> None:
-    """Beside the first configuration, the one that goes on from this step, if it is another."""
-    text, first = config.to_yaml(), folder / "config.yaml"
+    """Write the configuration of a resumed run beside the first one, if they differ."""
+    text = config.to_yaml()
+    first = folder / "config.yaml"
     if not first.is_file() or first.read_text(encoding="utf-8") != text:
         (folder / f"config-from-step-{step:08d}.yaml").write_text(text, encoding="utf-8")
 
 
 def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
-    """The folder to go on in, and what of it: `resume` is `latest` of this name's runs, a run by name or path, one of
-    its steps as RUN@500, or a checkpoint's path. From RUN@best, which has parameters only, a new run begins: None."""
-    root, path = Path(config.runs), Path(resume)
+    """Return the folder of the run to resume, and which of its states to load.
+
+    `resume` is `latest` of the runs of this name, a run by name or path, a step of it as RUN@500,
+    or the path of a checkpoint. RUN@best holds parameters only and starts a new run: the folder is
+    None.
+    """
+    root = Path(config.runs)
+    path = Path(resume)
     if path.parent.name in KINDS and (step := step_of(path.parent.name, path.name)) is not None:
         return (None, resume) if path.parent.name == BEST else (path.parent.parent, str(step))
     place, _, inside = resume.partition("@")
@@ -49,14 +55,16 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     for folder in runs:
         if _is_run(folder):
             return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
-    beside = (
-        Path(place).parent if place != "latest" and Path(place).parent.name else root
-    )  # a path names its own
-    there = [folder.name for folder in beside.glob("*/") if _is_run(folder)]
+
+    # A path is searched for in its own parent folder.
+    searched = root
+    if place != "latest" and Path(place).parent.name:
+        searched = Path(place).parent
+    names = [folder.name for folder in searched.glob("*/") if _is_run(folder)]
     wanted = config.name if place == "latest" else Path(place).name
-    known = (
-        what_runs_there_are(wanted, there, root=beside) if there else f"no run in {beside} has one"
-    )
+    known = f"no run in {searched} has one"
+    if names:
+        known = what_runs_there_are(wanted, names, root=searched)
     raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
 
 

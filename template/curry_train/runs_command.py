@@ -1,8 +1,10 @@
-"""The commands that look after saved state: what is there, is it whole. Others are in modules beside this one.
+"""Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
 
     python -m curry_train runs list
     python -m curry_train runs verify runs/run-001
-    python -m my_package.runs_command list            # in a package that has no command line of ours
+    python -m my_package.runs_command list      # in a package without the curry_train command line
+
+The other `runs` commands are in modules beside this one.
 
 Proof: `python -m pytest tests/test_runs_command.py`.
 """
@@ -31,8 +33,9 @@ from .runs.saved_run import SavedRun
 from .runs_story import story, story_lines
 from .runs_table import checkpoint_rows, checkpoints_table, run_row, runs_table
 
-JSON = json_option("Write the facts; - is standard output.")
-# Each is in a module of its own, which a package has or has not: of which technique, or of the training project.
+JSON = json_option("Write the results; - is standard output.")
+# Commands in modules of their own, with the technique that brings the module. None stands for the
+# training project. A package need not have all of them.
 BESIDE = {
     "diff": "checkpoint-policy",
     "estimate": "checkpoint-policy",
@@ -44,34 +47,35 @@ RUN = click.argument("run", metavar="RUN")
 
 
 class Commands(click.Group):
-    """Also those in modules beside this one, where the project has them: `diff` is `runs_diff_command.diff_command`."""
+    """Command group that adds the commands of the modules beside this one, where installed.
+
+    `diff` is `runs_diff_command.diff_command`.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(
-            [
-                *super().list_commands(ctx),
-                *(name for name in BESIDE if importlib.util.find_spec(_beside(name))),
-            ]
-        )
+        installed = [name for name in BESIDE if importlib.util.find_spec(_beside(name))]
+        return sorted([*super().list_commands(ctx), *installed])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in BESIDE:
-            if cmd_name not in self.list_commands(ctx):
-                raise UnusableInput(_missing(cmd_name))
-            return cast(
-                click.Command,
-                getattr(importlib.import_module(_beside(cmd_name)), f"{_word(cmd_name)}_command"),
-            )
-        return super().get_command(ctx, cmd_name)
+        if cmd_name not in BESIDE:
+            return super().get_command(ctx, cmd_name)
+        if cmd_name not in self.list_commands(ctx):
+            raise UnusableInput(_missing(cmd_name))
+        module = importlib.import_module(_beside(cmd_name))
+        return cast(click.Command, getattr(module, f"{_word(cmd_name)}_command"))
 
 
 def _missing(name: str) -> str:
     if (technique := BESIDE[name]) is None:
         return (
-            f"{name} trains, so it needs the training project, which {__package__} has not: python scripts/scaffold.py "
-            f"new DIR --name NAME makes one, and runs it there on any --model package.module:factory"
+            f"{name} trains, so it needs the training project, which {__package__} does not have: "
+            "make one with python scripts/scaffold.py new DIR --name NAME, and run it there on any "
+            "--model package.module:factory"
         )
-    return f"{__package__} has no {name}: python scripts/scaffold.py add {technique} --into its folder brings it"
+    return (
+        f"{__package__} has no {name}: add it with python scripts/scaffold.py add {technique} "
+        "--into its folder"
+    )
 
 
 def _beside(name: str) -> str:
@@ -84,14 +88,20 @@ def _word(name: str) -> str:
 
 @click.group("runs", cls=Commands)
 def runs_command() -> None:
-    """Saved state and journals of runs. Exit status: 0 well, 1 damaged or not equal, 2 wrong usage."""
+    """Inspect saved states and journals of runs.
+
+    Exit status: 0 all well, 1 damaged or not equal, 2 wrong usage.
+    """
 
 
 @runs_command.command("list")
 @click.argument("folder", default="runs")
 @JSON
 def list_command(folder: str, json_path: str | None) -> None:
-    """The runs in FOLDER, with what is saved of each, as far as that shows without reading all of it."""
+    """List runs and their saved states.
+
+    The files of the saved states in FOLDER are not all read; `verify` reads them.
+    """
     root = Path(folder)
     if not root.is_dir():
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
@@ -105,20 +115,25 @@ def list_command(folder: str, json_path: str | None) -> None:
 @RUN
 @JSON
 def show_command(run: str, json_path: str | None) -> None:
-    """The checkpoints of a run, and which of them are damaged, and why; its attempts, and what happened in them."""
+    """Show checkpoints, damage, attempts and events of a run."""
     saved = _open(run)
-    rows, newest = checkpoint_rows(saved), saved.latest()
-    told, unread = _told(saved)
+    rows = checkpoint_rows(saved)
+    newest = saved.latest()
+    attempts, journal_error = _told(saved)
+
     console = console_for(json_path)
     console.print(checkpoints_table(rows))
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
-    for line in [*story_lines(told), *([unread] if unread else [])]:
+    for line in story_lines(attempts):
         console.print(line, markup=False)
+    if journal_error:
+        console.print(journal_error, markup=False)
+
     facts = {
         "run": run,
         "latest": newest.folder if newest else None,
         "checkpoints": rows,
-        "attempts": told,
+        "attempts": attempts,
     }
     end(json_path, facts, well=not any(row["damaged"] for row in rows))
 
@@ -128,36 +143,43 @@ def show_command(run: str, json_path: str | None) -> None:
 @click.argument("checkpoint", required=False)
 @JSON
 def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> None:
-    """Read every file of a run again, or of one CHECKPOINT such as rollback/step-00000500.dcp or latest."""
+    """Verify every file of a run, or of one CHECKPOINT.
+
+    CHECKPOINT is latest, or a folder such as rollback/step-00000500.dcp.
+    """
     saved = _open(run)
     try:
-        folders = (
-            [row["folder"] for row in checkpoint_rows(saved)]
-            if checkpoint is None
-            else [saved.folder_of(checkpoint)]
-        )
+        if checkpoint is None:
+            folders = [row["folder"] for row in checkpoint_rows(saved)]
+        else:
+            folders = [saved.folder_of(checkpoint)]
     except (ValueError, DamagedCheckpoint) as error:
         raise UnusableInput(str(error)) from error
-    found: dict[str, str | None] = {}
-    with progress_of() as say:
+
+    errors: dict[str, str | None] = {}
+    with progress_of() as show_message:
         for folder in folders:
-            say(folder)
+            show_message(folder)
             try:
                 saved.verify(folder)
-                found[folder] = None
+                errors[folder] = None
             except DamagedCheckpoint as error:
-                found[folder] = str(error)
-    damaged = {folder: why for folder, why in found.items() if why}
+                errors[folder] = str(error)
+
+    damaged = {folder: why for folder, why in errors.items() if why}
     console = console_for(json_path)
     for folder, why in damaged.items():
         console.print(f"damaged: {folder}", style="red", markup=False)
         console.print(textwrap.indent("\n".join(textwrap.wrap(why, 76)), "  "), markup=False)
-    console.print(f"{len(found) - len(damaged)} of {len(found)} checkpoints whole")
-    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(found)}, well=not damaged)
+    console.print(f"{len(errors) - len(damaged)} of {len(errors)} checkpoints intact")
+    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(errors)}, well=not damaged)
 
 
 def _told(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
-    """What the journal tells, or why it can't be read; a run need not have one."""
+    """Return the attempts in a run's journal, and an error text if it can't be read.
+
+    A run without a journal gives neither.
+    """
     path = Path(saved.files.location(""), NAME)
     if not path.exists():
         return [], ""
@@ -168,23 +190,24 @@ def _told(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
 
 
 def _open(run: str) -> SavedRun:
-    """A run's folder, or the name of one in `runs`."""
-    if "://" not in run and not _is_run(Path(run)) and _is_run(Path("runs", run)):
+    """Open a run given by folder, by URL, or by name in `runs`."""
+    if "://" in run or _is_run(Path(run)):
+        return SavedRun(run)
+    if _is_run(Path("runs", run)):
         return SavedRun(Path("runs", run))
-    if "://" not in run and not _is_run(Path(run)):
-        beside = Path(run).parent if Path(run).parent.name else Path("runs")
-        there = [path.name for path in beside.glob("*/") if _is_run(path)]
-        known = what_runs_there_are(Path(run).name, there, root=beside)
+
+    root = Path(run).parent if Path(run).parent.name else Path("runs")
+    names = [path.name for path in root.glob("*/") if _is_run(path)]
+    if names:
+        advice = what_runs_there_are(Path(run).name, names, root=root)
+    else:
         advice = f"give a folder that holds {', '.join(KINDS)} or {NAME}, such as runs/run-001"
-        said = f"{run} is no run: {known if there else advice}"
-        raise UnusableInput(
-            "\n".join(textwrap.wrap(printable(said, longest=1000), 73, break_on_hyphens=False))
-        )
-    return SavedRun(run)
+    message = printable(f"{run} is no run: {advice}", longest=1000)
+    raise UnusableInput("\n".join(textwrap.wrap(message, 73, break_on_hyphens=False)))
 
 
 def _is_run(path: Path) -> bool:
-    """A run that has saved nothing yet may have a journal."""
+    """Whether a folder is a run; one that has saved nothing yet may have a journal."""
     return any((path / kind).is_dir() for kind in KINDS) or (path / NAME).is_file()
 
 

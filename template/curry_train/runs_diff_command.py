@@ -1,4 +1,4 @@
-"""The command that compares two runs by their journals: `diff_command`, for the group `runs`.
+"""Command `runs diff`: compare two runs by their journals.
 
 Proof: `python -m pytest tests/test_runs_diff_command.py`.
 """
@@ -21,9 +21,11 @@ from .runs.journal_lines import finite, printable
 from .runs.journal_reading import find_journal
 
 WIDTH = 80
-MOST_CHANGES = 40  # of one part that are shown; --json has all
+MOST_CHANGES = 40  # changes shown per section; --json has all
 MOST_STEPS = 4
-NAME, VALUE = 36, 18  # the widest of a table; what is longer has lines of its own
+# Longest name and value that fit into the table; longer ones get lines of their own.
+NAME = 36
+VALUE = 18
 
 
 @click.command("diff")
@@ -35,14 +37,16 @@ NAME, VALUE = 36, 18  # the widest of a table; what is longer has lines of its o
     default="runs",
     show_default=True,
     metavar="DIR",
-    help="Where runs of a name are.",
+    help="Folder of the runs given by name.",
 )
-@json_option("Write all of it; - is standard output.")
+@json_option("Write the whole comparison; - is standard output.")
 def diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
-    """Say how run B differs from run A: what it resumed from, configuration, code and environment, where losses part.
+    """Compare two runs by their journals.
 
-    A run is a name in --runs, a folder or a journal; NAME@2 is the run as its second attempt left it.
-    Exit status: 0 they were compared, 2 one can't be read.
+    Compares configuration, code, environment and losses of runs A and B.
+
+    A run is a name in --runs, a folder or a journal; NAME@2 is the run as its second attempt left
+    it. Exit status: 0 compared, 2 a run can't be read.
     """
     try:
         histories = [read_history(find_journal(name, root=root), name=name) for name in (a, b)]
@@ -55,20 +59,19 @@ def diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
 
 
 def diff_text(found: Difference, histories: Sequence[History]) -> str:
-    """The most telling first, in at most 80 columns."""
+    """Return the comparison, most telling first, at most 80 columns wide."""
     if found.same:
         only = histories[0]
-        advice = (
-            f" To compare its attempts: {only.name}@1 {only.name}@2."
-            if len(only.attempts) > 1
-            else ""
-        )
+        advice = ""
+        if len(only.attempts) > 1:
+            advice = f" To compare its attempts: {only.name}@1 {only.name}@2."
         return _wrapped(
             f"{found.a} and {found.b} are the same journal, so nothing differs.{advice}", indent=""
         )
+
     blocks = [
         list(_lead(found)),
-        [_about(mark, each) for mark, each in zip("AB", histories, strict=True)],
+        [_about(mark, history) for mark, history in zip("AB", histories, strict=True)],
     ]
     blocks += [
         list(_part(name, getattr(found, name), found)) for name in ("config", "code", "environment")
@@ -84,36 +87,38 @@ def diff_text(found: Difference, histories: Sequence[History]) -> str:
 def _lead(found: Difference) -> Iterator[str]:
     if found.resumed is None:
         return
-    earlier, later, step = found.resumed.earlier, found.resumed.later, found.resumed.step
+    earlier = found.resumed.earlier
+    later = found.resumed.later
+    step = found.resumed.step
     if found.resumed.how == "rollback":
         yield _wrapped(f"{later} rolled {earlier} back to step {step}")
     else:
         yield _wrapped(f"{later} resumed from {earlier} at step {step}")
     if not found.resumed.reached:
         yield _wrapped(
-            f"but this journal of {earlier} does not have step {step}: is it another run of that name?"
+            f"but this journal of {earlier} does not have step {step}: "
+            "is it another run of that name?"
         )
 
 
 def _about(mark: str, history: History) -> str:
-    steps, attempts = history.steps.step, len(history.attempts)
+    steps = history.steps.step
     span = f"steps {_span(steps[0], steps[-1])}" if steps else "no step"
-    many = f" in {attempts} attempts" if attempts > 1 else ""
+    num_attempts = len(history.attempts)
+    many = f" in {num_attempts} attempts" if num_attempts > 1 else ""
     ended = history.attempts[-1].ended
-    end = "no word of its end" if ended is None else f"ended by {printable(ended, longest=100)}"
-    damaged = f", {history.num_damaged} damaged lines, the first is {history.first_damaged}"
-    return _wrapped(
-        f"{mark}  {history.name}: {span}{many}, {end}{damaged if history.num_damaged else ''}",
-        indent="   ",
-    )
+    end = "no record of its end" if ended is None else f"ended by {printable(ended, longest=100)}"
+    damaged = ""
+    if history.num_damaged:
+        damaged = f", {history.num_damaged} damaged lines, the first is {history.first_damaged}"
+    return _wrapped(f"{mark}  {history.name}: {span}{many}, {end}{damaged}", indent="   ")
 
 
 def _part(name: str, changes: Sequence[Change], found: Difference) -> Iterator[str]:
-    without = [
-        each for each, told in zip((found.a, found.b), found.told[name], strict=True) if not told
-    ]
-    if without:
-        yield _wrapped(f"{name}: not known of {' and '.join(without)}")
+    recorded = zip((found.a, found.b), found.told[name], strict=True)
+    unknown = [run for run, is_recorded in recorded if not is_recorded]
+    if unknown:
+        yield _wrapped(f"{name}: unknown for {' and '.join(unknown)}")
         return
     if not changes:
         yield f"{name}: the same"
@@ -122,28 +127,25 @@ def _part(name: str, changes: Sequence[Change], found: Difference) -> Iterator[s
         (printable(change.name), _value(change.a), _value(change.b))
         for change in changes[:MOST_CHANGES]
     ]
-    beside = [row for row in rows if len(row[0]) <= NAME and max(len(row[1]), len(row[2])) <= VALUE]
-    widths = [max((len(row[column]) for row in beside), default=0) for column in (0, 1)]
-    if beside:
-        yield f"{name:<{widths[0] + 4}}{'A':<{widths[1]}}  B"
-    else:
-        yield name
+    short = [row for row in rows if len(row[0]) <= NAME and max(len(row[1]), len(row[2])) <= VALUE]
+    name_width = max((len(row[0]) for row in short), default=0)
+    value_width = max((len(row[1]) for row in short), default=0)
+
+    yield f"{name:<{name_width + 4}}{'A':<{value_width}}  B" if short else name
     for row in rows:
-        if row in beside:
-            yield f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}".rstrip()
+        if row in short:
+            yield f"  {row[0]:<{name_width}}  {row[1]:<{value_width}}  {row[2]}".rstrip()
             continue
-        yield from (
-            _wrapped(text, indent=" " * 7)
-            for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}")
-        )
+        for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}"):
+            yield _wrapped(text, indent=" " * 7)
     if len(changes) > MOST_CHANGES:
         yield f"  and {len(changes) - MOST_CHANGES} more: --json has all"
 
 
 def _losses(name: str, losses: Losses) -> Iterator[str]:
     if not losses.num_common:
-        told = ["none" if span is None else _span(*span) for span in losses.spans]
-        yield _wrapped(f"{name}: no step in common, A has {told[0]} and B has {told[1]}")
+        spans = ["none" if span is None else _span(*span) for span in losses.spans]
+        yield _wrapped(f"{name}: no step in common, A has {spans[0]} and B has {spans[1]}")
         return
     many = "1 common step" if losses.num_common == 1 else f"{losses.num_common} common steps"
     span = f"{many}, {_span(losses.first_common or 0, losses.last_common or 0)}"
@@ -159,13 +161,12 @@ def _losses(name: str, losses: Losses) -> Iterator[str]:
 
 
 def _costs(found: Difference, histories: Sequence[History]) -> Iterator[str]:
-    """What a change is often made for; the losses say what it left alone."""
+    """Compare peak memory and median step time."""
     devices = [
         str((history.facts.get("environment") or {}).get("device", "")) for history in histories
     ]
-    peak = (
-        "peak of process" if all(device.startswith("cpu") for device in devices) else "peak memory"
-    )
+    on_cpu = all(device.startswith("cpu") for device in devices)
+    peak = "peak of process" if on_cpu else "peak memory"
     for key, name, text in (("peak_bytes", peak, _size), ("seconds", "median step", _duration)):
         if key in found.costs:
             a, b = found.costs[key]
@@ -192,14 +193,13 @@ def _parting(parting: Parting) -> str:
 
 
 def _events(found: Difference) -> Iterator[str]:
-    room = max((len(kind) for kind in found.events), default=0)
-    for number, (kind, (a, b)) in enumerate(found.events.items()):
-        if not number:
-            yield "events"
-        told = f"{_seen(a)} in both" if a == b else f"A {_seen(a)}; B {_seen(b)}"
+    if found.events:
+        yield "events"
+    width = min(max((len(kind) for kind in found.events), default=0), 20)
+    for kind, (a, b) in found.events.items():
+        counts = f"{_seen(a)} in both" if a == b else f"A {_seen(a)}; B {_seen(b)}"
         yield _wrapped(
-            f"  {printable(kind, longest=20):<{min(room, 20)}}  {told}",
-            indent=" " * (min(room, 20) + 4),
+            f"  {printable(kind, longest=20):<{width}}  {counts}", indent=" " * (width + 4)
         )
 
 

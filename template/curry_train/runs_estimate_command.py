@@ -1,4 +1,4 @@
-"""The command that says what a policy takes on the disk: `estimate_command`, for the group `runs`.
+"""Command `runs estimate`: disk space that a checkpoint policy needs.
 
     python -m curry_train runs estimate --parameters 7e9 retention.rollback_keep=2
 
@@ -26,16 +26,20 @@ from .runs_table import estimate_table
 
 
 @click.command("estimate")
-@click.option("--parameters", metavar="NUMBER", help="Such as 7e9; or give --model.")
+@click.option(
+    "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
+)
 @model_option("model", more="Its parameters are counted.")
 @click.option(
     "--dtype",
     type=click.Choice(list(STATE)),
     default="float32",
     show_default=True,
-    help="Of the weights.",
+    help="Type of the weights.",
 )
-@click.option("--folder", metavar="FOLDER", help="Say whether its volume has the room.")
+@click.option(
+    "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
+)
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @json_option()
 def estimate_command(
@@ -46,8 +50,11 @@ def estimate_command(
     words: tuple[str, ...],
     json_path: str | None,
 ) -> None:
-    """What a policy takes on the disk. KEY=VALUE are keys of the block checkpoint:, such as retention.rollback_keep=2.
-    Exit status 1 where the volume of --folder has no room."""
+    """Estimate the disk space that a checkpoint policy needs.
+
+    KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
+    estimated, 1 the volume of --folder is too small, 2 wrong usage.
+    """
     try:
         if (parameters is None) == (model is None):
             raise ValueError("give --parameters or --model")
@@ -59,17 +66,19 @@ def estimate_command(
     console.print(estimate_table(estimate))
     for line in estimate.advice:
         console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
-    facts, well = estimate.to_json(), True
+
+    facts = estimate.to_json()
+    enough = True
     if folder is not None:
         free = free_bytes(SavedRun(folder).files, "recovery")
-        well = free is None or free >= estimate.most
+        enough = free is None or free >= estimate.most
         facts["free"] = free
         console.print(
-            f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if well else 'not enough'}"
+            f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if enough else 'not enough'}"
         )
     if json_path:
         write_json(json_path, facts)
-    sys.exit(0 if well else 1)
+    sys.exit(0 if enough else 1)
 
 
 def _block(words: Sequence[str]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""The picture of runs, drawn from their journals: loss, dev metric, learning rate and memory over the steps, with what
-happened marked.
+"""Plot of runs from their journals: loss, dev metric, learning rate and memory.
 
     plot_runs([read_history("runs/run-001"), read_history("runs/run-002")], "runs.png")
 
-What was rolled back is faint. Proof: `python -m pytest tests/test_runs_plot.py`.
+Events such as saves and rollbacks are marked; steps that were rolled back are faint.
+Proof: `python -m pytest tests/test_runs_plot.py`.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from .runs.journal_history import Course, History, Steps
 from .runs.journal_lines import number_of, printable
 from .runs_plot_events import SPIKE, draw_events, draw_rollbacks
 
-# Of Paul Tol's palettes for colour-blind readers; red is left to spikes.
+# From Paul Tol's palettes for colour-blind readers; red is left to spikes.
 COLOURS = (
     "#4477AA",
     "#228833",
@@ -32,18 +33,19 @@ COLOURS = (
     "#777777",
 )
 GREY = "#C4C4C4"
-MOST_NAMED = 20  # runs with a colour and a name: those that end lowest; the others are grey
-MOST_POINTS = 4000  # of a line: beyond it, the least and the greatest of each stretch
-FAINT = 0.45  # of what does not count any more
-LONGEST = 30  # of a name
-STYLES: tuple[Literal["-", "--"], ...] = ("-", "--")  # a colour comes again with the second
-SPIKE_ROOM = 5.0  # of a linear axis for spikes, over what the rest takes; beyond it they are marked at the edge
-LOG_FROM = 10.0  # greatest over least loss, above which the axis is logarithmic
+MOST_NAMED = 20  # runs with a colour and a name, those with the lowest last loss; others are grey
+MOST_POINTS = 4000  # points of a line; beyond it, only the extremes of each stretch are drawn
+FAINT = 0.45  # opacity of steps that were rolled back or resumed over
+LONGEST = 30  # longest name, in characters
+STYLES: tuple[Literal["-", "--"], ...] = ("-", "--")  # the second is used when colours repeat
+# On a linear axis a spike is drawn up to this multiple of the range of the other losses.
+SPIKE_ROOM = 5.0
+LOG_FROM = 10.0  # ratio of greatest to least loss from which the axis is logarithmic
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a run is drawn; `label` is None where it is one of many."""
+    """Colour, style and label of a run; `label` is None for a run that is only grey."""
 
     colour: str
     style: Literal["-", "--"]
@@ -58,15 +60,16 @@ def plot_runs(
     smooth: int | None = None,
     title: str | None = None,
 ) -> list[str]:
-    """Write a PNG; returns the names of the runs that have a colour. `smooth` draws means over so many steps;
-    `title` is over it instead of how many they are."""
+    """Write a PNG and return the names of the runs that have a colour.
+
+    `smooth` draws the loss as a mean over that many steps; `title` replaces the number of runs.
+    """
     drawn = [history for history in histories if len(history.steps)]
     if not drawn:
         raise ValueError("there is nothing to draw: no journal has a step that counts")
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     looks = choose_looks(drawn)
     named = [(history, look) for history, look in zip(drawn, looks, strict=True) if look.label]
@@ -77,89 +80,90 @@ def plot_runs(
     panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     loss, *others, memory, events = panels
     courses = [history.course for history in drawn]
+
     _draw(loss, courses, looks, "loss", smooth=smooth)
-    lost = _scale_loss(loss, courses, scale)
+    num_not_finite = _scale_loss(loss, courses, scale)
     for history, look in named:
         draw_rollbacks(loss, history, look.colour, arrows=len(drawn) <= 4)
     _frame(loss, "loss" if smooth is None else f"loss, mean over {smooth} steps")
+
     if metric:
         measured = [history.metrics.get(metric) or Course(Steps(("value",))) for history in drawn]
         _draw(others[0], measured, looks, "value", marker=True)
         _frame(others[0], printable(metric, longest=20).replace("_", " "))
     _draw(others[-1], courses, looks, "learning_rate")
     _frame(others[-1], "learning rate")
+
     unit, size = _unit(courses)
     _draw(memory, courses, looks, "peak_bytes", divide=size)
     for axes in (others[-1], memory):
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     _frame(memory, f"peak, {unit}")
+
     signs = draw_events(events, [(history, look.colour, look.style) for history, look in named])
-    if lost:
-        signs.append(
-            Line2D(
-                [],
-                [],
-                color=SPIKE,
-                marker="x",
-                markersize=5,
-                linestyle="none",
-                label="loss not finite",
-            )
-        )
-    if signs:
-        signs.append(
-            Line2D(
-                [],
-                [],
-                color="#444444",
-                alpha=FAINT,
-                linewidth=1.0,
-                label="rolled back or resumed over",
-            )
-        )
-        figure.legend(
-            handles=signs, loc="outside lower left", ncols=len(signs), fontsize=8, frameon=False
-        )
+    _draw_event_legend(figure, signs, not_finite=num_not_finite > 0)
     _title(figure, drawn, looks, title)
     figure.savefig(path, format="png", dpi=130)
     return [history.name for history, _ in named]
 
 
+def _draw_event_legend(figure: Any, signs: list[Any], *, not_finite: bool) -> None:
+    """Explain the signs of events, losses that are not finite, and faint lines."""
+    from matplotlib.lines import Line2D
+
+    if not_finite:
+        cross: dict[str, Any] = {"marker": "x", "markersize": 5, "linestyle": "none"}
+        signs.append(Line2D([], [], color=SPIKE, label="loss not finite", **cross))
+    if not signs:
+        return
+    faint: dict[str, Any] = {"color": "#444444", "alpha": FAINT, "linewidth": 1.0}
+    signs.append(Line2D([], [], label="rolled back or resumed over", **faint))
+    figure.legend(
+        handles=signs, loc="outside lower left", ncols=len(signs), fontsize=8, frameon=False
+    )
+
+
 def choose_looks(histories: Sequence[History]) -> list[Look]:
-    """A colour for each, and for the best ones alone where they are too many to tell apart."""
-    best = sorted(range(len(histories)), key=lambda place: _last_loss(histories[place]))[
-        :MOST_NAMED
-    ]
-    looks, number = [], 0
-    for place, history in enumerate(histories):
-        if place not in best:
+    """Give each run a colour; of too many runs only those with the lowest last loss."""
+    by_loss = sorted(range(len(histories)), key=lambda index: _last_loss(histories[index]))
+    best = by_loss[:MOST_NAMED]
+    looks = []
+    number = 0
+    for index, history in enumerate(histories):
+        if index not in best:
             looks.append(Look(GREY, "-", None))
             continue
-        colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+        colour = COLOURS[number % len(COLOURS)]
+        style = STYLES[number // len(COLOURS) % len(STYLES)]
         looks.append(Look(colour, style, shorten(history.name)))
         number += 1
     return looks
 
 
 def shorten(name: str) -> str:
-    """The end of a name says more than its middle."""
+    """Shorten a name in its middle, because its end tells runs apart."""
     shown = printable(name)
     return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 17]}...{shown[-14:]}"
 
 
 def thinned(x: Any, y: Any) -> tuple[Any, Any]:
-    """The same line to the eye: of each stretch its least and its greatest figure, in their order."""
+    """Thin out a long line to the least and greatest point of each stretch.
+
+    The drawn line looks the same.
+    """
     if len(x) <= MOST_POINTS:
         return x, y
     stretches = numpy.array_split(numpy.arange(len(x)), MOST_POINTS // 2)
-    kept = []
-    for places in stretches:
-        part = y[places]
-        if numpy.isnan(part).all():
-            kept.append(places[0])
+    chosen = []
+    for indices in stretches:
+        values = y[indices]
+        if numpy.isnan(values).all():
+            chosen.append(indices[0])
         else:
-            kept += sorted({places[int(numpy.nanargmin(part))], places[int(numpy.nanargmax(part))]})
-    return x[kept], y[kept]
+            lowest = indices[int(numpy.nanargmin(values))]
+            highest = indices[int(numpy.nanargmax(values))]
+            chosen += sorted({lowest, highest})
+    return x[chosen], y[chosen]
 
 
 def _draw(
@@ -172,80 +176,73 @@ def _draw(
     divide: float = 1.0,
     marker: bool = False,
 ) -> None:
+    draw_line = functools.partial(_line, axes, name=name, smooth=smooth, divide=divide)
     for course, look in zip(courses, looks, strict=True):
-        back, width = (2.0, 1.2) if look.label else (1.0, 0.6)
+        zorder, width = (2.0, 1.2) if look.label else (1.0, 0.6)
         for steps in course.superseded:
-            _line(
-                axes,
-                steps,
-                name,
-                look,
-                smooth,
-                divide,
-                alpha=FAINT,
-                linewidth=0.85 * width,
-                zorder=back,
-            )
-        dots = {"marker": "o", "markersize": 3} if marker and len(course.steps) <= 100 else {}
-        _line(
-            axes, course.steps, name, look, smooth, divide, linewidth=width, zorder=back + 1, **dots
-        )
+            draw_line(steps, look=look, alpha=FAINT, linewidth=0.85 * width, zorder=zorder)
+        dots: dict[str, Any] = {}
+        if marker and len(course.steps) <= 100:
+            dots = {"marker": "o", "markersize": 3}
+        draw_line(course.steps, look=look, linewidth=width, zorder=zorder + 1, **dots)
 
 
 def _line(
     axes: Any,
     steps: Steps,
+    *,
     name: str,
     look: Look,
     smooth: int | None,
     divide: float,
     **options: Any,
 ) -> None:
-    x, y = numpy.asarray(steps.step), numpy.asarray(steps.values[name]) / divide
+    x = numpy.asarray(steps.step)
+    y = numpy.asarray(steps.values[name]) / divide
     if smooth is not None and len(y) >= smooth:
-        x, y = x[smooth - 1 :], numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
+        x = x[smooth - 1 :]
+        y = numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
     x, y = thinned(x, numpy.where(numpy.isfinite(y), y, numpy.nan))
     axes.plot(x, y, color=look.colour, linestyle=look.style, **options)
 
 
 def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> int:
-    """Logarithmic where losses span a decade; linear, a spike goes out of the picture rather than flatten the rest.
+    """Set the loss axis, mark losses that are not finite, and return how many there are.
 
-    Losses that are not finite are marked at the upper edge; returns how many there are.
+    The axis is logarithmic where losses span a decade. On a linear axis a spike leaves the picture
+    rather than flatten the rest. Losses that are not finite are marked at the upper edge.
     """
     from matplotlib.ticker import LogFormatter
 
     losses = numpy.concatenate([numpy.asarray(course.steps.values["loss"]) for course in courses])
-    known = losses[numpy.isfinite(losses)]
-    least, most = (known.min(), known.max()) if len(known) else (0.0, 1.0)
-    given_up = [
+    finite = losses[numpy.isfinite(losses)]
+    least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    superseded = [
         numpy.asarray(steps.values["loss"]) for course in courses for steps in course.superseded
     ]
     if scale == "log" and least <= 0:
         raise ValueError(
-            f"a loss of {least:g} has no place on a logarithmic axis: take the linear one"
+            f"a loss of {least:g} can't be drawn on a logarithmic axis: use the linear one"
         )
     if scale == "log" or (scale == "auto" and least > 0 and most > LOG_FROM * least):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(LogFormatter())  # 2, not 2 x 10^0
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.tick_params(which="minor", labelsize=8)
-    elif len(known):
-        usual = numpy.percentile(known, 99.5)
-        most = max(
-            [most, *(values[numpy.isfinite(values)].max(initial=most) for values in given_up)]
-        )
-        room = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
-        axes.set_ylim(
-            least - room,
-            (usual if most > usual + SPIKE_ROOM * (usual - least) else most) + 2 * room,
-        )
-    parts = [steps for course in courses for steps in (course.steps, *course.superseded)]
-    lost = [
-        numpy.asarray(steps.step)[~numpy.isfinite(numpy.asarray(steps.values["loss"]))]
-        for steps in parts
-    ]
-    x = numpy.concatenate(lost)
+    elif len(finite):
+        usual = numpy.percentile(finite, 99.5)
+        for values in superseded:
+            most = max(most, values[numpy.isfinite(values)].max(initial=most))
+        margin = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
+        top = usual if most > usual + SPIKE_ROOM * (usual - least) else most
+        axes.set_ylim(least - margin, top + 2 * margin)
+
+    not_finite = []
+    for course in courses:
+        for steps in (course.steps, *course.superseded):
+            is_finite = numpy.isfinite(numpy.asarray(steps.values["loss"]))
+            not_finite.append(numpy.asarray(steps.step)[~is_finite])
+    x = numpy.concatenate(not_finite)
     edge = axes.get_xaxis_transform()
     axes.plot(x, numpy.full(len(x), 0.98), "x", color=SPIKE, markersize=5, transform=edge, zorder=5)
     return len(x)
@@ -265,10 +262,12 @@ def _title(
     from matplotlib.lines import Line2D
 
     if len(histories) == 1:
-        only, count = histories[0], len(histories[0].attempts)
-        told = f"{only.steps.step[-1]:,} steps in {count} attempt{'s' if count > 1 else ''}"
-        figure.suptitle(title or f"{shorten(only.name)}: {told}", x=0.01, ha="left", fontsize=11)
+        only = histories[0]
+        count = len(only.attempts)
+        length = f"{only.steps.step[-1]:,} steps in {count} attempt{'s' if count > 1 else ''}"
+        figure.suptitle(title or f"{shorten(only.name)}: {length}", x=0.01, ha="left", fontsize=11)
         return
+
     figure.suptitle(title or f"{len(histories)} runs", x=0.01, ha="left", fontsize=11)
     lines = [
         Line2D([], [], color=look.colour, linestyle=look.style, label=look.label)
@@ -281,7 +280,7 @@ def _title(
 
 
 def _metric(histories: Sequence[History]) -> str | None:
-    """The dev metric that most of them have."""
+    """Return the dev metric that most runs have."""
     counts: dict[str, int] = {}
     for history in histories:
         for name in history.metrics:

@@ -1,4 +1,4 @@
-"""The command that draws runs from their journals: `plot_command`, for the group `runs`.
+"""Command `runs plot`: draw runs from their journals.
 
 Proof: `python -m pytest tests/test_runs_plot.py -k command`.
 """
@@ -24,19 +24,23 @@ from .runs_plot import plot_runs
     default="runs",
     show_default=True,
     metavar="DIR",
-    help="Where runs of a name are.",
+    help="Folder of the runs given by name.",
 )
-@output_option("The picture, a PNG.", "--out", default="runs.png", show_default=True)
+@output_option("Write this PNG.", "--out", default="runs.png", show_default=True)
 @click.option(
-    "--scale", type=click.Choice(["auto", "log", "linear"]), default="auto", show_default=True
+    "--scale",
+    type=click.Choice(["auto", "log", "linear"]),
+    default="auto",
+    show_default=True,
+    help="Axis of the loss.",
 )
 @click.option(
     "--smooth",
     type=click.IntRange(2),
     metavar="STEPS",
-    help="Draw the loss as a mean over so many steps.",
+    help="Draw the loss as a mean over this many steps.",
 )
-@json_option("Write what is drawn in figures; - is standard output.")
+@json_option("Write a summary of the runs; - is standard output.")
 def plot_command(
     names: tuple[str, ...],
     root: str,
@@ -45,7 +49,9 @@ def plot_command(
     smooth: int | None,
     json_path: str | None,
 ) -> None:
-    """Draw loss, dev metric, learning rate and memory of runs, with saves, spikes and rollbacks marked.
+    """Draw runs from their journals.
+
+    Draws loss, dev metric, learning rate, memory and events.
 
     A run is a name in --runs, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
     """

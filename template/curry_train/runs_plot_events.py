@@ -1,4 +1,4 @@
-"""What happened to runs, marked in their picture: a row of events for each run, and spikes and rollbacks at the loss.
+"""Events in the plot of runs: a row of marks per run, spikes and rollbacks at the loss.
 
 Proof: `python -m pytest tests/test_runs_plot.py`.
 """
@@ -14,7 +14,7 @@ from .runs.journal_history import History
 from .runs.journal_lines import Event, number_of
 
 SPIKE = "#EE6677"
-MARKS = {  # the sign and its size of each kind that has a row's place
+MARKS = {  # marker and size of each kind of event
     "save": ("|", 7),
     "resume": (">", 5),
     "rollback": ("<", 6),
@@ -23,15 +23,15 @@ MARKS = {  # the sign and its size of each kind that has a row's place
     "warning": ("d", 5),
     "stop": ("s", 4),
 }
-MOST_SAVES = 200  # of a run that are drawn, evenly chosen: more is a bar
+MOST_SAVES = 200  # marks of a kind drawn per run, evenly chosen; more would merge into a bar
 
 
 def draw_events(axes: Any, runs: Sequence[tuple[History, str, str]]) -> list[Any]:
-    """A row for each run, in the order of the names, in its colour and style; returns what explains the signs."""
+    """Draw a row of events per run in its colour and style; return legend handles."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    seen = []
+    drawn_kinds = []
     for kind, (sign, size) in MARKS.items():
         for row, (history, colour, _) in enumerate(runs):
             if kind not in history.marks:
@@ -42,9 +42,10 @@ def draw_events(axes: Any, runs: Sequence[tuple[History, str, str]]) -> list[Any
             shown = SPIKE if kind == "spike" else colour
             look = {"marker": sign, "markersize": size, "color": shown, "linestyle": "none"}
             axes.plot(steps, numpy.full(len(steps), row), clip_on=False, zorder=3, **look)
-            seen.append(kind)
+            drawn_kinds.append(kind)
     for row, (_, colour, style) in enumerate(runs):
         axes.axhline(row, color=colour, linestyle=style, linewidth=0.7, alpha=0.4, zorder=1)
+
     axes.set_ylim(len(runs) - 0.4, -0.6)
     axes.set_yticks([])
     axes.set_ylabel("events", fontsize=9)
@@ -53,8 +54,9 @@ def draw_events(axes: Any, runs: Sequence[tuple[History, str, str]]) -> list[Any
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
     handles = []
-    for kind in dict.fromkeys(seen):
+    for kind in dict.fromkeys(drawn_kinds):
         sign, size = MARKS[kind]
         shown = SPIKE if kind == "spike" else "#444444"
         handles.append(
@@ -64,14 +66,14 @@ def draw_events(axes: Any, runs: Sequence[tuple[History, str, str]]) -> list[Any
 
 
 def draw_rollbacks(axes: Any, history: History, colour: str, *, arrows: bool) -> None:
-    """Spikes at their loss, and for each rollback an arrow from where it was to where it went back to."""
+    """Draw spikes at their loss, and an arrow from the start to the target of each rollback."""
     for event in history.marks["spike"].events if "spike" in history.marks else []:
         _mark(axes, event.step, loss_at(history, event), sign="v", colour=SPIKE)
     for event in history.marks["rollback"].events if "rollback" in history.marks else []:
-        come = event.facts.get("from_step")
-        if type(come) is not int:
+        from_step = event.facts.get("from_step")
+        if type(from_step) is not int:
             continue
-        before = loss_at(history, event._replace(step=come, attempt=event.attempt - 1))
+        before = loss_at(history, event._replace(step=from_step, attempt=event.attempt - 1))
         after = loss_at(history, event)
         _mark(axes, event.step, after, sign="<", colour=colour)
         if arrows and before is not None and after is not None:
@@ -83,29 +85,34 @@ def draw_rollbacks(axes: Any, history: History, colour: str, *, arrows: bool) ->
             }
             before = min(before, axes.get_ylim()[1])
             axes.annotate(
-                "", (event.step, after), (come, before), arrowprops=style, annotation_clip=False
+                "",
+                (event.step, after),
+                (from_step, before),
+                arrowprops=style,
+                annotation_clip=False,
             )
 
 
 def _mark(axes: Any, step: int, loss: float | None, *, sign: str, colour: str) -> None:
-    """At the loss, or at the upper edge where that is not known or out of the picture."""
+    """Mark a loss, or the upper edge where it is unknown or outside the picture."""
     low, high = axes.get_ylim()
     inside = loss is not None and low <= loss <= high
-    x, y = [step], [loss if inside else 0.97]
+    y = loss if inside else 0.97
     where = {} if inside else {"transform": axes.get_xaxis_transform()}
-    axes.plot(x, y, sign, color=colour, markersize=7, markeredgecolor="white", zorder=6, **where)
+    look = {"color": colour, "markersize": 7, "markeredgecolor": "white", "zorder": 6}
+    axes.plot([step], [y], sign, **look, **where)
 
 
 def loss_at(history: History, event: Event) -> float | None:
-    """The loss that an attempt had at a step, also where it was rolled back."""
+    """Return the loss of the event's attempt at its step, even if that step was rolled back."""
     for steps in (*reversed(history.course.superseded), history.steps):
-        place = bisect_left(steps.step, event.step)
+        index = bisect_left(steps.step, event.step)
         if (
-            place < len(steps)
-            and steps.step[place] == event.step
-            and steps.attempt[place] <= event.attempt
+            index < len(steps)
+            and steps.step[index] == event.step
+            and steps.attempt[index] <= event.attempt
         ):
-            loss = steps.values["loss"][place]
+            loss = steps.values["loss"][index]
             return loss if math.isfinite(loss) else None
-    told = number_of(event.facts.get("loss"))
-    return told if math.isfinite(told) else None
+    recorded = number_of(event.facts.get("loss"))
+    return recorded if math.isfinite(recorded) else None

@@ -1,8 +1,9 @@
-"""The command that asks whether a resume holds: `resume_check_command`, for the group `runs`.
+"""Command `runs resume-check`: check that a killed and resumed run is bit-equal.
 
     python -m curry_train runs resume-check --model mlp --steps 8
 
-It trains, so it needs the training project beside it. Proof: `python -m pytest tests/test_runs_command.py -k resume`.
+It trains, so it needs the training project.
+Proof: `python -m pytest tests/test_runs_command.py -k resume`.
 """
 
 import contextlib
@@ -20,20 +21,24 @@ from .runs_command import JSON, console_for, end, progress_of
 
 
 @click.command("resume-check")
-@model_option("model", more="The same as model=.")
-@click.option("--config", type=click.Path(dir_okay=False, exists=True), help="A YAML file.")
-@click.option("--steps", default=12, type=click.IntRange(3), show_default=True)
+@model_option("model", more="Same as model=.")
+@click.option(
+    "--config", type=click.Path(dir_okay=False, exists=True), help="YAML configuration file."
+)
+@click.option(
+    "--steps", default=12, type=click.IntRange(3), show_default=True, help="Steps of each run."
+)
 @click.option(
     "--kill-at",
     type=click.IntRange(2),
-    help="The step in which the second run dies; two thirds of the way.",
+    help="Step in which the second run is killed; default: two thirds of the steps.",
 )
 @click.option(
     "--save-every",
     type=click.IntRange(1),
-    help="Steps from save to save; so that one is lost, if left out.",
+    help="Steps between saves; default: half of --kill-at.",
 )
-@click.option("--out", type=click.Path(file_okay=False), help="Keep the runs there.")
+@click.option("--out", type=click.Path(file_okay=False), help="Keep the runs in this new folder.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @JSON
 def resume_check_command(
@@ -46,8 +51,14 @@ def resume_check_command(
     words: tuple[str, ...],
     json_path: str | None,
 ) -> None:
-    """Train straight, train again and kill -9, resume, and compare every figure and the final state to the bit."""
-    died = kill_at or max(2, steps * 2 // 3)
+    """Check that a resumed run is bit-equal.
+
+    Trains once straight through, and once killed with SIGKILL and resumed, and compares every
+    figure and the final state.
+
+    Exit status: 0 equal, 1 not equal, 2 wrong usage.
+    """
+    kill_step = kill_at or max(2, steps * 2 // 3)
     given = [*words, *([f"model={model}"] if model else [])]
     with contextlib.ExitStack() as stack:
         if out is None:
@@ -57,25 +68,26 @@ def resume_check_command(
             if folder.exists() and any(folder.iterdir()):
                 raise UnusableInput(f"{out} is not empty: give a new folder")
         try:
-            say = stack.enter_context(progress_of())
-            say("straight, killed, resumed")
-            every = save_every or max(1, died // 2)
+            show_message = stack.enter_context(progress_of())
+            show_message("straight, killed, resumed")
+            every = save_every or max(1, kill_step // 2)
             facts = provenance(choose_device(load_config(config, given).device))
-            found = resume_check(
-                folder, given, steps=steps, kill_at=died, save_every=every, config=config
+            result = resume_check(
+                folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
             )
         except ValueError as error:
             raise UnusableInput(
                 "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
             ) from error
-    lost = found.killed_at - found.resumed_from
+
+    repeated = result.killed_at - result.resumed_from
     console = console_for(json_path)
     console.print(
-        f"{steps} steps, killed in step {died}, resumed from step {found.resumed_from}: {lost} done again"
+        f"{steps} steps, killed in step {kill_step}, resumed from step {result.resumed_from}: "
+        f"{repeated} done again"
     )
-    told = f"equal: {found.figures} figures and {found.tensors} tensors"
-    console.print(
-        told if found.equal else "\n".join(textwrap.wrap(f"NOT equal: {found.difference}", 80)),
-        markup=False,
-    )
-    end(json_path, facts | found.to_json(), well=found.equal)
+    verdict = f"equal: {result.figures} figures and {result.tensors} tensors"
+    if not result.equal:
+        verdict = "\n".join(textwrap.wrap(f"NOT equal: {result.difference}", 80))
+    console.print(verdict, markup=False)
+    end(json_path, facts | result.to_json(), well=result.equal)

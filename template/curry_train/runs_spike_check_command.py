@@ -1,4 +1,4 @@
-"""The command that plants a loss spike and shows what comes of it: `spike_check_command`, for the group `runs`.
+"""Command `runs spike-check`: plant bad samples and check the recovery from the spike.
 
     python -m curry_train runs spike-check --model transformer --plot spike.png
 
@@ -38,27 +38,34 @@ from .spike_check import (
 )
 from .training import Hook, Run, Watch
 
-TIMED = 5  # steps after which it is known how long one takes
-MOST_RISES = 6  # that are told
+TIMED = 5  # steps to time before the total time is estimated
+MOST_RISES = 6  # rises of the loss to print
 
 
 @click.command("spike-check")
-@model_option("model", more="The same as model=.")
-@click.option("--config", type=click.Path(exists=True, dir_okay=False), help="A YAML file.")
-@click.option("--steps", type=click.IntRange(18), default=240, show_default=True)
+@model_option("model", more="Same as model=.")
 @click.option(
-    "--at", type=click.IntRange(2), help="The first bad step; two thirds of the steps by default."
+    "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
+)
+@click.option(
+    "--steps", type=click.IntRange(18), default=240, show_default=True, help="Steps of each run."
+)
+@click.option(
+    "--at", type=click.IntRange(2), help="First bad step; default: two thirds of the steps."
 )
 @click.option(
     "--windows",
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="Steps whose samples are bad.",
+    help="Number of steps with bad samples.",
 )
-@plot_option("Draw the runs: loss, dev loss, and what happened; a PNG.")
+@plot_option("Draw loss, dev loss and events of the runs as PNG.")
 @click.option(
-    "--runs", "kept", type=click.Path(file_okay=False), help="Keep the runs in this new folder."
+    "--runs",
+    "keep_path",
+    type=click.Path(file_okay=False),
+    help="Keep the runs in this new folder.",
 )
 @json_option()
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
@@ -69,58 +76,60 @@ def spike_check_command(
     at: int | None,
     windows: int,
     plot_path: str | None,
-    kept: str | None,
+    keep_path: str | None,
     json_path: str | None,
     words: tuple[str, ...],
 ) -> None:
-    """Plant bad samples, train with the watchdog, without those samples, and through them, and draw all three.
+    """Check the recovery from a loss spike.
 
-    Where the watchdog finds nothing, that one training is all there is.
+    Plants bad samples and trains with the watchdog, without the skipped samples, and through the
+    bad samples. If the watchdog finds no spike, only the first run is trained.
 
     Exit status: 0 found and recovered to the bit, 1 not, 2 wrong usage.
     """
-    given = [*words, *([f"model={model}"] if model else [])]
-    every, at = max(1, steps // 8), at or steps * 2 // 3
-    given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *given]
+    every = max(1, steps // 8)
+    at = at or steps * 2 // 3
+    given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
+    if model:
+        given.append(f"model={model}")
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
+
     with contextlib.ExitStack() as stack:
-        folder = (
-            Path(kept)
-            if kept
-            else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spike-check-")))
-        )
+        if keep_path:
+            folder = Path(keep_path)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spike-check-")))
         if folder.exists() and any(folder.iterdir()):
             raise UnusableInput(f"{folder} is not empty: give a new folder")
         try:
             settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
             check_settings(settings, at=at, num_windows=windows)
-            load_workload(
-                settings.model
-            )  # what is wrong with it is told before what is not installed
+            load_workload(settings.model)  # a wrong model is reported before a missing package
             if plot_path:
                 _require_matplotlib()
             facts = provenance(choose_device(settings.device))
             watch = stack.enter_context(_progress(steps))
-            found = spike_check(
+            result = spike_check(
                 folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
             )
             if plot_path:
-                _draw(found, folder, plot_path)
+                _draw(result, folder, plot_path)
         except (ValueError, RunError) as error:
             raise UnusableInput(
                 "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
             ) from error
-    for line in describe(found):
+
+    for line in describe(result):
         console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
     if plot_path:
         console.print(f"drawn as {plot_path}", markup=False)
     if json_path:
-        write_json(json_path, facts | found.to_json())
-    sys.exit(0 if found.held else 1)
+        write_json(json_path, facts | result.to_json())
+    sys.exit(0 if result.held else 1)
 
 
 def describe(found: SpikeCheck) -> Iterator[str]:
-    """What came of it, in lines."""
+    """Describe the result in lines."""
     first, last = found.planted
     yield f"planted: bad samples in steps {first} to {last} of {found.steps}"
     if found.missed is not None:
@@ -136,31 +145,32 @@ def describe(found: SpikeCheck) -> Iterator[str]:
         (THROUGH, "trained through"),
     ):
         dev = found.dev_losses[name]
-        yield f"{words:>15}: loss {found.losses[name]:.4f}" + (
-            "" if dev is None else f", dev loss {dev:.4f}"
-        )
-    same = "equal to the bit to the run that never saw them"
-    yield (
-        same if found.difference is None else f"NOT the run that never saw them: {found.difference}"
-    )
+        dev_loss = "" if dev is None else f", dev loss {dev:.4f}"
+        yield f"{words:>15}: loss {found.losses[name]:.4f}{dev_loss}"
+    if found.difference is None:
+        yield "equal to the bit to the run that never saw them"
+    else:
+        yield f"NOT equal to the run that never saw them: {found.difference}"
 
 
 def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
-    limit, shown = missed.limit, missed.rises[:num_bad]
-    rises = ", ".join(f"{rise:+.3g}" for rise in shown[:MOST_RISES]) + (
-        ", ..." if num_bad > MOST_RISES else ""
-    )
+    limit = missed.limit
+    rises = ", ".join(f"{rise:+.3g}" for rise in missed.rises[:num_bad][:MOST_RISES])
+    if num_bad > MOST_RISES:
+        rises += ", ..."
     steps = "bad step" if num_bad == 1 else f"{num_bad} bad steps"
-    yield f"NOT found: the loss did not rise enough{' for long enough' if missed.in_a_row else ''}"
+    long_enough = " for long enough" if missed.in_a_row else ""
+    yield f"NOT found: the loss did not rise enough{long_enough}"
     yield f"it rose by {rises} in the {steps}, over a level of {limit.level:.4g}"
     yield (
-        f"needed: more than {limit.rise:+.3g} in {missed.patience} steps in a row (spike.patience); there were "
-        f"{missed.in_a_row}"
+        f"needed: more than {limit.rise:+.3g} in {missed.patience} steps in a row "
+        f"(spike.patience); there were {missed.in_a_row}"
     )
-    drift = f", and {limit.drift:.2g} by which it was rising before" if limit.drift else ""
+    drift = f", plus {limit.drift:.2g} by which it was already rising" if limit.drift else ""
     yield (
-        f"that is the larger of {missed.threshold:g} times the noise (spike.threshold), {limit.by_noise:.2g}, and "
-        f"{missed.least_rise:g} of the level or of the fall to it (spike.least_rise), {limit.by_level:.2g}{drift}"
+        f"that is the larger of {missed.threshold:g} times the noise (spike.threshold), "
+        f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
+        f"(spike.least_rise), {limit.by_level:.2g}{drift}"
     )
     yield f"to find it: {missed.advice}"
 
@@ -173,23 +183,20 @@ def _require_matplotlib() -> None:
 
 
 def _draw(found: SpikeCheck, folder: Path, path: str) -> None:
-    """The three runs, or the one there is."""
+    """Draw all three runs, or the first one if no spike was found."""
     first, last = found.planted
-    title = f"bad samples in steps {first} to {last}, " + (
-        "found" if found.rollbacks else "not found"
-    )
-    names = (THROUGH, WITHOUT, RECOVERED) if found.rollbacks else (RECOVERED,)
+    names: tuple[str, ...] = (RECOVERED,)
+    outcome = "not found: one run, through them"
+    if found.rollbacks:
+        names = (THROUGH, WITHOUT, RECOVERED)
+        outcome = "found: three runs"
     histories = [read_history(folder / f"{name}-001", name=name) for name in names]
-    plot_runs(
-        histories,
-        path,
-        title=f"{title}: {'three runs' if len(names) > 1 else 'one run, through them'}",
-    )
+    plot_runs(histories, path, title=f"bad samples in steps {first} to {last}, {outcome}")
 
 
 @contextlib.contextmanager
 def _progress(steps: int) -> Iterator[Watch]:
-    """How long it will take, as soon as that is known; then a bar on a terminal, and elsewhere a line for each run."""
+    """Print an estimate of the total time, then show a bar, or a line per run off a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (
         BarColumn(12),
@@ -200,28 +207,29 @@ def _progress(steps: int) -> Iterator[Watch]:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task, before = progress.add_task("", total=3 * steps), 0
+        task = progress.add_task("", total=3 * steps)
+        steps_before = 0
 
         @contextlib.contextmanager
         def watch(run: Run) -> Iterator[Hook]:
-            nonlocal before
-            began, after_first = time.perf_counter(), 0.0
+            nonlocal steps_before
+            began = time.perf_counter()
+            after_first = 0.0
 
             def advance(report: StepReport) -> None:
                 nonlocal after_first
                 if report.step == 1:
-                    after_first = (
-                        time.perf_counter()
-                    )  # the first step takes much longer than the others
-                elif report.step == TIMED and not before:
-                    each = (time.perf_counter() - after_first) / (TIMED - 1)
-                    console.print(
-                        f"three trainings of {steps} steps, about {clock(3 * steps * each)} in all"
-                    )
-                progress.update(task, completed=before + report.step, description=run.folder.name)
+                    # The estimate leaves out the first step, which takes much longer.
+                    after_first = time.perf_counter()
+                elif report.step == TIMED and not steps_before:
+                    step_seconds = (time.perf_counter() - after_first) / (TIMED - 1)
+                    total = clock(3 * steps * step_seconds)
+                    console.print(f"three trainings of {steps} steps, about {total} in all")
+                completed = steps_before + report.step
+                progress.update(task, completed=completed, description=run.folder.name)
 
             yield advance
-            before += steps
+            steps_before += steps
             if not console.is_terminal:
                 console.print(
                     f"{run.folder.name}: {steps} steps in {clock(time.perf_counter() - began)}"

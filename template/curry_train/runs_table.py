@@ -18,24 +18,27 @@ UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
-    """A run in one line."""
-    every = [one for kind in KINDS for one in run.committed(kind)]
-    held = {kind: [one for one in every if one.serves_as == kind] for kind in KINDS}
+    """Summarize the checkpoints of a run in one row."""
+    checkpoints = [saved for kind in KINDS for saved in run.committed(kind)]
+    counts = dict.fromkeys(KINDS, 0)
+    for saved in checkpoints:
+        counts[saved.serves_as] += 1
     newest = run.latest()
     return {
         "run": name,
         "latest": newest.step if newest else None,
-        **{kind: len(found) for kind, found in held.items()},
-        "bytes": sum(one.num_bytes for one in every),
+        **counts,
+        "bytes": sum(saved.num_bytes for saved in checkpoints),
         "damaged": sum(len(run.damaged(kind)) for kind in KINDS),
     }
 
 
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
-    """Every checkpoint of a run, and those that are damaged."""
-    rows, every = [], [one for kind in KINDS for one in run.committed(kind)]
+    """Return a row for every checkpoint of a run, damaged ones included."""
+    rows = []
+    checkpoints = [saved for kind in KINDS for saved in run.committed(kind)]
     for kind in KINDS:
-        rows += [_checkpoint(run, one) for one in every if one.serves_as == kind]
+        rows += [_checkpoint(run, saved) for saved in checkpoints if saved.serves_as == kind]
         rows += [
             {
                 "kind": kind,
@@ -91,24 +94,24 @@ def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def estimate_table(found: DiskEstimate) -> Table:
-    number, letter = next(
-        (found.parameters / by, to) for by, to in COUNTS if found.parameters >= by
+    count, letter = next(
+        (found.parameters / factor, letter)
+        for factor, letter in COUNTS
+        if found.parameters >= factor
     )
-    unit, each = next((unit, each) for unit, each in UNITS if found.most >= each)
-    table = _table(f"{round(number, 2):,g}{letter} parameters, {found.dtype}", unit)
+    unit, unit_bytes = next((unit, size) for unit, size in UNITS if found.most >= size)
+    table = _table(f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit)
     lines = {
-        "one checkpoint: weights, moments, all else": found.checkpoint,
-        "one best-K: weights alone": found.best,
-        **{f"kept as {kind}": kept for kind, kept in found.kept.items()},
-        "kept in all": found.total,
-        "beside them while one is written": found.in_flight,
-        "the volume has to hold": found.most,
+        "one checkpoint: weights, moments, other state": found.checkpoint,
+        "one best-K checkpoint: weights only": found.best,
+        **{f"retained as {kind}": num_bytes for kind, num_bytes in found.kept.items()},
+        "retained in total": found.total,
+        "extra while one is written": found.in_flight,
+        "space needed on the volume": found.most,
     }
-    for words, num_bytes in lines.items():
-        table.add_row(
-            words,
-            f"{num_bytes / each:,.1f}" if num_bytes >= each / 10 else f"{num_bytes / each:.2g}",
-        )
+    for label, num_bytes in lines.items():
+        size = num_bytes / unit_bytes
+        table.add_row(label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}")
     return table
 
 

@@ -1,9 +1,10 @@
-"""What every strategy saves on a model and what it costs: bytes, FLOPs done again, step time, largest batch, parity.
+"""Measure what each strategy saves and costs on a model.
 
     rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
 
-`none` is measured beside them, because the others are held against it. All models share one set of weights, and steps
-are timed in turns, so that a machine that drifts drifts for all. Proof: `python -m pytest tests/test_savings.py`.
+Measured are bytes, recomputed FLOPs, step time, largest batch, and parity with `none`, which is
+always measured as the reference. All models share one set of weights, and steps are timed in turns,
+so that machine drift affects all alike. Proof: `python -m pytest tests/test_savings.py`.
 """
 
 import math
@@ -34,7 +35,7 @@ from .savings_row import FAILED, MEASURED, PLAIN, REFUSED, TOO_LARGE, Row, StepS
 
 @dataclass(frozen=True)
 class _Plain:
-    """The step that the others are held against."""
+    """Figures of the plain step, the reference for all others."""
 
     record: StepRecord
     memory: Memory
@@ -43,19 +44,21 @@ class _Plain:
 
 
 def load_with_depth(spec: str, depth: int | None) -> Workload:
-    """A workload as `load_workload` finds it; with `depth` a built-in one of so many blocks."""
-    if depth is None or (spec not in BUILTIN and ":" not in spec):  # which says what there is
+    """Load a workload; with `depth`, a built-in one with that many blocks."""
+    is_misspelled = spec not in BUILTIN and ":" not in spec  # load_workload lists the valid names
+    if depth is None or is_misspelled:
         return load_workload(spec)
     if spec not in BUILTIN:
         raise WorkloadError(
-            f"depth is that of a built-in workload ({', '.join(BUILTIN)}); set it in {spec} itself"
+            f"depth applies to built-in workloads only ({', '.join(BUILTIN)}); set it in {spec} "
+            "itself"
         )
     factory: Callable[..., Workload] = BUILTIN[spec]
     return replace(factory(depth=depth), spec=spec)
 
 
 def choose_strategies(names: Sequence[str]) -> list[str]:
-    """The strategies of these names, or all of them; `none` comes first in any case."""
+    """Check the names and return them, or all strategies if empty; `none` always comes first."""
     for name in names:
         if name not in STRATEGIES:
             raise ValueError(f"no strategy is called {name!r}; {did_you_mean(name, STRATEGIES)}")
@@ -63,7 +66,7 @@ def choose_strategies(names: Sequence[str]) -> list[str]:
 
 
 def count_steps(num_strategies: int, *, repeats: int, limit: int | None) -> int:
-    """How often `measure_savings` says what it does next."""
+    """Return how often `measure_savings` calls `tell`."""
     return num_strategies * (2 + repeats + (limit is not None))
 
 
@@ -77,10 +80,11 @@ def measure_savings(
     hints: dict[str, int] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> list[Row]:
-    """One row for each strategy, `none` first. With `limit` in bytes the largest batch that fits it is sought too.
+    """Measure one row for each strategy, `none` first.
 
-    `depth` only goes into the rows. `hints` are the largest batches of a case that differs in its batch size alone, and
-    are renewed.
+    With `limit` in bytes, the largest batch that fits it is searched too. `depth` is only recorded
+    in the rows. `hints` holds the largest batches of a case that differs only in its batch size,
+    and is updated.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -89,10 +93,12 @@ def measure_savings(
         for name in choose_strategies(strategies)
     ]
     weights = case.build()
-    plain, models = _measure_plain(case, weights), []
+    plain = _measure_plain(case, weights)
+    models = []
     for row in rows:
         tell(f"{row.strategy}: memory, FLOPs, parity")
         models.append(_measure(row, case, weights, plain))
+
     _time_in_turns(rows, models, case, repeats, tell)
     for row, model in zip(rows, models, strict=True):
         if limit is not None:
@@ -103,7 +109,7 @@ def measure_savings(
 
 
 def _measure_plain(case: Case, model: nn.Module) -> _Plain | None:
-    """None where the plain step does not fit into the device."""
+    """Measure the plain step; None if it does not fit into the device."""
     try:
         return _Plain(*_figures(case, model), _held_in_blocks(case, model))
     except (ValueError, RuntimeError) as error:
@@ -115,22 +121,24 @@ def _measure_plain(case: Case, model: nn.Module) -> _Plain | None:
 
 
 def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
-    """The first step of a model comes first, as long as its buffers are new."""
-    batch, loss = case.batch(), case.workload.mean_loss
+    """Record a step for parity, then measure memory and FLOPs.
+
+    The recorded step comes first, while the model's buffers are still new.
+    """
+    batch = case.batch()
+    loss = case.workload.mean_loss
     with seeded(case.seed):
         record = record_step(model, batch, loss)
     with seeded(case.seed):
-        if holds_compiled_code(model):  # which runs as eager code while a dispatch mode watches
-            return (
-                record,
-                measure_allocated(model, batch, loss),
-                count_executed_flops(model, batch, loss),
-            )
+        # Compiled code runs as eager code under a dispatch mode, so it is measured without one.
+        if holds_compiled_code(model):
+            memory = measure_allocated(model, batch, loss)
+            return record, memory, count_executed_flops(model, batch, loss)
         return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
 
 
 def _held_in_blocks(case: Case, model: nn.Module) -> int:
-    """Nothing where the model repeats no block."""
+    """Return the bytes held by the blocks; 0 if the model repeats no block."""
     try:
         blocks = find_blocks(model, case.blocks)
     except NoBlocks:
@@ -143,7 +151,7 @@ def _held_in_blocks(case: Case, model: nn.Module) -> int:
 
 
 def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> nn.Module | None:
-    """Fill in all that no other strategy is needed for; None where there is nothing to train."""
+    """Fill in all figures but times and largest batch; return None if there is nothing to train."""
     model = case.build()
     for parameter, shared in zip(model.parameters(), weights.parameters(), strict=True):
         parameter.data = shared.data
@@ -160,36 +168,32 @@ def _measure(row: Row, case: Case, weights: nn.Module, plain: _Plain | None) -> 
         )
         blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
     except ValueError as error:
-        row.outcome, row.why = REFUSED, " ".join(str(error).split())
+        row.outcome = REFUSED
+        row.why = " ".join(str(error).split())
         return None
     except RuntimeError as error:
         if is_out_of_memory(error):
-            row.outcome, row.why = (
-                TOO_LARGE,
-                f"{row.batch_size} samples do not fit into the memory of {case.device}",
-            )
+            row.outcome = TOO_LARGE
+            row.why = f"{row.batch_size} samples do not fit into the memory of {case.device}"
             return applied
-        row.outcome, row.why = (
-            FAILED,
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
-        )
+        row.outcome = FAILED
+        row.why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return None
-    row.held_bytes, row.peak_bytes, row.forward_flops = (
-        memory.held_bytes,
-        memory.peak_bytes,
-        flops.forward,
-    )
+
+    row.held_bytes = memory.held_bytes
+    row.peak_bytes = memory.peak_bytes
+    row.forward_flops = flops.forward
     if plain is not None:
-        row.blocks_held_ratio = (
-            None if blocks_held is None else _ratio(blocks_held, plain.blocks_held)
-        )
+        if blocks_held is not None:
+            row.blocks_held_ratio = _ratio(blocks_held, plain.blocks_held)
         row.held_ratio = _ratio(memory.held_bytes, plain.memory.held_bytes)
         row.peak_ratio = _ratio(memory.peak_bytes, plain.memory.peak_bytes)
         row.recompute_flops = recompute_flops(plain.flops, flops)
         row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
-        found = compare(plain.record, record, tolerance=OUTER_BOUND[case.dtype])
-        row.worst_error = found.worst if math.isfinite(found.worst) else None
-        row.parity = found.describe(most=1) if found.holds else f"differs: {found.describe(most=1)}"
+        parity = compare(plain.record, record, tolerance=OUTER_BOUND[case.dtype])
+        row.worst_error = parity.worst if math.isfinite(parity.worst) else None
+        description = parity.describe(most=1)
+        row.parity = description if parity.holds else f"differs: {description}"
     return model
 
 
@@ -208,13 +212,17 @@ def _time_in_turns(
     repeats: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Rounds of one step each, the first of them to warm up, every round opened by another strategy."""
+    """Time rounds of one step per strategy, after one round to warm up.
+
+    Every round begins with another strategy.
+    """
     batch = case.batch()
     seconds: list[list[float]] = [[] for _ in rows]
     for turn in range(repeats + 1):
         for place in range(len(rows)):
             index = (place + turn) % len(rows)
-            row, model = rows[index], models[index]
+            row = rows[index]
+            model = models[index]
             tell(f"{row.strategy}: step {turn} of {repeats}")
             if model is not None and row.outcome == MEASURED:
                 timed = time_step(model, batch, case.workload.mean_loss, repeats=1, warmup=0)

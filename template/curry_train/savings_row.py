@@ -1,4 +1,6 @@
-"""What was measured of one strategy on one case: a row of the benchmark's table, picture and JSON.
+"""Row of the savings benchmark: the figures of one strategy on one case.
+
+Table, plot and JSON are made from these rows.
 
 Proof: `python -m pytest tests/test_savings.py`.
 """
@@ -8,16 +10,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PLAIN = "none"
-MEASURED, REFUSED, FAILED, TOO_LARGE = "measured", "refused", "failed", "out of memory"
+MEASURED = "measured"
+REFUSED = "refused"
+FAILED = "failed"
+TOO_LARGE = "out of memory"
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one strategy's steps, and their ratios to the plain step of the same round with its quartiles."""
+    """Seconds of one strategy's steps, and their ratios to the plain step of the same round."""
 
     median: float
     fastest: float
     slowest: float
+    # Median ratio and its quartiles.
     ratio: float | None
     ratio_lower: float | None
     ratio_upper: float | None
@@ -25,41 +31,47 @@ class StepSeconds:
 
 @dataclass
 class Row:
-    """One strategy on one case. `outcome` is measured, refused, failed or out of memory, and `why` says more; a figure
-    that was not measured is None. Ratios are to `none`; `recompute_ratio` is to the FLOPs of one forward,
-    `blocks_held_ratio` is of what the blocks alone hold, `python_calls` are those of a step of one sample, and `facts`
-    the strategy's own."""
+    """Figures of one strategy on one case; a figure that was not measured is None.
+
+    Ratios are to the strategy `none`.
+    """
 
     workload: str
     strategy: str
     batch_size: int
     depth: int | None
+    # One of measured, refused, failed and out of memory; `why` gives the reason.
     outcome: str = MEASURED
     why: str = ""
+    # Names of the modules that the strategy changed.
     modules: list[str] = field(default_factory=list)
     held_bytes: int | None = None
     peak_bytes: int | None = None
     held_ratio: float | None = None
+    # Ratio of the bytes held by the blocks alone.
     blocks_held_ratio: float | None = None
     peak_ratio: float | None = None
     forward_flops: int | None = None
     recompute_flops: int | None = None
+    # Ratio to the FLOPs of one forward.
     recompute_ratio: float | None = None
     seconds: StepSeconds | None = None
     largest_batch: int | None = None
     parity: str = ""
     worst_error: float | None = None
+    # Python calls of a step of one sample.
     python_calls: int | None = None
+    # Further figures that only this strategy has.
     facts: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it would not be the same training."""
+        """Whether the strategy failed or changed the training."""
         return self.outcome == FAILED or self.parity.startswith("differs")
 
     @property
     def label(self) -> str:
-        """The case that the row is about."""
+        """Description of the case: workload, depth and batch size."""
         depth = f", depth {self.depth}" if self.depth else ""
         return f"{self.workload}{depth}, batch size {self.batch_size}"
 
@@ -68,6 +80,6 @@ class Row:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Row":
-        """The row that `to_json` wrote."""
+        """Restore a row from the result of `to_json`."""
         seconds = data.get("seconds")
         return cls(**{**data, "seconds": None if seconds is None else StepSeconds(**seconds)})

@@ -1,4 +1,4 @@
-"""The rows of `measure_savings` as text of at most 80 columns.
+"""Table of savings, at most 80 columns wide.
 
 Proof: `python -m pytest tests/test_savings.py -k table`.
 """
@@ -13,14 +13,14 @@ from .savings_row import MEASURED, PLAIN, Row, StepSeconds
 WIDTH = 80
 MEGABYTE = 2**20
 LEGEND = (
-    "of none: the peak of forward and backward, gradients included, against none's",
-    "again: FLOPs computed again in backward, as a part of one forward's",
-    "time: median ratio to none's step in the same round; middle: its quartiles",
+    "of none: peak of forward and backward, gradients included, relative to none",
+    "again: FLOPs recomputed in backward, relative to one forward",
+    "time: median ratio to the step of none in the same round; middle: its quartiles",
 )
 
 
 def table(rows: Sequence[Row], *, limit: int | None = None) -> str:
-    """One block for each case, and below them what the columns mean."""
+    """Return one table for each case, and below them a legend of the columns."""
     legend = list(LEGEND)
     if limit is not None:
         legend.append(
@@ -35,11 +35,9 @@ def table(rows: Sequence[Row], *, limit: int | None = None) -> str:
 
 def _block(label: str, rows: list[Row], limit: int | None) -> str:
     plain = rows[0].seconds
-    title = (
-        f"{label} (MiB; a step of {rows[0].strategy} takes {_seconds(plain.median)})"
-        if plain
-        else f"{label} (MiB)"
-    )
+    title = f"{label} (MiB)"
+    if plain:
+        title = f"{label} (MiB; a step of {rows[0].strategy} takes {_seconds(plain.median)})"
     heads = [
         "strategy",
         "modules",
@@ -65,7 +63,10 @@ def _block(label: str, rows: list[Row], limit: int | None) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    seconds = row.seconds
+    if row.parity == "bit-equal":
+        parity = "equal"
+    else:
+        parity = "DIFFERS" if row.is_wrong else f"{row.worst_error or 0:.0e}"
     return [
         row.strategy,
         str(len(row.modules)),
@@ -73,27 +74,25 @@ def _cells(row: Row) -> list[str]:
         _mebibytes(row.peak_bytes),
         _percent(row.peak_ratio),
         _percent(row.recompute_ratio),
-        _time(seconds),
-        "" if row.strategy == PLAIN else _middle(seconds),
+        _time(row.seconds),
+        "" if row.strategy == PLAIN else _middle(row.seconds),
         "" if row.largest_batch is None else str(row.largest_batch),
-        {"bit-equal": "equal"}.get(
-            row.parity, "DIFFERS" if row.is_wrong else f"{row.worst_error or 0:.0e}"
-        ),
+        parity,
     ]
 
 
 def _remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """What the columns leave open, folded."""
+    """Explain rows that were not measured, lack a figure, or changed the training."""
     for row in rows:
-        said = []
+        remarks = []
         if row.outcome != MEASURED:
-            said.append(f"{row.outcome}: {row.why}" if row.why else row.outcome)
+            remarks.append(f"{row.outcome}: {row.why}" if row.why else row.outcome)
         elif row.why:
-            said.append(row.why)
+            remarks.append(row.why)
         if row.parity.startswith("differs"):
-            said.append(f"is another training than none; {row.parity}")
-        for text in said:
-            yield textwrap.fill(f"{row.strategy} {text}", WIDTH, subsequent_indent="    ")
+            remarks.append(f"changes the training; {row.parity}")
+        for remark in remarks:
+            yield textwrap.fill(f"{row.strategy} {remark}", WIDTH, subsequent_indent="    ")
 
 
 def _time(seconds: StepSeconds | None) -> str:
@@ -109,10 +108,10 @@ def _middle(seconds: StepSeconds | None) -> str:
 
 
 def _figure(number: float) -> str:
-    """Three digits at least."""
-    return (
-        f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-    )
+    """Format to three digits, or as a whole number from 100 on."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _mebibytes(size: int | None) -> str:

@@ -1,9 +1,10 @@
-"""The learning rate as a pure function of the step: warm-up, then a cosine or a line down to a part of the peak.
+"""Learning rate schedule: warm-up, then a cosine or linear decay.
 
     factor = Schedule(steps=1000, warmup_steps=100, least=0.1)
     factor(0), factor(99), factor(999)     # 0.01, 1.0, 0.1
 
-Nothing is kept from step to step, so a run can be resumed anywhere. Proof: `python -m pytest tests/test_schedule.py`.
+The learning rate is a pure function of the step, so a run can be resumed anywhere.
+Proof: `python -m pytest tests/test_schedule.py`.
 """
 
 import math
@@ -14,7 +15,10 @@ SHAPES = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on the peak learning rate in each step, which count from 0; after the last one it stays."""
+    """Factor on the peak learning rate for each step.
+
+    Steps count from 0. The factor decays to `least` in the last step and stays there.
+    """
 
     steps: int
     warmup_steps: int = 0
@@ -26,7 +30,8 @@ class Schedule:
             raise ValueError(f"shape must be one of {', '.join(SHAPES)}; got {self.shape!r}")
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
-                f"warmup_steps must be from 0 to the {self.steps} steps of the run; got {self.warmup_steps}"
+                f"warmup_steps must be from 0 to the {self.steps} steps of the run; "
+                f"got {self.warmup_steps}"
             )
         if not 0 <= self.least <= 1:
             raise ValueError(

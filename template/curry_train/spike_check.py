@@ -1,8 +1,9 @@
-"""Does a run recover from a spike? Bad samples are planted into the data, and the same run is trained three ways.
+"""Check that a run recovers from a loss spike, with bad samples planted into the data.
 
-`recovered` has the watchdog; `without` never sees the samples that it skipped, and has to be equal to the bit;
-`through` trains on, as the first does where it finds nothing: then there are no others. The bad samples are
-those of some windows: whole numbers are drawn anew, others a hundred times as large.
+The same run is trained three ways. `recovered` has the watchdog; `without` never sees the samples
+that the watchdog skipped, and must be equal to the bit; `through` trains on the bad samples. If the
+watchdog finds no spike, only `recovered` is trained. The bad samples are those of some windows:
+integers are drawn anew, and floating-point values are multiplied by a hundred.
 Proof: `python -m pytest tests/test_spike_check.py`.
 """
 
@@ -26,18 +27,18 @@ from .runs.spike import Limit, SpikeWatchdog
 from .runs.spike_config import SpikeConfig
 from .training import Watch, open_run, train_run
 
-LEAST_THRESHOLD = 3.0  # below it sound losses are alarms
-TIMES = 100.0  # as large are planted values that are not whole numbers
-SAID = (
-    f"{__package__}.spike_watch",
-    f"{__package__}.runs.policy",
-)  # what they say is in the result
-RECOVERED, WITHOUT, THROUGH = "recovered", "without", "through"
+LEAST_THRESHOLD = 3.0  # a lower threshold raises alarms on healthy losses
+TIMES = 100.0  # factor on planted floating-point values
+# Silenced loggers; the result has the same information.
+SAID = (f"{__package__}.spike_watch", f"{__package__}.runs.policy")
+RECOVERED = "recovered"
+WITHOUT = "without"
+THROUGH = "through"
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A dataset of which some samples are bad."""
+    """Dataset with some bad samples."""
 
     dataset: Dataset
     bad: frozenset[int]
@@ -56,11 +57,13 @@ class Planted:
         def spoil(tensor: Tensor) -> Tensor:
             if not tensor.dim() or len(tensor) != len(samples) or tensor.dtype == torch.bool:
                 return tensor
-            spoiled, shape = tensor.clone(), tensor[rows].shape
+            spoiled = tensor.clone()
             if tensor.is_floating_point():
                 spoiled[rows] = tensor[rows] * TIMES
             else:
-                low, high = int(tensor.min()), int(tensor.max()) + 1
+                low = int(tensor.min())
+                high = int(tensor.max()) + 1
+                shape = tensor[rows].shape
                 spoiled[rows] = torch.randint(
                     low, high, shape, generator=generator, dtype=tensor.dtype
                 )
@@ -71,11 +74,13 @@ class Planted:
 
 @dataclass(frozen=True)
 class Missed:
-    """Why nothing was found. `rises` are those of the loss over the watchdog's level, at the bad steps and `patience`
-    after them; `limit` is that of the first bad step, and `in_a_row` how many in a row were above theirs."""
+    """Figures of the watchdog for planted samples that it did not find."""
 
+    # Loss above the watchdog's level, at the bad steps and `patience` steps after them.
     rises: tuple[float, ...]
+    # The watchdog's limit at the first bad step.
     limit: Limit
+    # Most steps in a row with a rise above their limit.
     in_a_row: int
     threshold: float
     least_rise: float
@@ -83,42 +88,53 @@ class Missed:
 
     @property
     def advice(self) -> str:
-        """The settings with which it would have been found, or why none would."""
-        rows = [
+        """The settings that would have found the spike, or why none would."""
+        stretches = [
             self.rises[end - self.patience : end]
             for end in range(self.patience, len(self.rises) + 1)
         ]
-        kept_up = max((min(row) for row in rows), default=0.0)  # through so many steps
-        room = 0.95 * (kept_up - self.limit.drift)
-        if room <= 0 and self.in_a_row:
-            return f"plant at least {self.patience} bad steps with --windows, or set spike.patience={self.in_a_row}"
-        by = {
-            "threshold": (self.threshold, self.limit.by_noise),
-            "least_rise": (self.least_rise, self.limit.by_level),
-        }
-        if room <= 0 or room * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
+        # The largest rise that lasted for `patience` steps.
+        sustained = max((min(stretch) for stretch in stretches), default=0.0)
+        reachable = 0.95 * (sustained - self.limit.drift)
+        if reachable <= 0 and self.in_a_row:
+            return (
+                f"plant at least {self.patience} bad steps with --windows, or set "
+                f"spike.patience={self.in_a_row}"
+            )
+        if reachable <= 0 or reachable * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
             return "no setting: these bad samples raise the loss by no more than its noise"
-        lower = {name: setting * room / rise for name, (setting, rise) in by.items() if rise > room}
-        return "set " + " and ".join(
-            f"spike.{name}={_rounded_down(value)}" for name, value in lower.items()
-        )
+
+        settings = []
+        if self.limit.by_noise > reachable:
+            threshold = self.threshold * reachable / self.limit.by_noise
+            settings.append(f"spike.threshold={_rounded_down(threshold)}")
+        if self.limit.by_level > reachable:
+            least_rise = self.least_rise * reachable / self.limit.by_level
+            settings.append(f"spike.least_rise={_rounded_down(least_rise)}")
+        return "set " + " and ".join(settings)
 
 
 @dataclass(frozen=True)
 class SpikeCheck:
-    """What came of it. `found_after` counts the steps from the first bad one to the one at which the spike was found;
-    losses are those of the end, `dev_loss` where it was measured. `missed` is None where it was found."""
+    """Result of `spike_check`."""
 
     steps: int
+    # First and last bad step.
     planted: tuple[int, int]
     patience: int
     rollbacks: int
+    # Steps from the first bad one to the one in which the spike was found, both counted.
     found_after: int | None
     back_to: int | None
+    # Ranges of skipped data positions.
     skipped: tuple[tuple[int, int], ...]
+    # Last losses of each run.
     losses: dict[str, float]
+    # Last dev loss of each run, None where it was not measured.
     dev_losses: dict[str, float | None]
+    # First difference between `recovered` and `without`, None if equal or not compared.
     difference: str | None
+    # None where the spike was found.
     missed: Missed | None = None
 
     @property
@@ -139,64 +155,72 @@ def spike_check(
     config: str | None = None,
     watch: Sequence[Watch] = (),
 ) -> SpikeCheck:
-    """Train by these words in `folder`, with `num_windows` bad windows from the one of step `at` on."""
+    """Train with these configuration words in `folder` and check the recovery.
+
+    The samples of `num_windows` windows are bad, from that of step `at` on.
+    """
     given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
     spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
-    plant, names = _Plant(at, num_windows), [RECOVERED]
+    plant = _Plant(at, num_windows)
+    last = at + num_windows - 1
+
+    def train_as(name: str, *more_words: str) -> tuple[dict[int, float], float | None]:
+        _train(load_config(config, [*given, *more_words, f"name={name}"]), plant, watch)
+        return _figures(folder / f"{name}-001")
+
     with unheard(*SAID):
-        _train(load_config(config, [*given, f"name={RECOVERED}"]), plant, watch)
+        figures = {RECOVERED: train_as(RECOVERED)}
         events = list(JournalReading(folder / f"{RECOVERED}-001" / NAME))
         spikes = [event for event in events if event.kind == "spike"]
-        backs = [event for event in events if event.kind == "rollback"]
+        rollbacks = [event for event in events if event.kind == "rollback"]
         skips = tuple(
             (event.facts["start"], event.facts["stop"]) for event in events if event.kind == "skip"
         )
-        told = f"data.skip={[list(pair) for pair in skips]}"
-        if backs:
-            _train(
-                load_config(config, [*given, "spike.action=none", told, f"name={WITHOUT}"]),
-                plant,
-                watch,
-            )
-            _train(
-                load_config(config, [*given, "spike.action=none", f"name={THROUGH}"]), plant, watch
-            )
-            names += [WITHOUT, THROUGH]
-    figures = {name: _figures(folder / f"{name}-001") for name in names}
+        if rollbacks:
+            skip_word = f"data.skip={[list(pair) for pair in skips]}"
+            figures[WITHOUT] = train_as(WITHOUT, "spike.action=none", skip_word)
+            figures[THROUGH] = train_as(THROUGH, "spike.action=none")
+
+    difference = None
+    missed = None
+    recovered_losses = figures[RECOVERED][0]
+    if rollbacks:
+        difference = _difference(folder, recovered_losses, figures[WITHOUT][0])
+    else:
+        missed = missed_spike(recovered_losses, spike, first=at, last=last)
     return SpikeCheck(
         steps=steps,
-        planted=(at, at + num_windows - 1),
+        planted=(at, last),
         patience=spike.patience,
-        rollbacks=len(backs),
+        rollbacks=len(rollbacks),
         found_after=spikes[0].step - at + 1 if spikes else None,
-        back_to=backs[0].step if backs else None,
+        back_to=rollbacks[0].step if rollbacks else None,
         skipped=skips,
         losses={name: list(losses.values())[-1] for name, (losses, _) in figures.items()},
         dev_losses={name: dev for name, (_, dev) in figures.items()},
-        difference=_difference(folder, figures[RECOVERED][0], figures[WITHOUT][0])
-        if backs
-        else None,
-        missed=None
-        if backs
-        else missed_spike(figures[RECOVERED][0], spike, first=at, last=at + num_windows - 1),
+        difference=difference,
+        missed=missed,
     )
 
 
 def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
-    """What the watchdog is told; a ValueError where these windows could not be judged by it."""
-    steps, spike, last = config.steps, config.spike, at + num_windows - 1
+    """Return the watchdog's settings; raise ValueError if it could not judge these windows."""
+    steps = config.steps
+    spike = config.spike
+    last = at + num_windows - 1
     if not 1 <= at <= last <= steps:
         raise ValueError(
             f"bad windows {at} to {last} are not all among the {steps} steps: lower --at"
         )
     if spike.lower_rate is not None or not spike.rolls_back:
         raise ValueError(
-            "the check needs spike.action=rollback, and no spike.lower_rate, which makes another run"
+            "the check needs spike.action=rollback without spike.lower_rate, which changes the "
+            "training after the spike"
         )
     if at <= (judged := spike.judges_after):
         raise ValueError(
-            f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} on: give --at and "
-            "--steps above that, or a smaller spike.window"
+            f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} "
+            "on: give --at and --steps above that, or a smaller spike.window"
         )
     return spike
 
@@ -204,21 +228,19 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
 def missed_spike(
     losses: Mapping[int, float], config: SpikeConfig, *, first: int, last: int
 ) -> Missed:
-    """What the watchdog held against the losses of these steps, by showing it all of them again."""
-    watchdog, limits, rises, row, longest = (
-        SpikeWatchdog(config),
-        list[Limit](),
-        list[float](),
-        0,
-        0,
-    )
+    """Replay the losses through a watchdog to find out how they compared with its limits."""
+    watchdog = SpikeWatchdog(config)
+    limits: list[Limit] = []
+    rises: list[float] = []
+    in_a_row = 0
+    longest = 0
     for step, loss in losses.items():
         limit = watchdog.limit()
         if first <= step <= last + config.patience and limit is not None:
             limits.append(limit)
             rises.append(loss - limit.level)
-            row = row + 1 if rises[-1] > limit.rise else 0
-            longest = max(longest, row)
+            in_a_row = in_a_row + 1 if rises[-1] > limit.rise else 0
+            longest = max(longest, in_a_row)
         watchdog.observe(step, loss)
     return Missed(
         tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience
@@ -226,38 +248,39 @@ def missed_spike(
 
 
 def _rounded_down(value: float) -> float:
-    """To two digits, so that it can be typed."""
+    """Round down to two digits, so that the value is easy to type."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return float(f"{math.floor(value / unit) * unit:.2g}")
 
 
 class _Plant:
-    """The same samples in each run, wherever it skips: those that stand at the windows' positions."""
+    """Make the samples at the positions of some windows bad, the same ones in each run."""
 
     def __init__(self, at: int, num_windows: int) -> None:
-        self.at, self.num_windows = at, num_windows
+        self.at = at
+        self.num_windows = num_windows
 
     def __call__(self, stream: Any, seed: int) -> None:
         size = stream.batch_size
-        places = range((self.at - 1) * size, (self.at - 1 + self.num_windows) * size)
-        stream.dataset = Planted(
-            stream.dataset, frozenset(int(one) for one in stream.order(list(places))), seed
-        )
+        positions = range((self.at - 1) * size, (self.at - 1 + self.num_windows) * size)
+        bad = frozenset(int(sample) for sample in stream.order(list(positions)))
+        stream.dataset = Planted(stream.dataset, bad, seed)
 
 
 def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> None:
     with open_run(config) as run:
         plant(run.parts.stream, config.seed)
         trained = train_run(run, watch=watch)
-    if not trained.report.finished:
-        ended = f"after step {trained.report.step} of {config.steps} by {trained.report.ended_by}"
+    report = trained.report
+    if not report.finished:
         raise RunError(
-            f"the training of {trained.folder.name} was ended {ended}, so nothing was checked"
+            f"the training of {trained.folder.name} was ended after step {report.step} of "
+            f"{config.steps} by {report.ended_by}, so nothing was checked"
         )
 
 
 def _figures(run: Path) -> tuple[dict[int, float], float | None]:
-    """The loss of each step as it counts in the end, and the last dev loss."""
+    """Return the losses without those that were rolled back, and the last dev loss."""
     losses: dict[int, float] = {}
     dev: float | None = None
     for event in JournalReading(run / NAME):
@@ -272,14 +295,19 @@ def _figures(run: Path) -> tuple[dict[int, float], float | None]:
 
 def _difference(folder: Path, recovered: dict[int, float], without: dict[int, float]) -> str | None:
     for step in sorted(recovered.keys() | without.keys()):
-        first, second = recovered.get(step), without.get(step)
+        first = recovered.get(step)
+        second = without.get(step)
         if first != second:
-            return f"the loss of step {step} is {first!r} recovered and {second!r} in the run that never saw the samples"
-    first_state, second_state = (
-        final_tensors(folder / f"{name}-001") for name in (RECOVERED, WITHOUT)
-    )
-    for name in sorted(first_state.keys() | second_state.keys()):
-        pair = first_state.get(name), second_state.get(name)
-        if pair[0] is None or pair[1] is None or not torch.equal(pair[0], pair[1]):
+            return (
+                f"the loss of step {step} is {first!r} recovered and {second!r} in the run that "
+                "never saw the samples"
+            )
+
+    recovered_state = final_tensors(folder / f"{RECOVERED}-001")
+    without_state = final_tensors(folder / f"{WITHOUT}-001")
+    for name in sorted(recovered_state.keys() | without_state.keys()):
+        ours = recovered_state.get(name)
+        theirs = without_state.get(name)
+        if ours is None or theirs is None or not torch.equal(ours, theirs):
             return f"{name} differs in the final state"
     return None

@@ -1,4 +1,4 @@
-"""The watchdog over the loss in a training run, and what it does about a spike: back, without those samples, and on.
+"""Spike watchdog of a training run: roll back, skip the samples, and train on.
 
     watch = SpikeWatch(run, journal, stop)
     while True:
@@ -7,8 +7,8 @@
             break
         watch.recover()
 
-The figures that it judges are the same on every rank, so all of them go back together. What was skipped is in
-`recoveries.json` of the run's folder, and a resumed run skips it too. Proof:
+The judged losses are the same on every rank, so all ranks roll back together. `recoveries.json` in
+the run's folder records the skipped samples, and a resumed run skips them too. Proof:
 `python -m pytest tests/test_spike_watch.py`.
 """
 
@@ -25,22 +25,27 @@ from .runs.spike_recovery import Recovered, recover
 if TYPE_CHECKING:
     from .training import Run
 
-MOST_LISTED = 4096  # samples that the journal names one by one
+MOST_LISTED = 4096  # the journal lists skipped samples up to this number
 REASON = "spike"
 logger = logging.getLogger(__name__)
 
 
 class SpikeWatch:
-    """Called after each step; `found` is the spike that asked the loop to end, which `recover` then goes back from."""
+    """Judge the loss after each step; stop the loop at a spike, and recover from it.
+
+    `found` is the spike that stopped the loop, until `recover` has rolled back from it.
+    """
 
     def __init__(self, run: "Run", journal: RunJournal, stop: Stop) -> None:
         self.found: Spike | None = None
         self.config = run.parts.config.spike
-        self._run, self._journal, self._stop = run, journal, stop
+        self._run = run
+        self._journal = journal
+        self._stop = stop
         self._schedule = run.parts.config.learning_rates()
 
     def factor(self, done: int) -> float:
-        """On the peak learning rate, in the step after so many."""
+        """Return the factor on the peak learning rate for the step after `done` steps."""
         return self._schedule(done) * self._run.recoveries.factor(done)
 
     def __call__(self, report: StepReport) -> None:
@@ -48,14 +53,19 @@ class SpikeWatch:
             self._judge(report.step, report.loss)
 
     def not_finite(self, error: NonFiniteWindow) -> None:
-        """The step after the last was refused. Raises the error again where nothing is to be done about it."""
+        """Treat a step with a loss or gradient that is not finite as a spike.
+
+        Raises the error again if the settings do not roll back.
+        """
         if not self.config.rolls_back:
             raise error
         self._judge(self._run.state.step + 1, math.nan, why=str(error))
 
     def recover(self) -> None:
-        """Go back to before the spike, and skip its samples. Raises SpikeNotRecovered."""
-        spike, run, stream = self.found, self._run, self._run.parts.stream
+        """Roll back to before the spike and skip its samples. Raises SpikeNotRecovered."""
+        spike = self.found
+        run = self._run
+        stream = run.parts.stream
         assert spike is not None
         for saved in run.policy.finish():
             self._journal.saved(saved)
@@ -94,15 +104,18 @@ class SpikeWatch:
             self._say("spike: %s", words)
         else:
             self._say(
-                "spike: %s; with spike.action=rollback the run goes back and on without its samples",
+                "spike: %s; with spike.action=rollback the run rolls back and skips its samples",
                 words,
             )
 
     def _tell(self, spike: Spike, done: Recovered, samples: list[int]) -> None:
-        journal, recovery, folder = self._journal.journal, done.recovery, done.resumed.saved.folder
-        back, start, stop = recovery.back_to, recovery.start, recovery.stop
+        journal = self._journal.journal
+        recovery = done.recovery
+        folder = done.resumed.saved.folder
+        start = recovery.start
+        stop = recovery.stop
         journal.rollback(
-            back,
+            recovery.back_to,
             from_step=spike.step,
             reason=spike.words,
             checkpoint=folder,
@@ -114,7 +127,7 @@ class SpikeWatch:
         listed = {"samples": samples} if len(samples) <= MOST_LISTED else {}
         journal.write(
             "skip",
-            step=back,
+            step=recovery.back_to,
             reason=words,
             start=start,
             stop=stop,
@@ -123,8 +136,12 @@ class SpikeWatch:
         )
         slower = ""
         if recovery.slower_until:
-            slower = f", at {recovery.learning_rate:g} of the learning rate until step {recovery.slower_until}"
-        told = (
+            slower = (
+                f", at {recovery.learning_rate:g} of the learning rate until step "
+                f"{recovery.slower_until}"
+            )
+        self._say(
+            "back at %s, without the %d samples at positions %d to %d%s (attempt %d of %d)",
             folder,
             len(samples),
             start,
@@ -132,9 +149,6 @@ class SpikeWatch:
             slower,
             recovery.attempt,
             self.config.attempts,
-        )
-        self._say(
-            "back at %s, without the %d samples at positions %d to %d%s (attempt %d of %d)", *told
         )
 
     def _say(self, words: str, *figures: object) -> None:

@@ -1,11 +1,13 @@
-"""What the store costs: integrity against a plain `dcp.save`, and the stall of a save in the background.
+"""Benchmark of the checkpoint store: cost of integrity, and stall of background saves.
 
-Both are measured in turns, plain and ours one after the other, and the median of the pairs' ratios counts.
+Integrity is compared with a plain `dcp.save`, and background saves with synchronous ones. Both are
+measured in pairs, and the median of the pairs' ratios counts.
 `python -m curry_train.store_benchmark --json checkpoint_save.json` records it.
 Proof: `python -m pytest tests/test_store_benchmark.py`.
 """
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -30,7 +32,7 @@ WIDTH = 1024
 
 
 def made_state(num_bytes: int) -> TrainingState:
-    """A model and AdamW with its moments, of about so many bytes."""
+    """Make a model and AdamW with its moments, together of about `num_bytes`."""
     layers = max(1, round(num_bytes / (BYTES_PER_PARAMETER * WIDTH * WIDTH)))
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -45,18 +47,22 @@ def _step(state: TrainingState) -> None:
     state.optimizers[0].zero_grad()
 
 
-def _seconds(act: Callable[[], Any]) -> float:
+def _seconds(action: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    act()
+    action()
     return time.perf_counter() - start
 
 
 def measure_integrity(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Seconds of the store's save over those of `dcp.save` of the same tensors, which syncs its files too."""
-    plain, ours = list[float](), list[float]()
+    """Compare the seconds of the store's save with those of `dcp.save` of the same tensors.
+
+    `dcp.save` syncs its files too.
+    """
+    plain: list[float] = []
+    ours: list[float] = []
     tensors = dict(state.snapshot().tensors)
     with Store(folder / "ours") as store:
-        for number in range(pairs + 1):  # the first warms up
+        for number in range(pairs + 1):  # the first pair warms up
 
             def save_plain(number: int = number) -> None:
                 save(tensors, checkpoint_id=folder / f"plain-{number}")
@@ -70,27 +76,32 @@ def measure_integrity(state: TrainingState, folder: Path, *, pairs: int) -> dict
             def clear_ours() -> None:
                 store.discard(store.committed("recovery")[0])
 
-            acts = [(plain, save_plain, clear_plain), (ours, save_ours, clear_ours)]
-            for seconds, act, clear in acts if number % 2 else acts[::-1]:
-                os.sync()  # what is still on its way to the disk would be waited for by whoever comes next
-                seconds.append(_seconds(act))
+            actions = [(plain, save_plain, clear_plain), (ours, save_ours, clear_ours)]
+            for seconds, save_once, clear in actions if number % 2 else actions[::-1]:
+                os.sync()  # otherwise this save would also wait for earlier writes
+                seconds.append(_seconds(save_once))
                 clear()
     return {**_compared(plain[1:], ours[1:]), "algorithm": store.algorithm}
 
 
 def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Seconds that the training thread waits for a save in the background, over those of one in the foreground. Between
-    two optimizer steps so many forward and backward passes are run as one synchronous save takes time."""
-    synchronous, stalled, window = list[float](), list[float](), list[float]()
+    """Compare the stall of the training thread by a background save with a synchronous save.
+
+    After each background save, forward and backward passes run for as long as a synchronous save
+    takes; then the optimizer steps.
+    """
+    synchronous: list[float] = []
+    stalled: list[float] = []
+    window: list[float] = []
     with Store(folder / "stall") as store, BackgroundSaver(store) as saver:
         for number in range(pairs + 1):
-            synchronous.append(
-                _seconds(lambda number=number: store.save("recovery", 2 * number, state))
-            )  # type: ignore[misc]
-            before = saver.stalled
+            save_now = functools.partial(store.save, "recovery", 2 * number, state)
+            synchronous.append(_seconds(save_now))
+
+            stalled_before = saver.stalled
             saver.save("recovery", 2 * number + 1, state)
             window.append(_seconds(lambda: _window(state, synchronous[-1])))
-            stalled.append(saver.stalled - before)
+            stalled.append(saver.stalled - stalled_before)
             saver.finish()
             for saved in store.committed("recovery"):
                 store.discard(saved)
@@ -103,7 +114,7 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
 
 
 def _window(state: TrainingState, seconds: float) -> None:
-    """Forward and backward passes for some time, then a step."""
+    """Run forward and backward passes for `seconds`, then an optimizer step."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         state.model(torch.randn(64, WIDTH)).square().mean().backward()
@@ -125,10 +136,10 @@ def _compared(plain: list[float], ours: list[float]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="What the store costs, on this machine's disk.")
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state")
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--folder", help="where to write; it is emptied again")
+    parser = argparse.ArgumentParser(description="Measure the checkpoint store on this disk.")
+    parser.add_argument("--mib", type=int, default=1024, help="size of the state in MiB")
+    parser.add_argument("--pairs", type=int, default=7, help="timed pairs of saves")
+    parser.add_argument("--folder", help="write here; files are removed afterwards")
     parser.add_argument("--json", metavar="PATH", help="write the figures; - is standard output")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -141,9 +152,10 @@ def main(arguments: list[str] | None = None) -> None:
             "integrity": measure_integrity(state, folder, pairs=options.pairs),
             "stall": measure_stall(state, folder, pairs=options.pairs),
         }
-    for what, most in (("integrity", 1.10), ("stall", 0.05)):
-        held = "holds" if found[what]["ratio"] <= most else "does not hold"
-        print(f"{what}: {found[what]['ratio']:.3f} of plain, at most {most:.2f}: {held}")
+    for name, most in (("integrity", 1.10), ("stall", 0.05)):
+        ratio = found[name]["ratio"]
+        held = "holds" if ratio <= most else "does not hold"
+        print(f"{name}: {ratio:.3f} of plain, at most {most:.2f}: {held}")
     if options.json:
         write_json(options.json, found)
 

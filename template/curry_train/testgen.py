@@ -1,10 +1,10 @@
-"""A pytest file for a model of one's own, in which every gate is a test.
+"""Render a pytest file in which every gate is a test of the user's model.
 
     recipe = Recipe("my_model:build", out=Path("tests/test_gates.py"))
     text = render(recipe, script="scripts/gen_checkpoint_tests.py")
 
-What is rendered depends on the recipe alone, so that a file can be held against a fresh one. Proof:
-`python -m pytest tests/test_gen_checkpoint_tests.py`.
+The text depends on the recipe alone, so a file can be compared with a fresh one.
+Proof: `python -m pytest tests/test_gen_checkpoint_tests.py`.
 """
 
 import difflib
@@ -32,7 +32,7 @@ from .core.workload import Case, WorkloadError
 PACKAGE = "curry_train"
 MARK = "Written by gen_checkpoint_tests.py of curry-train"
 SCRIPT = re.compile(r"python '?[^\n]*?gen_checkpoint_tests\.py'?")
-WIDTH = 88  # lines no longer than this stay as they are under the formatters' usual settings
+WIDTH = 88  # formatters leave lines up to this length unchanged by default
 DEVICES = {
     "auto": 'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
     "cpu": 'torch.device("cpu")',
@@ -107,7 +107,7 @@ def test_gate_holds(name, case):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the tests of a file are about; the options are those of the gates' own command."""
+    """Model, gates and settings of a test file; the options are those of the command `gates`."""
 
     model: str
     out: Path
@@ -120,24 +120,24 @@ class Recipe:
     seed: int = 0
 
     def words(self) -> list[str]:
-        """The options that make this recipe again, those left out that are the defaults."""
-        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        words = [
-            "--model",
-            self.model,
-            "--out",
-            PurePath(os.path.relpath(given.pop("out")[0])).as_posix(),
-        ]
-        given.pop("model")
-        for name, (value, default) in given.items():
-            option = "--" + name.removesuffix("s" if name == "gates" else "").replace("_", "-")
-            for one in value if isinstance(value, tuple) else [value]:
-                words += [] if value == default else [option, str(one)]
+        """Return the command-line options of this recipe, without those at their default."""
+        out = PurePath(os.path.relpath(self.out)).as_posix()
+        words = ["--model", self.model, "--out", out]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("model", "out") or value == field.default:
+                continue
+            option = "--gate" if field.name == "gates" else "--" + field.name.replace("_", "-")
+            for word in value if isinstance(value, tuple) else [value]:
+                words += [option, str(word)]
         return words
 
 
 def render(recipe: Recipe, *, script: str) -> str:
-    """The text of the file. What the recipe names is loaded and run once first; a ValueError says what is wrong."""
+    """Return the text of the test file.
+
+    The model and gates are loaded and run once first; a ValueError names what is wrong.
+    """
     workload = load_workload(recipe.model)
     if recipe.blocks is not None:
         find_blocks(Case(workload).build(), recipe.blocks)
@@ -162,12 +162,12 @@ def render(recipe: Recipe, *, script: str) -> str:
 
 
 def is_rendered(text: str) -> bool:
-    """Whether a file is one of ours, and may be written anew."""
+    """Whether a file was rendered by this module and may be overwritten."""
     return MARK in text
 
 
 def differences(found: str, expected: str) -> list[str]:
-    """Lines of a diff from `found` to `expected`; where the script itself lies does not count."""
+    """Return a diff from `found` to `expected`, ignoring the path of the script."""
     before, after = (
         SCRIPT.sub("python gen_checkpoint_tests.py", text).splitlines()
         for text in (found, expected)
@@ -176,12 +176,12 @@ def differences(found: str, expected: str) -> list[str]:
 
 
 def import_root(name: str) -> Path | None:
-    """The folder that a module is imported from, None where that is the environment's own."""
+    """Return the folder that a module is imported from; None if the environment installed it."""
     top = sys.modules[name.partition(".")[0]]
-    places = list(getattr(top, "__path__", [])) or [top.__file__]
-    if places[0] is None:
+    locations = list(getattr(top, "__path__", [])) or [top.__file__]
+    if locations[0] is None:
         return None
-    root = Path(places[0]).resolve().parent
+    root = Path(locations[0]).resolve().parent
     installed = {
         Path(sysconfig.get_path(kind)).resolve()
         for kind in ("purelib", "platlib", "stdlib", "platstdlib")
@@ -192,45 +192,51 @@ def import_root(name: str) -> Path | None:
 def _imported(recipe: Recipe) -> Iterator[str]:
     if recipe.model not in BUILTIN:
         yield recipe.model.partition(":")[0]
-    if (
-        recipe.package != PACKAGE
-    ):  # our own is installed or on PYTHONPATH, wherever the file is used
+    # Our own package is installed or on PYTHONPATH wherever the file is used.
+    if recipe.package != PACKAGE:
         yield recipe.package
 
 
 def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
-    """The globs over names of gates; a technique is all of its gates, and what matches none is an error."""
+    """Return globs over gate names; a technique becomes all of its gates.
+
+    A pattern that matches no gate is an error.
+    """
     try:
         discover = importlib.import_module(f"{recipe.package}.gates").discover
     except ModuleNotFoundError as error:
         raise WorkloadError(
-            f"can't import {recipe.package}.gates ({error}): --package names the package that scaffold.py add filled, "
-            "such as mylib.training; run from the folder that holds it"
+            f"can't import {recipe.package}.gates ({error}): --package names the package that "
+            "scaffold.py add filled, such as mylib.training; run from the folder that holds it"
         ) from None
     names = [gate.name for gate in discover()]
-    globs = [
-        f"{gate}/*" if any(name.startswith(f"{gate}/") for name in names) else gate
-        for gate in recipe.gates
-    ]
-    for pattern in globs:
+
+    def is_technique(gate: str) -> bool:
+        return any(name.startswith(f"{gate}/") for name in names)
+
+    patterns = [f"{gate}/*" if is_technique(gate) else gate for gate in recipe.gates]
+    for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise WorkloadError(no_such_gate(pattern, names))
-    return tuple(globs) or ("*",)
+    return tuple(patterns) or ("*",)
 
 
 def _path_line(root: Path, out: Path) -> str:
-    """The statement that makes modules in `root` importable from a file at `out`, wherever the two lie together."""
-    parts = PurePath(os.path.relpath(root, out.resolve().parent)).parts
-    down = PurePath(*[part for part in parts if part != ".."]).as_posix()
-    folder = f"Path(__file__).resolve().parents[{parts.count('..')}]" + (
-        "" if down == "." else f" / {_literal(down)}"
-    )
+    """Return the statement that makes modules in `root` importable from a file at `out`.
+
+    The path is relative, so both can move together.
+    """
+    names = PurePath(os.path.relpath(root, out.resolve().parent)).parts
+    folder = f"Path(__file__).resolve().parents[{names.count('..')}]"
+    below = PurePath(*[name for name in names if name != ".."]).as_posix()
+    if below != ".":
+        folder += f" / {_literal(below)}"
     line = f"sys.path.insert(0, str({folder}))\n"
     return line if len(line) <= WIDTH else f"sys.path.insert(\n    0,\n    str({folder}),\n)\n"
 
 
 def _wrapped(words: Sequence[str]) -> str:
-    """A shell command over several lines, the first for the script, so that the others do not depend on where it is."""
+    """Wrap a shell command; the script has the first line, so its path does not move the rest."""
     lines = [shlex.join(words[:2])]
     for word, following in zip(words[2::2], words[3::2], strict=True):
         pair = shlex.join([word, following])
@@ -246,7 +252,7 @@ def _literal(text: str) -> str:
 
 
 def _tuple(texts: Sequence[str]) -> str:
-    """As formatters leave it: several on a line of their own each."""
+    """Write a tuple as formatters leave it: several texts stand on a line each."""
     if len(texts) == 1:
         return f"({_literal(texts[0])},)"
     return "(\n" + "".join(f"    {_literal(text)},\n" for text in texts) + ")"

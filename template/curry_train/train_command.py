@@ -1,4 +1,4 @@
-"""The command that trains: a configuration file, words that change it, and the run.
+"""Command `train`: train a model by a configuration file and `key=value` words.
 
     python -m curry_train train --config config.yaml steps=1000 optimizer.learning_rate=3e-4
     torchrun --nproc-per-node 8 -m curry_train train --config config.yaml parallel=fsdp2
@@ -32,24 +32,20 @@ from .training import Trained, Watch, open_run, train_run
     "--config",
     "path",
     type=click.Path(dir_okay=False),
-    help="A YAML file; config.yaml here if there is one.",
+    help="YAML configuration file; default: config.yaml, if it exists.",
 )
 @click.option(
     "--resume",
     metavar="WHAT",
-    help="latest, a run, RUN@STEP, RUN@before-STEP, RUN@best for a new run, or a checkpoint.",
+    help="latest, RUN, RUN@STEP, RUN@before-STEP, a checkpoint, or RUN@best for a new run.",
 )
-@model_option("model", more="The same as model=.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="The same as device=.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="The same as dtype=.")
-@click.option(
-    "--batch-size", type=click.IntRange(1), help="Samples of a step; the same as batch_size=."
-)
-@click.option("--seed", type=click.IntRange(0), help="The same as seed=.")
-@json_option("Write how it ended; - is standard output.")
-@click.option(
-    "--show-config", is_flag=True, help="Print the configuration as it was understood, and stop."
-)
+@model_option("model", more="Same as model=.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
+@click.option("--batch-size", type=click.IntRange(1), help="Samples per step; same as batch_size=.")
+@click.option("--seed", type=click.IntRange(0), help="Same as seed=.")
+@json_option("Write how the run ended; - is standard output.")
+@click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
     path: str | None,
@@ -63,8 +59,11 @@ def train_command(
     show_config: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Train. Exit status: 0 done, 1 a loss or a gradient was not finite, or a state not saved, 2 wrong usage, 3 no such
-    device, 128 and its number after a signal, with the state saved."""
+    """Train a model by its configuration.
+
+    Exit status: 0 done, 1 a loss or gradient was not finite or a state could not be saved, 2 wrong
+    usage, 3 device not available, 128 plus the signal's number after a signal (the state is saved).
+    """
     options = {
         "model": model,
         "device": device,
@@ -83,21 +82,19 @@ def train_command(
                 if config.log.tensorboard:
                     require_tensorboard()
                 console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
-                shown = functools.partial(show_progress, console=console, every=config.log.every)
                 watch: list[Watch] = [
-                    shown,
-                    *([write_tensorboard] if config.log.tensorboard else []),
+                    functools.partial(show_progress, console=console, every=config.log.every)
                 ]
+                if config.log.tensorboard:
+                    watch.append(write_tensorboard)
                 run = opened.enter_context(open_run(config, resume=resume))
             except (ValueError, RuntimeError, MissingTechnique) as error:
                 raise UnusableInput(
                     "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
                 ) from error
             trained = train_run(run, watch=watch)
-    except (
-        NonFiniteWindow,
-        RunError,
-    ) as error:  # training can't go on, or what it has can't be saved
+    except (NonFiniteWindow, RunError) as error:
+        # Training can't go on, or its state can't be saved.
         click.echo(
             "\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True
         )
@@ -111,29 +108,30 @@ def _here() -> str | None:
 
 
 def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
+    """Print how the run ended, on the first rank, and write it as JSON."""
     if _rank():
         return
-    report, words, where = (
-        trained.report,
-        "",
-        trained.folder / trained.saved.folder if trained.saved else "nowhere",
-    )
-    if report.last is None:
-        words = f"nothing to do: {trained.folder} has its {report.step} steps; set steps= to more"
+    report = trained.report
+    last = report.last
+    saved = f"saved as {trained.folder / trained.saved.folder}" if trained.saved else "not saved"
+    if last is None:
+        message = (
+            f"nothing to do: {trained.folder} has its {report.step} steps; increase steps= to go on"
+        )
     elif report.finished:
-        words = f"{report.step} steps done, saved as {where}"
+        message = f"{report.step} steps done, {saved}"
     else:
         why = "the data ended" if report.ended_by == "data" else f"stopped by {report.ended_by}"
-        words = f"{why} after step {report.step}, saved as {where}\ngo on with --resume {trained.folder.name}"
-    click.echo(words, err=json_path == "-")
-    if json_path:
-        last = report.last
-        figures = (
-            {}
-            if last is None
-            else {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
+        message = (
+            f"{why} after step {report.step}, {saved}\ngo on with --resume {trained.folder.name}"
         )
+    click.echo(message, err=json_path == "-")
+
+    if json_path:
         ended = {"step": report.step, "ended_by": report.ended_by, "run": str(trained.folder)}
+        figures = {}
+        if last is not None:
+            figures = {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
         write_json(json_path, provenance(choose_device(config.device)) | ended | figures)
 
 
@@ -147,7 +145,10 @@ def _status(trained: Trained) -> int:
 
 
 def _leave(status: int) -> None:
-    """A rank on gloo ends here, because torch 2.13 aborts about one in four ends of a process that used DDP."""
+    """Exit; with several ranks at once, without Python's clean-up.
+
+    On gloo, torch 2.13 aborts in about one of four exits of a process that used DDP.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

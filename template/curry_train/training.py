@@ -1,8 +1,8 @@
-"""A run from its configuration to its end: the folder, the state that is saved and resumed, and who watches.
+"""Run of a training from its configuration: folder, saved state, resume and hooks.
 
     trained = train(load_config("config.yaml", ["steps=1000"]))
 
-    with open_run(config) as run:                     # what the user got wrong is told here
+    with open_run(config) as run:                     # raises the errors of wrong input
         trained = train_run(run, watch=[show_progress])
 
 Proof: `python -m pytest tests/test_training.py`.
@@ -38,7 +38,10 @@ from .spike_watch import SpikeWatch
 
 @dataclass(frozen=True)
 class Run:
-    """What is about to go on from `state.step`, in its folder. `resumed` says from what, and what was passed over."""
+    """An open run that continues from `state.step`, in its folder.
+
+    `resumed` names the loaded checkpoint and the damaged ones that were skipped.
+    """
 
     folder: Path
     parts: Parts
@@ -53,7 +56,7 @@ class Run:
         return self.state.step
 
     def load(self, what: str) -> Resumed | None:
-        """Put the whole run to a saved state of it."""
+        """Load a saved state of this run into model, optimizer and data stream."""
         return _load(self.policy, self.state, self.parts, what)
 
 
@@ -71,23 +74,28 @@ Watch = Callable[[Run], contextlib.AbstractContextManager[Hook]]
 
 
 def train(config: Config, *, resume: str | None = None, watch: Sequence[Watch] = ()) -> Trained:
-    """Train as one of the ranks."""
+    """Train on this rank, from a new run or a resumed one."""
     with open_run(config, resume=resume) as run:
         return train_run(run, watch=watch)
 
 
 @contextlib.contextmanager
 def open_run(config: Config, *, resume: str | None = None) -> Iterator[Run]:
-    """Join the ranks and build a new run, or one that goes on: `resume` is `latest`, the name of a run, or a saved
-    state."""
+    """Join the ranks and build a new run, or resume one.
+
+    `resume` is `latest`, the name of a run, or a saved state.
+    """
     with start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks) as ranks:
         parts = build_parts(config, ranks)
         watchdog = SpikeWatchdog(config.spike)
-        held = {"spike": watchdog}
         state = TrainingState(
-            parts.model, parts.optimizer, scaler=parts.scaler, config=asdict(config), extra=held
+            parts.model,
+            parts.optimizer,
+            scaler=parts.scaler,
+            config=asdict(config),
+            extra={"spike": watchdog},
         )
-        _seed(config.seed + 1 + ranks.rank)  # what dropout draws differs from rank to rank
+        _seed(config.seed + 1 + ranks.rank)  # dropout draws differ from rank to rank
         folder, what = (None, None) if resume is None else run_to_resume(config, resume)
         if folder is None:
             folder = ranks.agree(new_run(config) if ranks.first else None)
@@ -105,14 +113,20 @@ def open_run(config: Config, *, resume: str | None = None) -> Iterator[Run]:
 
 
 def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
-    """Each of `watch` is opened on the first rank when the run begins, and told of every step."""
-    parts, config, state = run.parts, run.parts.config, run.state
+    """Train an open run to its end.
+
+    Each context of `watch` is opened on the first rank when the run begins; its hook is called
+    after every step.
+    """
+    parts = run.parts
+    config = parts.config
+    state = run.state
 
     def keep(report: StepReport) -> None:
-        state.step, state.position = report.step, parts.stream.position
-        metrics = {"loss": report.loss} | (
-            {} if report.dev_loss is None else {"dev_loss": report.dev_loss}
-        )
+        state.step = report.step
+        state.position = parts.stream.position
+        measured_dev = {} if report.dev_loss is None else {"dev_loss": report.dev_loss}
+        metrics = {"loss": report.loss} | measured_dev
         if spikes.found is None:
             for saved in run.policy.after_step(report.step, state, metrics):
                 journal.saved(saved)
@@ -123,7 +137,7 @@ def train_run(run: Run, *, watch: Sequence[Watch] = ()) -> Trained:
                 journal.saved(saved)
 
     def train_on() -> RunReport | None:
-        """Until the end, or a spike."""
+        """Train until the end or a spike; None if a loss or gradient was not finite."""
         try:
             return run_training_steps(
                 parts.model,
@@ -164,13 +178,13 @@ def _watching(watch: Sequence[Watch], run: Run) -> Iterator[list[Hook]]:
 
 
 def _load(policy: SavingPolicy, state: TrainingState, parts: Parts, what: str) -> Resumed | None:
-    """Learning rates and the optimizer's other settings stay what the configuration says."""
-    settings = [
-        {key: value for key, value in group.items() if key != "params"} for group in _groups(parts)
-    ]
+    """Load a saved state, but keep the optimizer settings of the configuration."""
+    settings = []
+    for group in _groups(parts):
+        settings.append({key: value for key, value in group.items() if key != "params"})
     resumed = policy.resume(state, what)
-    for group, kept in zip(_groups(parts), settings, strict=True):
-        group.update(kept)
+    for group, configured in zip(_groups(parts), settings, strict=True):
+        group.update(configured)
     parts.stream.position = state.position
     return resumed
 

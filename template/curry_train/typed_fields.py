@@ -1,4 +1,6 @@
-"""A tree of dataclasses from nested mappings: unknown keys and wrong types are errors that name the key.
+"""Read nested mappings into a tree of dataclasses, with checked keys and types.
+
+Unknown keys and wrong types are errors that name the key.
 
 Proof: `python -m pytest tests/test_config.py`.
 """
@@ -22,7 +24,10 @@ KINDS = {
 
 
 def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
-    """`values` as a `tree`, whose own checks then run; `inside` is the key that holds them."""
+    """Build a `tree` from `values`, which runs its own checks.
+
+    `inside` is the key that holds the values, for error messages.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
     hints = typing.get_type_hints(tree)
@@ -42,24 +47,23 @@ def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = ""
 
 
 def flat_keys(tree: type, *, inside: str = "") -> list[str]:
-    """Every key of a tree, as one types it."""
+    """Return every key of a tree in its dotted form, such as `optimizer.beta1`."""
     keys = []
     for name, kind in typing.get_type_hints(tree).items():
         path = _path(inside, name)
-        keys += (
-            flat_keys(kind, inside=path)
-            if is_dataclass(kind) and isinstance(kind, type)
-            else [path]
-        )
+        if is_dataclass(kind) and isinstance(kind, type):
+            keys += flat_keys(kind, inside=path)
+        else:
+            keys.append(path)
     return keys
 
 
 def nearest_key(key: str, keys: list[str]) -> str:
-    """The key that was meant, or all of them."""
-    last = {name.rsplit(".", 1)[-1]: name for name in keys}
-    inside = nearest(key.rsplit(".", 1)[-1], last)
-    meant = nearest(key, keys) or (last[inside] if inside else None)
-    return f"did you mean {meant}?" if meant else f"there are {', '.join(keys)}"
+    """Suggest the closest key for a misspelled one, or list all keys."""
+    by_last_part = {name.rsplit(".", 1)[-1]: name for name in keys}
+    last_part = nearest(key.rsplit(".", 1)[-1], by_last_part)
+    meant = nearest(key, keys) or (by_last_part[last_part] if last_part else None)
+    return f"did you mean {meant}?" if meant else f"the keys are {', '.join(keys)}"
 
 
 def _read(kind: Any, value: Any, path: str) -> Any:
@@ -77,20 +81,19 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 
 def _as(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Whether `value` is of this kind, and as what."""
+    """Return whether `value` is of this kind, and the converted value."""
     if get_origin(kind) is Literal:
         return value in get_args(kind), value
     if get_origin(kind) is tuple:
-        parts = (
-            [_as(get_args(kind)[0], part) for part in value]
-            if isinstance(value, list | tuple)
-            else [(False, value)]
-        )
-        listed = all(fits for fits, _ in parts)
-        return listed, tuple(part for _, part in parts) if listed else value
+        if not isinstance(value, list | tuple):
+            return False, value
+        items = [_as(get_args(kind)[0], item) for item in value]
+        if not all(fits for fits, _ in items):
+            return False, value
+        return True, tuple(item for _, item in items)
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
-            return True, float(value)  # YAML takes 3e-4 for text
+            return True, float(value)  # YAML reads 3e-4 as text
         except ValueError:
             return False, value
     if kind in (dict, Mapping) or get_origin(kind) in (dict, Mapping):
@@ -99,23 +102,25 @@ def _as(kind: Any, value: Any) -> tuple[bool, Any]:
 
 
 def _told(kind: Any) -> str:
-    told = []
+    """Describe the accepted values in words."""
+    words = []
     for choice in _choices(kind):
         if get_origin(choice) is Literal:
-            told += [str(value) for value in get_args(choice)]
+            words += [str(value) for value in get_args(choice)]
         elif get_origin(choice) is tuple:
-            told.append("a list")
+            words.append("a list")
         else:
-            told.append(KINDS.get(choice, "a block of keys"))
-    return told[0] if len(told) == 1 else f"{', '.join(told[:-1])} or {told[-1]}"
+            words.append(KINDS.get(choice, "a block of keys"))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _meant(kind: Any, value: Any) -> str:
+    """Suggest the closest accepted word for a misspelled one."""
     values = [
-        str(part)
+        str(word)
         for choice in _choices(kind)
         if get_origin(choice) is Literal
-        for part in get_args(choice)
+        for word in get_args(choice)
     ]
     meant = nearest(str(value), values)
     return f"; did you mean {meant}?" if meant else ""

@@ -1,4 +1,4 @@
-"""A benchmark times whole steps and nothing else, and each gate fails on what goes wrong with timings in practice.
+"""Tests of the benchmark gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_bench.py
 """
@@ -67,7 +67,7 @@ def test_gates_do_not_fail_on_a_model_without_products(gate):
 
 
 def without_waiting(ways, *, rounds, warmup, clock, wait, **options):
-    """The device works on after the clock was read, and whoever comes next pays."""
+    """Reads the clock before the device is done, so the time is charged to the next step."""
     return time_in_turns(ways, rounds=rounds, warmup=warmup, clock=clock)
 
 
@@ -76,9 +76,9 @@ def waiting_before_alone(ways, *, rounds, warmup, clock, wait, **options):
 
 
 def one_after_the_other(ways, *, rounds, warmup, **options):
-    """All steps of the first way, then all of the second."""
-    each = [time_in_turns([way], rounds=rounds, warmup=warmup, **options) for way in ways]
-    return [seconds for (seconds,) in each]
+    """Times all steps of the first kind, then all of the second."""
+    times = [time_in_turns([way], rounds=rounds, warmup=warmup, **options) for way in ways]
+    return [seconds for (seconds,) in times]
 
 
 def warmup_counted(ways, *, rounds, warmup, **options):
@@ -104,21 +104,19 @@ def test_the_planted_machine_catches_every_wrong_way_to_time():
 
 
 def planted(ways, *, rounds, **options):
-    """Two ways that take the same, with noise and a stall."""
+    """Two equally fast kinds of step, with noise and a stall."""
     noise = itertools.cycle([1.00, 1.02, 0.99, 1.04, 1.01, 0.97, 1.03])
-    times = [[next(noise) for _ in range(rounds)] for _ in ways]
+    times = [list(itertools.islice(noise, rounds)) for _ in ways]
     times[0][3] = 9.0
     return times
 
 
 def one_standard_error(ours, theirs):
-    """Too narrow, as errors of a mean are that are quoted without a factor."""
+    """Too narrow: one standard error of the mean is not a 95% interval."""
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
-    middle, wide = (
-        statistics.median(ratios),
-        statistics.stdev(sorted(ratios)[1:-1]) / len(ratios) ** 0.5,
-    )
-    return Ratio(middle, middle - wide, middle + wide, 0.95)
+    middle = statistics.median(ratios)
+    error = statistics.stdev(sorted(ratios)[1:-1]) / len(ratios) ** 0.5
+    return Ratio(middle, middle - error, middle + error, 0.95)
 
 
 def never_certain(ours, theirs):
@@ -130,7 +128,7 @@ def without_interval(ours, theirs):
 
 
 def one_sided(ours, theirs):
-    """The first of a pair always counts as slower."""
+    """Reports the first of a pair as slower, always."""
     found = paired_ratio(ours, theirs)
     return replace(found, lower=found.median * 1.001, upper=found.median * 1.2)
 
@@ -147,7 +145,8 @@ def test_intervals_that_say_too_much_or_nothing_are_caught(ratio):
 
 class WithoutOptimizer(TrainingStep):
     def __call__(self):
-        self.optimizer.step, before = lambda: None, self.optimizer.step
+        before = self.optimizer.step
+        self.optimizer.step = lambda: None
         result = super().__call__()
         self.optimizer.step = before
         return result
@@ -155,7 +154,8 @@ class WithoutOptimizer(TrainingStep):
 
 class GradientsKept(TrainingStep):
     def __call__(self):
-        self.optimizer.zero_grad, before = lambda set_to_none=True: None, self.optimizer.zero_grad
+        before = self.optimizer.zero_grad
+        self.optimizer.zero_grad = lambda set_to_none=True: None
         result = super().__call__()
         self.optimizer.zero_grad = before
         return result
@@ -173,7 +173,7 @@ class InEvalMode(TrainingStep):
 
 
 class Trains(TrainingStep):
-    """Times with a learning rate, so that each step starts from other weights."""
+    """Times with a learning rate, so that each step starts from different weights."""
 
     def __init__(self, case, *, learning_rate=1e-3):
         super().__init__(case, learning_rate=learning_rate)
@@ -207,7 +207,7 @@ def test_generators_that_are_left_seeded_are_caught():
 
 
 def all_that_ran(case, *args, **options):
-    """Recompute counts as the model's work, and utilisation goes up with it."""
+    """Counts recomputed FLOPs as the model's, which raises the utilisation."""
     found = measure_levers(case, *args, **options)
     for row in found.rows:
         row.model_flops = row.executed_flops
@@ -222,7 +222,7 @@ def one_microbatch(case, *args, **options):
 
 
 def six_for_each_weight_and_row(case, *args, **options):
-    """The rule of thumb, which gives the batch a gradient."""
+    """The rule of thumb of 6 FLOPs per weight and row, which counts a gradient of the batch."""
     found = measure_levers(case, *args, **options)
     parameters = sum(
         parameter.numel() for parameter in case.build().parameters() if parameter.dim() > 1
@@ -255,7 +255,7 @@ def without_optimizer_state(case, *args, **options):
 
 
 def with_the_neighbours(case, *args, **options):
-    """The allocator's figure, with the other configurations in it."""
+    """The allocator's figure, which includes the other configurations."""
     found = measure_levers(case, *args, **options)
     beside = bytes_of(case.build().parameters(), case.device)
     for row in found.rows:

@@ -1,4 +1,4 @@
-"""A checkpoint is whole, exact and safe to read, and each gate fails on what goes wrong in practice.
+"""Tests of the checkpoint gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_checkpoint_policy.py
 """
@@ -57,11 +57,12 @@ def test_a_state_too_large_to_be_written_often_is_left_out(monkeypatch):
         assert "dozens of times" in verdict.hint
 
 
-# The saboteurs. Of a commit: into the old one, the old one removed first, without a manifest.
+# Saboteurs of a commit: it writes into the old checkpoint, removes the old one first, or writes no
+# manifest.
 
 
 def over_the_old(writing, parts):
-    """Writes into the checkpoint that is there, as saving again into one path does."""
+    """Writes into the old checkpoint, as saving to the same path again does."""
     for name in writing.files.names(writing.folder) if writing.step == 2 else ():
         old = writing.files.path("rollback/step-00000001.dcp") / name
         old.write_bytes((writing.files.path(writing.folder) / name).read_bytes())
@@ -69,8 +70,9 @@ def over_the_old(writing, parts):
 
 
 def old_one_first(writing, parts):
-    """Makes room before there is anything new."""
-    writing.files.remove_folder("rollback/step-00000001.dcp") if writing.step == 2 else None
+    """Deletes the old checkpoint before the new one is complete."""
+    if writing.step == 2:
+        writing.files.remove_folder("rollback/step-00000001.dcp")
     return Writing.commit(writing, parts)
 
 
@@ -80,7 +82,7 @@ def without_manifest(writing, parts):
     return manifest
 
 
-# Of a state: a part of it left out.
+# Saboteurs of a state: a part of it is left out.
 
 
 class WithoutRandom(TrainingState):
@@ -93,7 +95,7 @@ class WithoutOptimizer(TrainingState):
         return []
 
     def _compare_parts(self, values, report):
-        """Finds nothing wrong."""
+        """Reports no difference."""
 
 
 class SecondMomentAnew(TrainingState):
@@ -110,15 +112,15 @@ class SecondMomentAnew(TrainingState):
 
 class WithoutModel(TrainingState):
     def begin_load(self, contents, *, strict=True):
-        kept = {
+        others = {
             name: facts for name, facts in contents.tensors.items() if not name.startswith("model.")
         }
         return super().begin_load(
-            Contents(kept, contents.values, contents.rank_values, contents.ties), strict=False
+            Contents(others, contents.values, contents.rank_values, contents.ties), strict=False
         )
 
 
-# Of a verification: no hash; the manifest's sizes alone; data files alone.
+# Saboteurs of the verification: no hash, only the manifest's sizes, or only data files.
 
 
 def nothing(run, folder):
@@ -146,7 +148,7 @@ def without_the_manifests_own_hash(run, folder):
         raise DamagedCheckpoint(str(error)) from error
 
 
-# Of a load: torch's own reader, with and without the hashes.
+# Saboteurs of a load: torch's own reader, with and without the hashes.
 
 
 def as_torch_loads(run, folder, state):
@@ -165,35 +167,35 @@ def unpickled_first(run, folder, state):
 
 
 def every_path(run, folder, state):
-    """Believes the index's paths."""
+    """Reads any path that the index names."""
     metadata = pickle.loads(run.files.read(f"{folder}/.metadata"))
     read_tensors(run.files, folder, metadata, state.snapshot().tensors)
 
 
 @pytest.mark.parametrize(
-    ("check", "parts", "said"),
+    ("check", "parts", "in_hint"),
     [
         (gates.committed, Parts(commit=over_the_old), "interrupted at change"),
-        (gates.committed, Parts(commit=old_one_first), "nothing is left"),
-        (gates.committed, Parts(commit=without_manifest), "nothing is left"),
-        (gates.bitwise, Parts(state=WithoutRandom), "not put back"),
-        (gates.bitwise, Parts(state=WithoutOptimizer), "not put back"),
+        (gates.committed, Parts(commit=old_one_first), "no checkpoint is left"),
+        (gates.committed, Parts(commit=without_manifest), "no checkpoint is left"),
+        (gates.bitwise, Parts(state=WithoutRandom), "not restored"),
+        (gates.bitwise, Parts(state=WithoutOptimizer), "not restored"),
         (gates.bitwise, Parts(state=SecondMomentAnew), "exp_avg_sq"),
-        (gates.bitwise, Parts(state=WithoutModel), "not put back: model."),
-        (gates.damage, Parts(verify=nothing), "was not seen"),
-        (gates.damage, Parts(verify=sizes_only), "was not seen"),
-        (gates.damage, Parts(verify=data_files_only), "was not seen"),
+        (gates.bitwise, Parts(state=WithoutModel), "not restored: model."),
+        (gates.damage, Parts(verify=nothing), "was not detected"),
+        (gates.damage, Parts(verify=sizes_only), "was not detected"),
+        (gates.damage, Parts(verify=data_files_only), "was not detected"),
         (
             gates.damage,
             Parts(verify=without_the_manifests_own_hash),
-            "of manifest.json was not seen",
+            "of manifest.json was not detected",
         ),
         (gates.hostile, Parts(load=as_torch_loads), "a call in the index"),
         (gates.hostile, Parts(load=unpickled_first), "function was called"),
         (gates.hostile, Parts(load=every_path), "a call in the index"),
     ],
 )
-def test_gate_catches(check, parts, said):
+def test_gate_catches(check, parts, in_hint):
     verdict = check(CASE, parts=parts)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert in_hint in verdict.hint, verdict

@@ -1,4 +1,4 @@
-"""Accumulation equals the large batch, and each gate fails on what goes wrong in practice.
+"""Tests of gradient accumulation and of its gates, which fail on planted faults.
 
 python -m pytest tests/test_grad_accum.py
 """
@@ -27,7 +27,7 @@ from curry_train.primitives.grad_accum import (
 IN_PROCESS = [gate.check for gate in gates.GATES if gate.check is not gates.two_ranks]
 
 
-# The contract.
+# The interface.
 
 
 def test_kwargs_name_the_first_and_the_last_microbatch_of_a_window():
@@ -134,9 +134,7 @@ def test_every_microbatch_is_in_one_window_in_order(num_microbatches, steps):
     assert all(len(window) == steps for window in windows[:-1])
     for window in windows:
         assert window.loss_divisor == len(window)
-        assert [window.train_step_kwargs(index)["step_optimizer"] for index in range(len(window))][
-            -1:
-        ] == [True]
+        assert window.train_step_kwargs(len(window) - 1)["step_optimizer"]
 
 
 def test_a_window_divides_by_its_own_valid_terms():
@@ -180,16 +178,19 @@ def linear_step(microbatches, **options):
 
 
 def test_a_microbatch_without_a_valid_term_adds_nothing():
-    full, empty = torch.ones(3, 2), torch.ones(0, 2)
-    alone, with_empty = linear_step([full]), linear_step([full, empty])
-    assert torch.equal(alone[0].weight, with_empty[0].weight)
-    assert alone[1] == with_empty[1]
+    full = torch.ones(3, 2)
+    empty = torch.ones(0, 2)
+    model, result = linear_step([full])
+    model_with_empty, result_with_empty = linear_step([full, empty])
+    assert torch.equal(model.weight, model_with_empty.weight)
+    assert result == result_with_empty
 
 
 def test_the_result_is_the_mean_loss_and_the_norm_before_clipping():
     model = nn.Linear(2, 1)
     with torch.no_grad():
-        model.weight.fill_(1.0), model.bias.zero_()
+        model.weight.fill_(1.0)
+        model.bias.zero_()
     window = next(
         GradientAccumulation(2).windows([torch.ones(1, 2), 2 * torch.ones(1, 2)], count=len)
     )
@@ -252,7 +253,7 @@ def test_a_scaler_skips_the_step_and_the_schedule_stays():
     assert scheduler.last_epoch == 1
 
 
-# The gates hold on what is right.
+# The gates hold on the right implementation.
 
 
 @pytest.mark.parametrize("check", IN_PROCESS, ids=lambda check: check.__name__)
@@ -285,13 +286,13 @@ def test_a_model_that_is_random_in_eval_is_named():
         gates.equal_windows(Case(workload))
 
 
-# The saboteurs: each is a way that this goes wrong in practice, and the gate that must catch it.
+# The saboteurs: faults seen in practice, each with the gate that must catch it.
 
 
 def by_hand(
     model, window, loss, optimizer, *, divisors, clip=None, each=(), zero=True, scheduler=None
 ):
-    """A training step written out, with the freedom to be wrong."""
+    """A training step written out, with options for planted faults."""
     if zero:
         optimizer.zero_grad()
     total = 0.0
@@ -434,30 +435,30 @@ def test_two_ranks_catch(saboteur):
     assert verdict.passed is False, verdict
 
 
-# Ranks that would part or hang are told.
+# Ranks that would diverge or hang raise an error.
 
 
 def uneven_data_on_rank():
     rank = dist.get_rank()
-    said = []
-    for ends in (4, 2, 0):  # a short window on rank 1, a missing one, and none at all
+    results = []
+    for ends in (4, 2, 0):  # on rank 1: as many microbatches, one window less, and none
         data = range(4 if rank == 0 else ends)
         try:
-            said.append(sum(len(window) for window in GradientAccumulation(2).windows(data)))
+            results.append(sum(len(window) for window in GradientAccumulation(2).windows(data)))
         except ValueError as error:
-            said.append(str(error))
+            results.append(str(error))
     model = nn.Linear(2, 1)
     window = next(GradientAccumulation(1).windows([torch.ones(1, 2)]))
     try:
         train_window(model, window, lambda m, b: m(b).sum(), torch.optim.SGD(model.parameters()))
     except RuntimeError as error:
-        said.append(str(error))
-    return said
+        results.append(str(error))
+    return results
 
 
 def test_ranks_with_uneven_data_or_without_a_wrapper_are_told_instead_of_hanging():
-    for said in run_on_ranks(f"{__file__}:uneven_data_on_rank", timeout=60):
-        assert said[0] == 4
-        assert "window 1 has" in said[1]
-        assert "window 0 has" in said[2]
-        assert "wrapped in neither" in said[3]
+    for results in run_on_ranks(f"{__file__}:uneven_data_on_rank", timeout=60):
+        assert results[0] == 4
+        assert "window 1 has" in results[1]
+        assert "window 0 has" in results[2]
+        assert "wrapped in neither" in results[3]

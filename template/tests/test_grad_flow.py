@@ -1,4 +1,4 @@
-"""Grad-flow counts what is there, once, and leaves training alone; each gate fails on what goes wrong in practice.
+"""Tests of the grad-flow gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_grad_flow.py
 """
@@ -42,7 +42,9 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
 class Branch(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.frozen, self.unused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
 
     def forward(self, x):
@@ -98,7 +100,7 @@ def changed(owner, **names):
 
 
 def sabotaged(owner, **names):
-    """A probe in whose context something is another thing."""
+    """A probe that replaces attributes of `owner` while its context is open."""
 
     class Sabotaged(GradFlow):
         def __enter__(self):
@@ -114,7 +116,7 @@ def sabotaged(owner, **names):
 
 
 class AfterClipping(GradFlow):
-    """Reads gradients where the optimizer gets them."""
+    """Reads gradients at the optimizer step."""
 
     def _backward_ended(self):
         pass
@@ -129,7 +131,7 @@ class FirstMicrobatch(GradFlow):
 
 
 class Averaged(GradFlow):
-    """Counts the last call of a layer alone."""
+    """Counts only the last call of a layer."""
 
     def __enter__(self):
         super().__enter__()
@@ -147,7 +149,7 @@ class Averaged(GradFlow):
 
 
 class OffIsFilterless(GradFlow):
-    """`off` counts what backward runs again, since nobody switched it off."""
+    """`off` counts recomputed forwards, because recompute is not turned off."""
 
     def __init__(self, *arguments, recompute="filter", **options):
         super().__init__(*arguments, **options)
@@ -165,7 +167,7 @@ class OffIsFilterless(GradFlow):
 
 
 class Draws(GradFlow):
-    """Samples the elements that it counts."""
+    """Draws random numbers, as a probe that samples elements would."""
 
     def _read(self, where, scale):
         torch.rand(3)
@@ -173,7 +175,7 @@ class Draws(GradFlow):
 
 
 class CleansGradients(GradFlow):
-    """Takes what is not finite, or very small, out of the gradients that it reads."""
+    """Changes the gradients that it reads, as a probe that cleans them would."""
 
     def _read(self, where, scale):
         super()._read(where, scale)
@@ -183,7 +185,7 @@ class CleansGradients(GradFlow):
 
 
 class WritesOutputs(GradFlow):
-    """Changes the activation that it looks at."""
+    """Changes the activation that it reads."""
 
     def __enter__(self):
         super().__enter__()
@@ -202,15 +204,16 @@ class WritesOutputs(GradFlow):
 
 
 class KeepsOutputs(GradFlow):
-    """Collects activations, and counts them in the end."""
+    """Collects activations and counts them at the end."""
 
     def __enter__(self):
         super().__enter__()
-        self.kept, add = [], self._activations._add
+        self.outputs = []
+        add = self._activations._add
 
         def keeps(index, arguments, output):
             add(index, arguments, output)
-            self.kept.append(output)
+            self.outputs.append(output)
 
         self._probed.close()
         self._activations._add = keeps
@@ -223,7 +226,7 @@ def with_ones(tensor):
 
 
 class KeepsCopies(KeepsOutputs):
-    """Collects float32 copies of the outputs, without their graph."""
+    """Collects copies of the outputs, without their graph."""
 
     def __enter__(self):
         super().__enter__()
@@ -242,7 +245,8 @@ COUNTS_ALL = sabotaged(flow_activations, in_backward=lambda: False)
 def norms_in_half(tensor):
     sums = torch.zeros(4, dtype=torch.float64)
     norm = tensor.detach().to(torch.bfloat16).norm().double()
-    sums[0], sums[3] = tensor.numel(), norm.square()
+    sums[0] = tensor.numel()
+    sums[3] = norm.square()
     return sums
 
 
@@ -250,26 +254,26 @@ IN_HALF = sabotaged(flow_activations, sums_of=norms_in_half)
 
 
 @pytest.mark.parametrize(
-    ("check", "saboteur", "said"),
+    ("check", "saboteur", "in_hint"),
     [
         (gates.exact, NoOp, "left out or counted twice"),
-        (gates.exact, AfterClipping, "gradients are not those"),
-        (gates.exact, FirstMicrobatch, "gradients are not those"),
+        (gates.exact, AfterClipping, "the gradients are not those"),
+        (gates.exact, FirstMicrobatch, "the gradients are not those"),
         (gates.exact, Averaged, "left out or counted twice"),
         (gates.exact, IN_HALF, "left out or counted twice"),
-        (gates.once, NoOp, "pass over forwards"),
-        (gates.once, COUNTS_ALL, "pass over forwards"),
-        (gates.once, OffIsFilterless, "pass over forwards"),
+        (gates.once, NoOp, "skip forwards"),
+        (gates.once, COUNTS_ALL, "skip forwards"),
+        (gates.once, OffIsFilterless, "skip forwards"),
         (gates.same_training, NoOp, "nothing was probed"),
-        (gates.same_training, Draws, "draw nothing"),
-        (gates.same_training, CleansGradients, "write into no tensor"),
-        (gates.same_training, WritesOutputs, "write into no tensor"),
-        (gates.held_bytes, NoOp, "no call was seen"),
+        (gates.same_training, Draws, "draw no random numbers"),
+        (gates.same_training, CleansGradients, "write to no tensor"),
+        (gates.same_training, WritesOutputs, "write to no tensor"),
+        (gates.held_bytes, NoOp, "no call was counted"),
         (gates.held_bytes, KeepsOutputs, "keep sums and no activation"),
         (gates.held_bytes, KeepsCopies, "keep sums and no activation"),
     ],
 )
-def test_gate_catches(check, saboteur, said):
+def test_gate_catches(check, saboteur, in_hint):
     verdict = check(Case(SMALL), probe=saboteur)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert in_hint in verdict.hint, verdict

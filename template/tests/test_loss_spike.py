@@ -1,4 +1,4 @@
-"""A spike is found, gone back from and skipped, and each gate fails on what goes wrong in practice.
+"""Tests of the loss-spike gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_loss_spike.py
 """
@@ -45,8 +45,8 @@ def test_gates_hold_on_cuda():
         assert verdict.passed, verdict
 
 
-# The saboteurs. Of the watchdog: it never speaks; it takes the mean of everything; NaN is not above any limit; one high
-# loss is enough.
+# Saboteurs of the watchdog: it never reports; its limit uses the mean of all losses; it misses NaN,
+# which is not above any limit; it reports a single high loss.
 
 
 class Silent(SpikeWatchdog):
@@ -55,7 +55,7 @@ class Silent(SpikeWatchdog):
 
 
 class MeanOfAll(SpikeWatchdog):
-    """Three standard deviations of all losses, the spike's own among them."""
+    """Uses three standard deviations of all losses, including those of the spike."""
 
     seen: list
 
@@ -84,8 +84,8 @@ def test_found_fails_on(watchdog):
     assert verdict.hint
 
 
-# Of a recovery: the samples come again; the weights stay as they are; the newest state, which saw the spike; the
-# optimizer as it was after the spike; one window too few.
+# Saboteurs of a recovery: it trains on the samples again; it keeps the weights; it loads the newest
+# state, from after the spike; it keeps the optimizer state; it skips one window too few.
 
 
 def takes_them_again(spike, config, **facts):
@@ -127,7 +127,7 @@ def test_recovered_fails_on(fault):
     assert verdict.hint
 
 
-# Of what a process leaves for the next one: the watchdog begins anew; what is skipped is forgotten.
+# Saboteurs of the state passed to the next process: the watchdog starts anew; skips are lost.
 
 
 class InMemory(Recoveries):
@@ -136,14 +136,14 @@ class InMemory(Recoveries):
 
 
 class OfThisProcess(Recoveries):
-    """Knows what to skip, and counts from one in each process."""
+    """Skips the right samples, but counts attempts from one in each process."""
 
     def attempt(self, step, *, within):
         return 1
 
 
 class Unrecovered(Recoveries):
-    """Reads the file, and skips nothing of it."""
+    """Reads the file but skips nothing."""
 
     def __init__(self, files):
         super().__init__(files)
@@ -169,7 +169,7 @@ def test_bounded_fails_on(recoveries):
 
 
 def test_a_recovery_without_an_end_is_stopped():
-    """A run that trains on bad samples again and again is the gate's to end, not the user's."""
+    """The gate itself must stop a run that trains on bad samples again and again."""
     parts = SpikeParts(recover=takes_them_again, recoveries=OfThisProcess)
-    with pytest.raises(ValueError, match="no bound"):
+    with pytest.raises(ValueError, match="the recovery does not end"):
         gates.recovered(CASE, parts=parts)

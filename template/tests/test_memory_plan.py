@@ -1,4 +1,4 @@
-"""The levers beside recompute train the same model in less memory, and each gate fails on what goes wrong in practice.
+"""Tests of the chunked-loss gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_memory_plan.py
 """
@@ -19,11 +19,12 @@ from curry_train.gates import memory_plan as gates
 from curry_train.primitives import apply_chunked_loss, chunked_cross_entropy
 
 CHECKS = {gate.name: gate.check for gate in gates.GATES}
-CLASSES, IGNORED = 256, -100
+CLASSES = 256
+IGNORED = -100
 
 
 def targets_of(size):
-    """The first rows have one target that counts, the last ones all."""
+    """Masks all but one target in the first rows, and none in the last rows."""
     targets = torch.randint(CLASSES, (size, 8))
     return targets.masked_fill(
         torch.arange(8) > 7 * (torch.arange(size)[:, None] >= size // 2), IGNORED
@@ -35,7 +36,8 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(CLASSES, 16), nn.Linear(16, CLASSES)
+        self.table = nn.Embedding(CLASSES, 16)
+        self.head = nn.Linear(16, CLASSES)
 
     def forward(self, tokens):
         return self.head(torch.tanh(self.table(tokens)))
@@ -104,10 +106,10 @@ def divisor(targets, reduction):
 
 
 def mean_of_means(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
-    """Each chunk is divided by its own targets, though some have fewer that count."""
-    parts = in_parts(rows, targets, chunk_tokens)
+    """Divides each chunk by its own number of unmasked targets, which differ."""
+    chunks = in_parts(rows, targets, chunk_tokens)
     losses = [
-        chunked_cross_entropy(row, weight, target, bias=bias, **options) for row, target in parts
+        chunked_cross_entropy(row, weight, target, bias=bias, **options) for row, target in chunks
     ]
     return torch.stack(losses).nanmean()
 
@@ -124,19 +126,18 @@ def last_chunk_left_out(rows, weight, targets, *, chunk_tokens, **options):
 
 
 def chunks_kept(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
-    """Every chunk's logits stay until backward."""
-    parts = in_parts(rows, targets, chunk_tokens)
-    return sum(part_loss(row, target, weight, bias) for row, target in parts) / divisor(
-        targets, reduction
-    )
+    """Holds every chunk's logits until backward."""
+    chunks = in_parts(rows, targets, chunk_tokens)
+    total = sum(part_loss(row, target, weight, bias) for row, target in chunks)
+    return total / divisor(targets, reduction)
 
 
 def computed_again(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
-    """Chunks under plain checkpointing: right, and the head's product runs twice."""
-    parts = in_parts(rows, targets, chunk_tokens)
+    """Recomputes chunks with plain checkpointing: correct, but the head's product runs twice."""
+    chunks = in_parts(rows, targets, chunk_tokens)
     losses = [
         checkpoint(part_loss, row, target, weight, bias, use_reentrant=False)
-        for row, target in parts
+        for row, target in chunks
     ]
     return sum(losses) / divisor(targets, reduction)
 
@@ -147,22 +148,22 @@ def part_loss(rows, targets, weight, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("check", "saboteur", "said"),
+    ("check", "saboteur", "in_hint"),
     [
         (gates.chunked_loss, no_op, "the logits stay whole"),
         (gates.chunked_memory, no_op, "all logits"),
         (gates.chunked_memory, one_chunk, "all logits"),
     ],
 )
-def test_gate_catches(check, saboteur, said, dtype):
+def test_gate_catches(check, saboteur, in_hint, dtype):
     verdict = check(Case(BIASED, dtype=dtype), apply=saboteur)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert in_hint in verdict.hint, verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("check", "saboteur", "said"),
+    ("check", "saboteur", "in_hint"),
     [
         (gates.chunked_loss, mean_of_means, "a divisor"),
         (gates.chunked_loss, without_bias, "gradient head.bias: differs in kind"),
@@ -172,8 +173,8 @@ def test_gate_catches(check, saboteur, said, dtype):
         (gates.chunked_memory, chunks_kept, "all logits"),
     ],
 )
-def test_gate_catches_a_wrong_loss(check, saboteur, said, dtype, monkeypatch):
+def test_gate_catches_a_wrong_loss(check, saboteur, in_hint, dtype, monkeypatch):
     monkeypatch.setattr(logits, "chunked_cross_entropy", saboteur)
     verdict = check(Case(BIASED, dtype=dtype))
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert in_hint in verdict.hint, verdict

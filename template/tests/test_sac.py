@@ -1,4 +1,4 @@
-"""Selective recompute keeps what its policy says, and each gate fails on what goes wrong in practice.
+"""Tests of the SAC gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_sac.py
 """
@@ -32,7 +32,7 @@ from curry_train.primitives.sac import apply_sac
 aten = torch.ops.aten
 CHECKS = {gate.name: gate.run for gate in gates.GATES}
 
-# The gates hold on what is right.
+# The gates hold on the right implementation.
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -57,7 +57,7 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
 
 
 def torch_policy(policy):
-    """A technique: torch's selective checkpointing with this policy or list, as it is."""
+    """Build a technique: torch's selective checkpointing with this policy or list, unchecked."""
 
     def apply(model, ignored=None, *, blocks=None):
         names = list(find_blocks(model, getattr(ignored, "blocks", blocks)))
@@ -78,7 +78,7 @@ def any_policy(model, policy, *, blocks=None):
 
 
 def miscounting():
-    """Counts the products of the first run and of the second in one go, over all blocks."""
+    """Counts products over all blocks, and over the first run and the recompute together."""
     seen = [0]
 
     def policy(context, operation, *args, **kwargs):
@@ -112,11 +112,11 @@ def detached(model, *ignored, **also_ignored):
 
 
 def reads_changed_boundary(model, *ignored, **also_ignored):
-    """Regions whose input is written over after the block has read it, unnoticed."""
+    """Regions whose input is overwritten, undetected, after the block has read it."""
     names = apply_regions(model)
 
     def write_over(module, args, output):
-        args[0].data.mul_(1.5)  # by .data no version is counted
+        args[0].data.mul_(1.5)  # .data does not raise the version counter
 
     for name in names:
         model.get_submodule(name).register_forward_hook(write_over)
@@ -124,12 +124,12 @@ def reads_changed_boundary(model, *ignored, **also_ignored):
 
 
 def regions_of_everything(model, *, blocks=None):
-    """All of a block runs again, products too."""
+    """Recomputes all of a block, including its products."""
     return torch_policy([aten._softmax.default])(model, blocks=blocks)
 
 
 class Noisy(nn.Module):
-    """Draws, multiplies, draws: a kept first draw shifts the second one."""
+    """Draws before and after a product: if the first draw is saved, the second is shifted."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,10 @@ NOISY = Workload(
 
 
 class ThreeProducts(nn.Module):
-    """Products of one shape, so that one kept output fits where another belongs; the last never runs twice."""
+    """Products of one shape, so that a saved output fits in the place of another.
+
+    The last product is never recomputed.
+    """
 
     def __init__(self):
         super().__init__()
@@ -170,7 +173,7 @@ SQUARE = Workload(
 
 
 class Shared(nn.Module):
-    """Blocks that share one weight, under autocast, which casts it once for all of them."""
+    """Blocks that share one weight under autocast, which casts it once for all blocks."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +207,7 @@ def keeps_casts(context, operation, *args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("check", "saboteur", "workload", "said"),
+    ("check", "saboteur", "workload", "in_hint"),
     [
         (parity, no_op, "transformer", "nothing ran twice or was freed"),
         (parity, detached, "transformer", "gets no gradient"),
@@ -230,11 +233,11 @@ def keeps_casts(context, operation, *args, **kwargs):
         (gates.refusals, no_op, "transformer", "matches nothing"),
     ],
 )
-def test_gate_catches(check, saboteur, workload, said):
+def test_gate_catches(check, saboteur, workload, in_hint):
     case = Case(load_workload(workload) if isinstance(workload, str) else workload)
     verdict = check(case, apply=saboteur)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert in_hint in verdict.hint, verdict
 
 
 class Lone(nn.Module):
@@ -268,15 +271,14 @@ def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(str
     [(gates.products, any_policy), (gates.refusals, any_policy), (gates.refusals, no_op)],
 )
 def test_policies_are_for_the_blocks_that_were_named(check, saboteur):
-    case = Case(
-        LONE, blocks="layers.*"
-    )  # without a name there are none, and that was an error of its own
+    # Without a pattern this model has no blocks, which is an error of its own.
+    case = Case(LONE, blocks="layers.*")
     assert check(case).passed
     assert check(case, apply=saboteur).passed is False
 
 
 @pytest.mark.skipif(
-    torch.__version__ >= "2.13", reason="torch 2.13 asks a policy in the first run alone"
+    torch.__version__ >= "2.13", reason="torch 2.13 calls a policy only in the first run"
 )
 def test_parity_catches_a_policy_that_counts_both_runs():
     verdict = parity(Case(SQUARE), apply=torch_policy(miscounting()))
@@ -307,16 +309,17 @@ def test_random_operations_are_replayed_though_a_policy_names_them():
     assert parity(Case(NOISY), apply=apply).passed
 
 
-# Under DDP and FSDP2 nothing else changes.
+# SAC is applied before DDP and FSDP2, and changes nothing else.
 
 
 def gradients_on_ranks():
     workload = load_workload("transformer")
-    case, rank = Case(workload), dist.get_rank()
-    batch = case.split(case.batch(4), [2, 2])[rank]
+    case = Case(workload)
+    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
     found = {}
     for kind in ("ddp", "fsdp2"):
-        syncs, gradients = [], []
+        syncs = []
+        gradients = []
         for technique in (lambda model: [], apply_sac, apply_regions):
             model = case.build()
             technique(model)
@@ -335,12 +338,13 @@ def gradients_on_ranks():
             gradients.append(
                 [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
             )
-        worst = [
-            max((a - b).abs().max().item() for a, b in zip(gradients[0], other, strict=True))
-            for other in gradients[1:]
-        ]
+        worst = [largest_difference(gradients[0], other) for other in gradients[1:]]
         found[kind] = [syncs, worst]
     return found
+
+
+def largest_difference(gradients, others):
+    return max((a - b).abs().max().item() for a, b in zip(gradients, others, strict=True))
 
 
 def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
@@ -365,7 +369,8 @@ class Reducing(nn.Module):
 
 
 def collectives_on_ranks():
-    calls, gradients = [], []
+    calls = []
+    gradients = []
     reduce = torch.ops._c10d_functional.all_reduce.default
     for policy in (None, "save_expensive", ["aten.mm"]):
         torch.manual_seed(0)
@@ -383,7 +388,8 @@ def collectives_on_ranks():
 class Counted(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, operation):
         super().__init__()
-        self.operation, self.calls = operation, 0
+        self.operation = operation
+        self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls += func is self.operation

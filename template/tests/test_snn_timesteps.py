@@ -1,4 +1,4 @@
-"""Chunks of timesteps are the same training in less memory, and each gate fails on what goes wrong in practice.
+"""Tests of the timestep gates: they hold on real workloads and fail on planted faults.
 
 python -m pytest tests/test_snn_timesteps.py
 """
@@ -25,7 +25,7 @@ from curry_train.gates import snn_timesteps as gates
 from curry_train.plan.strategies import STRATEGIES
 from curry_train.primitives.snn_timesteps import checkpoint_timesteps, recompute_timesteps
 
-# The gates hold on what is right.
+# The gates hold on the right implementation.
 
 CHECKS = {gate.name: gate.check for gate in gates.GATES}
 
@@ -39,7 +39,7 @@ def test_gates_hold_where_a_model_steps_through_time_and_say_where_none_does(nam
 
 
 class Noisy(SpikingNetwork):
-    """With dropout between the steps' input and the layers."""
+    """A spiking network with dropout on the input of each step."""
 
     def step(self, x, state):
         return super().step(nn.functional.dropout(x, 0.3, self.training), state)
@@ -73,11 +73,11 @@ def test_gates_take_a_model_without_blocks_and_short_loops_and_patterns_that_mea
     assert gates.memory(Case(snn(timesteps=2))).passed is None
 
 
-# The saboteurs among techniques.
+# Saboteurs that are faulty techniques.
 
 
 def replaced(unroll):
-    """A technique that puts another loop into the model."""
+    """Build a technique that replaces the model's loop."""
 
     def apply(module, sample):
         module.unroll = unroll
@@ -87,12 +87,12 @@ def replaced(unroll):
 
 
 def in_chunks(around, *, size=4):
-    """A loop in chunks, as people write it; `around(run, *args)` runs one."""
+    """Build a loop in chunks as written by hand; `around(run, *args)` runs one chunk."""
 
     def unroll(step, inputs, state, *, time_dim=0, outputs="stack"):
         def run(total, x, *state):
-            made, state = run_timesteps(step, x, state, time_dim=time_dim, outputs="sum")
-            return (total + made, *state)
+            output, state = run_timesteps(step, x, state, time_dim=time_dim, outputs="sum")
+            return (total + output, *state)
 
         total = torch.zeros_like(inputs.select(time_dim, 0))
         for x in inputs.split(size, time_dim):
@@ -102,8 +102,8 @@ def in_chunks(around, *, size=4):
     return unroll
 
 
-def rerun(run, *args, **kept):
-    return checkpoint(run, *args, use_reentrant=False, **kept)
+def rerun(run, *args, **options):
+    return checkpoint(run, *args, use_reentrant=False, **options)
 
 
 def no_op(module, sample):
@@ -123,16 +123,16 @@ def drops_the_rest(step, inputs, state, *, time_dim=0, outputs="stack"):
 
 
 def detaches_the_state(run, total, x, *state):
-    return rerun(run, total, x, *(part.detach() for part in state))
+    return rerun(run, total, x, *(tensor.detach() for tensor in state))
 
 
-def keeps_the_state(run, total, x, *state, kept=[]):  # noqa: B006 - the fault that is planted
-    def from_what_is_kept(total, x, *state):
-        made, *after = run(total, x, *[part + 0.1 * len(kept) for part in state])
-        kept.append(None)
-        return made, *after
+def keeps_the_state(run, total, x, *state, calls=[]):  # noqa: B006 - the planted fault
+    def run_with_hidden_state(total, x, *state):
+        total, *after = run(total, x, *[tensor + 0.1 * len(calls) for tensor in state])
+        calls.append(None)
+        return total, *after
 
-    return rerun(from_what_is_kept, total, x, *state)
+    return rerun(run_with_hidden_state, total, x, *state)
 
 
 def no_generator_kept(run, *args):
@@ -164,7 +164,7 @@ def flops(case, *, apply):
 
 
 @pytest.mark.parametrize(
-    ("check", "saboteur", "workload", "said"),
+    ("check", "saboteur", "workload", "in_hint"),
     [
         (parity, no_op, snn(), "nothing ran twice or was freed"),
         (parity, replaced(drops_the_rest), snn(), "another value"),
@@ -174,15 +174,15 @@ def flops(case, *, apply):
         (gates.memory, no_op, snn(), "held for each timestep"),
         (gates.memory, one_step_at_a_time, snn(timesteps=64), "another size"),
         (gates.memory, replaced(stacked_first), snn(timesteps=64), "held for each timestep"),
-        (flops, no_op, snn(), "less or more often"),
-        (flops, another_level, snn(), "less or more often"),
-        (flops, whole_chunks, snn(), "less or more often"),
+        (flops, no_op, snn(), "not recomputed exactly once per level"),
+        (flops, another_level, snn(), "not recomputed exactly once per level"),
+        (flops, whole_chunks, snn(), "not recomputed exactly once per level"),
     ],
 )
-def test_gate_catches(check, saboteur, workload, said):
+def test_gate_catches(check, saboteur, workload, in_hint):
     verdict = check(Case(workload), apply=saboteur)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert in_hint in verdict.hint, verdict
     assert "--blocks" not in verdict.hint
 
 
@@ -206,7 +206,7 @@ def names_another(step, timesteps, state):
 
 
 def looks_for_spikes_only(step, timesteps, state):
-    """Two runs compared, as people check it: the threshold is not reached yet."""
+    """Compares two runs of one step, in which the threshold is not reached yet."""
     first, second = (step(timesteps[0], state)[0] for _ in range(2))
     if not torch.equal(first, second):
         raise HiddenState("state", "", "potential")
@@ -221,15 +221,16 @@ def test_the_gate_catches_a_detector_that_is_wrong(detector):
     assert verdict.passed is False, verdict
 
 
-# The saboteurs among models.
+# Saboteurs that are models.
 
 
 class Keeper(nn.Module):
-    """A neuron with its potential inside."""
+    """A neuron that holds its potential as an attribute."""
 
     def __init__(self):
         super().__init__()
-        self.linear, self.v = nn.Linear(64, 64), 0.0
+        self.linear = nn.Linear(64, 64)
+        self.v = 0.0
 
     def forward(self, x, potential):
         self.v = 0.9 * self.v + self.linear(x)
@@ -264,24 +265,27 @@ def test_a_model_with_hidden_state_fails_with_its_name(check):
 
 def test_chunks_around_neurons_that_keep_state_are_silently_wrong():
     case = Case(KEEPERS)
-    loss, batch = case.workload.mean_loss, case.batch()
-    reference, model = record_step(case.build(), batch, loss), case.build()
+    loss = case.workload.mean_loss
+    batch = case.batch()
+    reference = record_step(case.build(), batch, loss)
+    model = case.build()
     whole_chunks(model, None)
     found = record_step(model, batch, loss)
     assert torch.equal(found.loss, reference.loss)  # and nothing is raised
     assert compare(reference, found).worst > 0.01
 
 
-# Under DDP and FSDP2 the gradients are the same, with as many collectives.
+# Under DDP and FSDP2 the gradients are the same, with the same number of collectives.
 
 
 def gradients_on_ranks():
     workload = load_workload("snn")
-    case, rank = Case(workload), dist.get_rank()
-    batch = case.split(case.batch(4), [2, 2])[rank]
+    case = Case(workload)
+    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
     found = {}
     for kind in ("ddp", "fsdp2"):
-        syncs, gradients = [], []
+        syncs = []
+        gradients = []
         for technique in (lambda model: [], recompute_timesteps):
             model = case.build()
             technique(model)

@@ -1,4 +1,4 @@
-"""Floor 0: what every technique is measured with. Imports torch and the standard library only."""
+"""Shared measurements and data types; imports only torch and the standard library."""
 
 from .lazy import lazy_names
 

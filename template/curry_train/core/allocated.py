@@ -1,8 +1,10 @@
-"""What a step costs where code is compiled: bytes from the allocator's events, FLOPs from what really ran.
+"""Memory and FLOPs of compiled steps, from profiler events.
 
-Compiled code steps aside while a dispatch mode watches: `LiveStorages` and `FlopCount` read eager code there, and torch
-2.11 and 2.13 leave the code uncompiled from then on. The profiler watches from below, and lets it run. Proof:
-`python -m pytest tests/test_allocated.py`.
+Compiled code falls back to eager while a dispatch mode is active, so `LiveStorages` and `FlopCount`
+measure eager code there; torch 2.11 and 2.13 also leave the code uncompiled from then on. The
+profiler observes below the dispatcher, and compiled code keeps running.
+
+Proof: `python -m pytest tests/test_allocated.py`.
 """
 
 import gc
@@ -24,26 +26,30 @@ from .flops import ATTENTION, ATTENTION_BACKWARD
 from .measure import FlopCount, Flops, Loss, Memory, measure_memory
 from .untouched import untouched
 
-ALLOCATION = "[memory]"  # or what was freed
+# Name of the profiler's events for allocations, and for frees, whose byte count is negative.
+ALLOCATION = "[memory]"
 FORWARD_ENDS = "curry_train: forward ends"
-QUIET = {
-    "KINETO_LOG_LEVEL": "99"
-}  # torch 2.13 writes two lines to standard error for each profile, 2.11 one
+# Without this torch 2.13 writes two lines to standard error for each profile, and 2.11 one.
+QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
-    """`measure_memory` of a step that may be compiled; one step before it is not measured, and compiles.
+    """Measure memory as `measure_memory` does, for a step that may be compiled.
 
-    Beside the storages that operations return this counts what they use inside, and the numbers that autograd wraps.
+    An unmeasured step runs first and compiles. In addition to the storages that operations return,
+    this counts memory used inside operations, and Python numbers that autograd wraps in tensors.
     """
     if next(module.parameters()).device.type == "cuda":
-        return measure_memory(module, batch, loss)  # the allocator's figures are those of what ran
+        # The statistics of CUDA's allocator cover compiled code already.
+        return measure_memory(module, batch, loss)
+
     with untouched(module):
         loss(module, batch).backward()
         module.zero_grad(set_to_none=True)
         gc.collect()
         with _profiled(memory=True) as events:
             _step(module, batch, loss)
+
     alive = held = peak = 0
     for event in events:
         if event.name() == FORWARD_ENDS:
@@ -55,48 +61,64 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
 
 
 def saved_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    """Bytes that autograd keeps for backward, beside parameters, buffers and the batch; quick, and blind for what is
-    kept elsewhere, such as the tensors that selective recompute caches."""
-    there = [
-        *module.parameters(),
-        *module.buffers(),
-        *(leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)),
-    ]
-    known = {tensor.untyped_storage().data_ptr() for tensor in there}
-    kept: dict[int, Tensor] = {}
+    """Count bytes that autograd saves for backward, less parameters, buffers and the batch.
+
+    This is fast, but misses tensors kept outside autograd, such as those that selective recompute
+    caches.
+    """
+    inputs = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
+    excluded = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*module.parameters(), *module.buffers(), *inputs)
+    }
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        address = tensor.untyped_storage().data_ptr()
+        if address not in excluded:
+            saved[address] = tensor
         return tensor
 
     with untouched(module), saved_tensors_hooks(pack, lambda tensor: tensor):
         loss(module, batch)
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
-    """`count_flops` of a step that may be compiled. Products that the compiler writes as kernels of its own, which it
-    does with `max-autotune`, are no operations and not counted."""
+    """Count FLOPs as `count_flops` does, for a step that may be compiled.
+
+    Matrix products that the compiler emits as kernels of its own, as it does with `max-autotune`,
+    are not recorded as operations, and are not counted.
+    """
     with untouched(module):
         loss(module, batch).backward()
         module.zero_grad(set_to_none=True)
         with _profiled(memory=True, shapes=True) as events:
             _step(module, batch, loss)
-    made: dict[int, list[int]] = defaultdict(list)
+
+    allocation_times: dict[int, list[int]] = defaultdict(list)
     for event in events:
         if event.name() == ALLOCATION and event.nbytes() > 0:
-            made[event.start_thread_id()].append(event.start_ns())
-    forward, total, ends = 0, FlopCount(), dict[int, int]()
+            allocation_times[event.start_thread_id()].append(event.start_ns())
+
+    forward = 0
+    total = FlopCount()
+    ends: dict[int, int] = {}
     for event in events:
         thread = event.start_thread_id()
         if event.name() == FORWARD_ENDS:
             forward = total.flops
-        elif event.start_ns() >= ends.get(thread, 0) and (operation := _counted(event.name())):
-            ends[thread] = event.end_ns()  # an operation inside another is part of it
-            if _came_to_its_end(event, operation, made[thread]):
-                with total:
-                    _run_on_meta(event, operation)
+            continue
+        if event.start_ns() < ends.get(thread, 0):
+            # This operation runs inside of another, which is counted with all that it calls.
+            continue
+        operation = _counted(event.name())
+        if operation is None:
+            continue
+        ends[thread] = event.end_ns()
+        if _came_to_its_end(event, operation, allocation_times[thread]):
+            with total:
+                _run_on_meta(event, operation)
     return Flops(forward, total.flops - forward)
 
 
@@ -109,7 +131,7 @@ def _step(module: nn.Module, batch: Any, loss: Loss) -> None:
 
 @contextmanager
 def _profiled(*, memory: bool = False, shapes: bool = False) -> Iterator[list[Any]]:
-    """Events by the time at which they began, filled in when the context ends."""
+    """Yield a list that is filled with events, sorted by start time, when the context ends."""
     before = {name: os.environ.get(name) for name in QUIET}
     os.environ.update({name: value for name, value in QUIET.items() if before[name] is None})
     events: list[Any] = []
@@ -122,35 +144,35 @@ def _profiled(*, memory: bool = False, shapes: bool = False) -> Iterator[list[An
         ) as profiled:
             yield events
     finally:
-        for name in (name for name, value in before.items() if value is None):
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+
     results: Any = profiled.profiler
     events += sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 def _counted(name: str) -> Any:
-    """The operation of that name, where there is a formula for its FLOPs."""
+    """Return the ATen operation of that name if its FLOPs have a formula, else None."""
     space, _, operation = name.partition("::")
-    packet: Any = (
-        getattr(torch.ops.aten, operation, None) if space == "aten" and operation else None
-    )
-    return (
-        packet.default
-        if packet in flop_registry or packet in ATTENTION | ATTENTION_BACKWARD
-        else None
-    )
+    if space != "aten" or not operation:
+        return None
+    packet: Any = getattr(torch.ops.aten, operation, None)
+    has_formula = packet in flop_registry or packet in ATTENTION | ATTENTION_BACKWARD
+    return packet.default if has_formula else None
 
 
-def _came_to_its_end(event: Any, operation: Any, made: list[int]) -> bool:
-    """An operation that recompute's early stop breaks off is an event too, and makes no output."""
+def _came_to_its_end(event: Any, operation: Any, allocation_times: list[int]) -> bool:
+    """Return whether an operation finished: early stop of recompute leaves it without output."""
     if len(event.shapes()) > len(operation._schema.arguments):
-        return True  # it was given its output
-    after = bisect_left(made, event.start_ns())
-    return after < len(made) and made[after] <= event.end_ns()
+        # The output was passed in with `out=`, so none is allocated.
+        return True
+    after = bisect_left(allocation_times, event.start_ns())
+    return after < len(allocation_times) and allocation_times[after] <= event.end_ns()
 
 
 def _run_on_meta(event: Any, operation: Any) -> None:
-    """The operation on tensors of the same shapes that hold nothing, for its FLOPs."""
+    """Run a recorded operation on meta tensors of the same shapes, to count its FLOPs."""
     recorded = zip(event.shapes(), event.dtypes(), event.concrete_inputs(), strict=True)
     arguments = [
         torch.empty(shape, device="meta")
@@ -158,5 +180,6 @@ def _run_on_meta(event: Any, operation: Any) -> None:
         else value
         for shape, kind, value in recorded
     ]
+    # Keyword-only arguments and the output follow; they do not change shapes.
     needed = sum(not argument.kwarg_only for argument in operation._schema.arguments)
-    operation(*arguments[:needed])  # what follows is the output, or changes values and no shape
+    operation(*arguments[:needed])

@@ -1,4 +1,4 @@
-"""Where a function could keep something from one call to the next: modules, objects and variables that it reaches.
+"""Places where a function can keep state between calls: modules, objects and variables.
 
     for place in places_of(model.step):
         print(place.name, place.names())
@@ -17,22 +17,28 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-BARE = frozenset(vars(nn.Module()))  # hooks, submodules and the like, which every module has
-DEEPEST = 3  # functions and objects on the way from a function to a module
+# Attributes that every module has, such as hooks and submodules.
+BARE = frozenset(vars(nn.Module()))
+# Maximum number of functions and objects between the given function and what it reaches.
+DEEPEST = 3
 
 
 @dataclass(frozen=True)
 class Place:
-    """Named values: the attributes of a module or an object, a module's buffers, or a function's variables.
+    """Named values of a module, an object or a function that may change between calls.
 
-    `statistics` are those of BatchNorm, which matter to no forward in training mode. A module's tensors are small
-    enough to be copied; a variable may be a whole data set.
+    A module's tensors are small enough to be copied; a variable may be a whole data set.
     """
 
+    # Path of the module, object or function.
     name: str
+    # Name of its class, or "function".
     kind: str
+    # "attribute", "buffer" or "variable".
     where: str
+    # The live mapping that holds the values.
     values: MutableMapping[str, Any]
+    # Names of BatchNorm's running statistics, which no forward in training mode reads.
     statistics: frozenset[str] = frozenset()
 
     @property
@@ -44,12 +50,14 @@ class Place:
 
 
 class Variables(MutableMapping[str, Any]):
-    """What a function took from the one around it, less what can hold no values of its own."""
+    """Closure variables of a function, less modules, classes, functions and imports."""
 
     def __init__(self, cells: dict[str, Any]) -> None:
-        own = (nn.Module, type, FunctionType, ModuleType)
+        excluded = (nn.Module, type, FunctionType, ModuleType)
         self._cells = {
-            name: cell for name, cell in cells.items() if not isinstance(cell.cell_contents, own)
+            name: cell
+            for name, cell in cells.items()
+            if not isinstance(cell.cell_contents, excluded)
         }
 
     def __getitem__(self, name: str) -> Any:
@@ -69,7 +77,10 @@ class Variables(MutableMapping[str, Any]):
 
 
 def code_of(function: Any) -> Any:
-    """What stays the same where a method, lambda or partial is made anew for each use."""
+    """Return a function's code, or an object's class.
+
+    It stays the same where a method, lambda or partial is created anew for each use.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -77,94 +88,103 @@ def code_of(function: Any) -> Any:
 
 
 def roots_of(function: Any) -> dict[str, nn.Module]:
-    """The modules that a function reaches, by the name it knows them by; "" is the one that it is a method of."""
+    """Return the modules that a function reaches, by name; "" is the module of a method."""
     return {
-        name: found for name, found in _reached(function).items() if isinstance(found, nn.Module)
+        name: value for name, value in _reached(function).items() if isinstance(value, nn.Module)
     }
 
 
 def places_of(function: Any) -> list[Place]:
-    """Every place where a function could keep something."""
+    """List every place where a function can keep state."""
     places: list[Place] = []
-    for name, found in _reached(function).items():
-        if isinstance(found, Variables):
-            places.append(Place(name, "function", "variable", found))
-        elif not isinstance(found, nn.Module):
-            places.append(Place(name, type(found).__name__, "attribute", vars(found)))
+    for name, value in _reached(function).items():
+        if isinstance(value, Variables):
+            places.append(Place(name, "function", "variable", value))
+        elif not isinstance(value, nn.Module):
+            places.append(Place(name, type(value).__name__, "attribute", vars(value)))
+
     for name, module in _modules_of(roots_of(function)).items():
-        kind, statistics = type(module).__name__, frozenset[str]()
-        if isinstance(module, _NormBase):
-            statistics = frozenset(module._buffers)
+        kind = type(module).__name__
+        is_norm = isinstance(module, _NormBase)
+        statistics = frozenset(module._buffers) if is_norm else frozenset[str]()
         places.append(Place(name, kind, "attribute", vars(module)))
         places.append(Place(name, kind, "buffer", module._buffers, statistics))
     return places
 
 
 def _modules_of(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """All modules by name, with those in lists and dicts, where neurons without parameters are often kept."""
-    waiting, found, seen = list(roots.items()), dict[str, nn.Module](), set[int]()
+    """Return all modules by name, also those in lists and dicts.
+
+    Spiking neurons without parameters are often kept in plain containers.
+    """
+    waiting = list(roots.items())
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
     while waiting:
         root, module = waiting.pop(0)
-        for path, part in module.named_modules():
-            if id(part) in seen:
+        for path, submodule in module.named_modules():
+            if id(submodule) in seen:
                 continue
-            seen.add(id(part))
-            found[name := _join(root, path)] = part
-            for key, value in vars(part).items():
+            seen.add(id(submodule))
+            name = _join(root, path)
+            found[name] = submodule
+            for key, value in vars(submodule).items():
                 if key not in BARE and isinstance(value, list | tuple | dict):
                     waiting += [
-                        (_join(name, each), inner) for each, inner in _modules_in(key, value)
+                        (_join(name, inner_name), inner)
+                        for inner_name, inner in _modules_in(key, value)
                     ]
     return found
 
 
 def _modules_in(name: str, container: Any) -> list[tuple[str, nn.Module]]:
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(_join(name, key), part) for key, part in pairs if isinstance(part, nn.Module)]
+    return [(_join(name, key), value) for key, value in pairs if isinstance(value, nn.Module)]
 
 
 def _reached(function: Any) -> dict[str, Any]:
-    """Modules, objects and variables by name, nearest first."""
+    """Return modules, objects and variables by name, nearest first."""
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any, int]] = [("", function, 0)]
-    seen = set[int]()
+    seen: set[int] = set()
     while waiting:
         name, value, depth = waiting.pop(0)
         if id(value) in seen or depth > DEEPEST:
             continue
         seen.add(id(value))
+
         if isinstance(value, nn.Module):
             found[name] = value
         elif isinstance(value, functools.partial):
-            parts: dict[Any, Any] = {
+            bound: dict[Any, Any] = {
                 "": value.func,
                 **dict(enumerate(value.args)),
                 **value.keywords,
             }
-            waiting += [(_join(name, key), part, depth) for key, part in parts.items()]
+            waiting += [(_join(name, key), member, depth) for key, member in bound.items()]
         elif inspect.ismethod(value):
             waiting += [(name, value.__self__, depth), (name, value.__func__, depth)]
         elif isinstance(value, FunctionType):
             cells = _filled_cells(value)
-            if len(variables := Variables(cells)):
+            variables = Variables(cells)
+            if len(variables):
                 found[_join(name, value.__name__)] = variables
             waiting += [(key, cell.cell_contents, depth + 1) for key, cell in cells.items()]
-            waiting += [(key, part, depth + 1) for key, part in _globals_of(value).items()]
+            waiting += [(key, member, depth + 1) for key, member in _globals_of(value).items()]
         elif isinstance(value, list | tuple | dict):
-            waiting += [(key, part, depth + 1) for key, part in _modules_in(name, value)]
+            waiting += [(key, member, depth + 1) for key, member in _modules_in(name, value)]
         elif is_object(value):
             found[name or type(value).__name__] = value
-            parts = vars(value)
             waiting += [
-                (_join(name, key), parts[key], depth + 1)
-                for key in parts
-                if isinstance(parts[key], nn.Module)
+                (_join(name, key), member, depth + 1)
+                for key, member in vars(value).items()
+                if isinstance(member, nn.Module)
             ]
     return found
 
 
 def _filled_cells(function: FunctionType) -> dict[str, Any]:
-    """A variable that is not set yet has a cell without contents."""
+    """Return a function's closure cells by name, without variables that are not set yet."""
     names = function.__code__.co_freevars
     filled = inspect.getclosurevars(function).nonlocals if names else {}
     return {
@@ -175,23 +195,23 @@ def _filled_cells(function: FunctionType) -> dict[str, Any]:
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """Modules and neighbouring functions that a function finds in the file that it is written in."""
+    """Return the global modules that a function uses, and functions of the same file."""
     used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     return {
-        name: part
-        for name, part in used.items()
-        if isinstance(part, nn.Module)
-        or (isinstance(part, FunctionType) and part.__globals__ is function.__globals__)
+        name: value
+        for name, value in used.items()
+        if isinstance(value, nn.Module)
+        or (isinstance(value, FunctionType) and value.__globals__ is function.__globals__)
     }
 
 
 def _join(name: str, key: Any) -> str:
-    return ".".join(part for part in (name, str(key)) if part)
+    return ".".join(segment for segment in (name, str(key)) if segment)
 
 
 def is_object(value: Any) -> bool:
-    """Somebody's own object with attributes, and nothing of Python's or torch's."""
-    own = type(value).__module__.split(".")[0] not in {"torch", *sys.stdlib_module_names} - {
-        "__main__"
-    }
-    return own and hasattr(value, "__dict__") and not isinstance(value, type | Tensor | nn.Module)
+    """Return whether a value is an object of a class outside torch and the standard library."""
+    libraries = {"torch", *sys.stdlib_module_names} - {"__main__"}
+    is_foreign = type(value).__module__.split(".")[0] not in libraries
+    has_attributes = hasattr(value, "__dict__")
+    return is_foreign and has_attributes and not isinstance(value, type | Tensor | nn.Module)

@@ -1,6 +1,8 @@
-"""Where a module's call stands: in a forward of training, or in a forward that backward runs once more.
+"""Detection of backward, recomputed forwards and selective checkpointing.
 
-Names that torch keeps to itself for this are in this file alone. Proof: `python -m pytest tests/test_grad_flow.py`.
+Private torch names for this purpose are used in this file only.
+
+Proof: `python -m pytest tests/test_grad_flow.py`.
 """
 
 import contextlib
@@ -16,30 +18,36 @@ SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 
 def in_backward() -> bool:
-    """Whether a backward runs in this thread: every kind of checkpointing runs forward again inside of one."""
+    """Return whether this thread runs backward, where checkpointing reruns forwards."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_transform() -> bool:
-    """Whether a transform of `torch.func` runs, whose tensors must not get out of it."""
+    """Return whether a `torch.func` transform runs; its tensors must not escape from it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have `call` run when the backward that is running has ended, after what others have asked for by then: the
-    gradients are summed over ranks, and sharded."""
+    """Run `call` at the end of the current backward, after callbacks that others queue.
+
+    By then gradients have been summed over ranks and sharded.
+    """
     engine: Any = Variable._execution_engine
+    # A callback queued by a callback runs after all that were queued during backward.
     engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 @contextlib.contextmanager
 def outside_selective_checkpoints() -> Iterator[None]:
-    """Operations in here are no part of the block that runs: selective checkpointing neither keeps their outputs nor
-    hands them out in the second run. Other dispatch modes, which measure or fake, stay on."""
+    """Suspend selective checkpointing, so that it neither caches nor replays operations.
+
+    Other dispatch modes, such as those that measure or fake, stay active.
+    """
     modes = dispatch._get_current_dispatch_mode_stack()
     if not any(isinstance(mode, SELECTIVE) for mode in modes):
         yield
         return
+
     others = [mode for mode in modes if not isinstance(mode, SELECTIVE)]
     _replace(modes, others)
     try:
@@ -49,6 +57,7 @@ def outside_selective_checkpoints() -> Iterator[None]:
 
 
 def _replace(modes: list[Any], others: list[Any]) -> None:
+    """Replace all active dispatch modes by others."""
     for _ in modes:
         dispatch._pop_mode()
     for mode in others:

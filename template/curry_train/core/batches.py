@@ -1,4 +1,4 @@
-"""Batches of any nesting: tensors, tuples, lists and mappings of them, cut along the leading dimension.
+"""Nested batches of tensors, cut along the leading dimension.
 
 Proof: `python -m pytest tests/test_workload.py`.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor of a nested batch, the rest as it is."""
+    """Apply `function` to every tensor of a nested batch; return everything else unchanged."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -21,18 +21,19 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def batch_size(batch: Any) -> int:
-    """The leading dimension of the first tensor that has one."""
+    """Return the leading dimension of the first tensor that has one."""
     sizes: list[int] = []
     map_tensors(batch, lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None)
     if not sizes:
         raise ValueError(
-            f"a batch must hold at least one tensor with a batch dimension, got {type(batch).__name__}"
+            "a batch must hold at least one tensor with a batch dimension, "
+            f"got {type(batch).__name__}"
         )
     return sizes[0]
 
 
 def take(batch: Any, rows: slice | list[int]) -> Any:
-    """The samples `rows` of a batch; tensors without the batch's leading dimension are shared."""
+    """Select samples from a batch; tensors with another leading dimension are shared."""
     size = batch_size(batch)
     return map_tensors(
         batch, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor

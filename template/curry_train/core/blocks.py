@@ -1,4 +1,4 @@
-"""The blocks of a model: what it repeats, found in module lists and sequentials, or named by a pattern.
+"""Repeated blocks of a model, found in its containers or selected by name patterns.
 
 Proof: `python -m pytest tests/test_blocks.py`.
 """
@@ -19,9 +19,12 @@ class NoBlocks(ValueError):
 
 
 class LoneLayers(NoBlocks):
-    """What the model repeats are layers of torch's own, each of which keeps its input, as recompute would."""
+    """The model repeats single torch layers, each of which saves its input as recompute would."""
 
-    in_short = "the model repeats lone layers, which have nothing to recompute: name larger blocks with --blocks"
+    in_short = (
+        "the model repeats lone layers, which have nothing to recompute: "
+        "name larger blocks with --blocks"
+    )
 
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -30,30 +33,29 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def find_blocks(
     module: nn.Module, pattern: str | Sequence[str] | None = None
 ) -> dict[str, nn.Module]:
-    """Blocks by qualified name, in the model's order; outermost ones only.
+    """Return the outermost blocks by qualified name, in the model's order.
 
-    Without a pattern they are the children of one class that a container holds at least twice (Hugging Face's
-    `model.layers`, a `Sequential` of stages). A pattern is a glob over qualified names, such as `encoder.layers.*`, or
-    several of them.
+    Without a pattern, blocks are the children of a container that have the same class as at least
+    one other child (Hugging Face's `model.layers`, a `Sequential` of stages). A pattern is one glob
+    over qualified names, such as `encoder.layers.*`, or several. A shared block is returned once.
     """
-    names = (
-        _repeated(module)
-        if pattern is None
-        else _matching(module, [pattern] if isinstance(pattern, str) else pattern)
-    )
+    if pattern is None:
+        names = _repeated(module)
+    else:
+        names = _matching(module, [pattern] if isinstance(pattern, str) else pattern)
+
     blocks: dict[str, nn.Module] = {}
     for name in names:
         block = module.get_submodule(name)
-        inside = any(name.startswith(f"{other}.") for other in names)
-        if not inside and not any(
-            block is other for other in blocks.values()
-        ):  # a shared block counts once
+        is_inside = any(name.startswith(f"{other}.") for other in names)
+        is_shared = any(block is other for other in blocks.values())
+        if not is_inside and not is_shared:
             blocks[name] = block
     return blocks
 
 
 def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
-    """The names that a glob takes; one that takes none is an error, since it would silently do nothing."""
+    """Return the names that match a glob; raise an error if none does."""
     found = fnmatch.filter(names, pattern)
     if not found:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -64,7 +66,7 @@ def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
 def match_inside(
     blocks: Mapping[str, nn.Module], patterns: Sequence[str], *, option: str
 ) -> set[str]:
-    """The names of modules inside of blocks that globs take."""
+    """Return the names of the modules inside blocks that match any of the globs."""
     names = [
         f"{name}.{path}"
         for name, block in blocks.items()
@@ -76,10 +78,10 @@ def match_inside(
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in module.named_modules() if name]
-    taken = {
+    matched = {
         name for pattern in patterns for name in match_names(names, pattern, option="the pattern")
     }
-    return [name for name in names if name in taken]
+    return [name for name in names if name in matched]
 
 
 def _repeated(module: nn.Module) -> list[str]:
@@ -89,18 +91,22 @@ def _repeated(module: nn.Module) -> list[str]:
         if not isinstance(container, CONTAINERS):
             continue
         children = dict(container.named_children())
-        trained = {
-            name: child for name, child in children.items() if any(True for _ in child.parameters())
-        }
+        trained = {name: child for name, child in children.items() if _has_parameters_inside(child)}
         kinds = Counter(map(_kind, trained.values()))
         names = [name for name, child in trained.items() if kinds[_kind(child)] > 1]
         blocks = [name for name in names if not _is_own_layer(children[name])]
         found += [f"{prefix}.{name}".lstrip(".") for name in blocks]
-        if not blocks and len(names) == len(children):  # and no activation between them
+        # A child without parameters between them, such as an activation, makes them more than
+        # single layers.
+        if not blocks and len(names) == len(children):
             lone += [f"{prefix}.{name}".lstrip(".") for name in names]
     if not found:
         raise _no_blocks(module, lone)
     return found
+
+
+def _has_parameters_inside(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
@@ -108,26 +114,30 @@ def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
     if lone:
         kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in lone}))
         return LoneLayers(
-            f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each keeps its input, as recompute "
-            "would, so there is nothing to gain; name larger blocks to work on with a pattern (--blocks)"
+            f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each saves its "
+            "input, as recompute would, so there is nothing to gain; name larger blocks with a "
+            "pattern (--blocks)"
         )
     tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
     return NoBlocks(
-        f"{model} repeats no block in a ModuleList or Sequential; name the blocks to work on with a pattern "
-        f"(--blocks), also one that runs several times. Its children are {tops or 'none'}"
+        f"{model} repeats no block in a ModuleList or Sequential; name the blocks with a "
+        "pattern (--blocks), which may also name one block that runs several times. "
+        f"Its children are {tops or 'none'}"
     )
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """The class as written; two sequentials are of one kind when they hold the same kinds in the same order."""
-    inside = module.children() if isinstance(module, CONTAINERS) else ()
-    return (class_as_written(module), *(_kind(child) for child in inside))
+    """Return a key of the original class; containers also compare the kinds of their children."""
+    children = module.children() if isinstance(module, CONTAINERS) else ()
+    return (class_as_written(module), *(_kind(child) for child in children))
 
 
 def _is_own_layer(module: nn.Module) -> bool:
-    """One of torch's own with nothing inside, which keeps its input; recurrent ones keep every step."""
+    """Return whether a module is a torch layer without children, which saves its input only.
+
+    Recurrent layers do not count, because they save every step.
+    """
     if isinstance(module, nn.RNNBase):
         return False
-    return type(module).__module__.startswith("torch.nn.") and not any(
-        True for _ in module.children()
-    )
+    has_children = next(module.children(), None) is not None
+    return type(module).__module__.startswith("torch.nn.") and not has_children

@@ -1,6 +1,8 @@
-"""The built-in workloads: an MLP, a Llama-like transformer, a bottleneck ResNet and a spiking network.
+"""Built-in workloads: MLP, Llama-like transformer, bottleneck ResNet and spiking network.
 
-Small enough for a laptop, built like the models that people train. Proof: `python -m pytest tests/test_workload.py`.
+They fit a laptop, and are built like the models that people train.
+
+Proof: `python -m pytest tests/test_workload.py`.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from .workload import Workload
 
 
 def mlp(*, depth: int = 6, width: int = 256) -> Workload:
-    """Linear and GELU blocks on one vector per sample."""
+    """Build a classifier of Linear and GELU blocks on one vector per sample."""
 
     def build() -> nn.Module:
         blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
@@ -38,7 +40,7 @@ def transformer(
     dropout: float = 0.0,
     hidden: int | None = None,
 ) -> Workload:
-    """Next-token prediction on random tokens."""
+    """Build a Llama-like transformer for next-token prediction on random tokens."""
 
     def batch(size: int) -> dict[str, Tensor]:
         tokens = torch.randint(vocabulary, (size, length + 1))
@@ -64,14 +66,14 @@ def transformer(
 
 
 def llama_8b(*, depth: int = 32, length: int = 4096) -> Workload:
-    """The shape of an 8B Llama 3, to plan for; it fits no laptop."""
+    """Build a workload with the shapes of Llama 3 8B, for planning; it fits no laptop."""
     return transformer(
         depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336
     )
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions with BatchNorm around a shortcut."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions with BatchNorm."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -87,7 +89,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
-    """Bottleneck blocks with BatchNorm on small images."""
+    """Build a classifier of bottleneck blocks with BatchNorm on small images."""
 
     def build() -> nn.Module:
         stem = nn.Sequential(
@@ -102,7 +104,7 @@ def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
 
 
 class Spike(torch.autograd.Function):
-    """A step forward, the derivative of an arctangent backward."""
+    """Step function with the derivative of an arctangent as surrogate gradient."""
 
     @staticmethod
     def forward(ctx: Any, potential: Tensor) -> Tensor:
@@ -116,11 +118,13 @@ class Spike(torch.autograd.Function):
 
 
 class SpikingLayer(nn.Module):
-    """Linear into leaky integrate-and-fire neurons; the state goes in and comes out."""
+    """Linear layer and leaky integrate-and-fire neurons; takes and returns the state."""
 
     def __init__(self, width: int, decay: float = 0.9, threshold: float = 1.0):
         super().__init__()
-        self.linear, self.decay, self.threshold = nn.Linear(width, width), decay, threshold
+        self.linear = nn.Linear(width, width)
+        self.decay = decay
+        self.threshold = threshold
 
     def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
         potential = self.decay * potential + self.linear(x)
@@ -129,11 +133,10 @@ class SpikingLayer(nn.Module):
 
 
 class SpikingNetwork(nn.Module):
-    """Layers of spiking neurons stepped through time; input is (batch, timesteps, features)."""
+    """Layers of spiking neurons unrolled over (batch, timesteps, features)."""
 
-    unroll = staticmethod(
-        run_timesteps
-    )  # the loop as one method, so that a derived class can replace it
+    # The loop over timesteps is one method, so that a derived class can replace it.
+    unroll = staticmethod(run_timesteps)
 
     def __init__(self, width: int, depth: int):
         super().__init__()
@@ -156,12 +159,12 @@ class SpikingNetwork(nn.Module):
 
 
 def snn(*, depth: int = 3, width: int = 64, timesteps: int = 16) -> Workload:
-    """A spiking network over a short sequence."""
+    """Build a classifier with a spiking network over a short sequence."""
     return _classifier("snn", lambda: SpikingNetwork(width, depth), (timesteps, width))
 
 
 def snn_long() -> Workload:
-    """The same over 1,000 timesteps, where activations are all that matters."""
+    """Build the spiking network over 1,000 timesteps, where activations dominate memory."""
     return replace(snn(timesteps=1000), name="snn_long")
 
 

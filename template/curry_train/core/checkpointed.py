@@ -1,7 +1,9 @@
-"""One call whose activations are computed again in backward, with what `torch.utils.checkpoint` leaves to its caller.
+"""Activation checkpointing of one call, on top of `torch.utils.checkpoint`.
 
-Running statistics are updated once, and reentrant checkpointing is refused where it would lose gradients. Proof:
-`python -m pytest tests/test_recompute_contract.py`.
+BatchNorm's running statistics are updated once, and reentrant checkpointing is refused where it
+would lose gradients.
+
+Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
 import contextlib
@@ -26,11 +28,15 @@ DETERMINISM_CHECKS = ("default", "none")
 
 @dataclass(frozen=True)
 class Options:
-    """How a module recomputes; an attribute of the module, and copied with it."""
+    """Settings of recompute for one module, stored on the module and copied with it."""
 
+    # Recompute in training; if False, the module runs as without recompute.
     enabled: bool = True
+    # Passed to `torch.utils.checkpoint`, as are the following two.
     use_reentrant: bool = False
+    # Restore torch's generators for the recomputed forward, so that dropout draws the same mask.
     preserve_rng_state: bool = True
+    # "default" compares shapes, dtypes and devices of saved tensors with the recomputed ones.
     determinism_check: str = "default"
 
     def __post_init__(self) -> None:
@@ -39,7 +45,8 @@ class Options:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.determinism_check not in DETERMINISM_CHECKS:
             raise ValueError(
-                f"determinism_check must be one of {DETERMINISM_CHECKS}, got {self.determinism_check!r}"
+                f"determinism_check must be one of {DETERMINISM_CHECKS}, "
+                f"got {self.determinism_check!r}"
             )
 
 
@@ -52,24 +59,31 @@ def run_checkpointed(
     options: Options,
     contexts: Callable[[], Pair] | None = None,
 ) -> Any:
-    """`run(*args, **kwargs)`, keeping the inputs alone; `modules` are what `run` runs.
+    """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls.
 
-    `contexts` makes the two contexts of the first run and of the second, as `torch.utils.checkpoint` takes them.
+    `contexts` returns the contexts of the first and the recomputed forward, like the `context_fn`
+    of `torch.utils.checkpoint`.
     """
     if options.use_reentrant and not _gradients_flow(modules[0], args, kwargs):
-        return run(*args, **kwargs)  # nothing would be kept for backward anyway
-    chosen: dict[str, Any] = {}
+        # No gradient is needed, so nothing would be saved for backward.
+        return run(*args, **kwargs)
+
+    context_option: dict[str, Any] = {}
     if not torch.compiler.is_compiling():
         if modules:
             args, kwargs = leave_out_caches(modules[0], args, kwargs)
         run = FlatCall(run, args, kwargs)
         args = tuple(run.take_tensors())
-        chosen["context_fn"] = functools.partial(_contexts, modules, contexts)
-    else:  # the compiler's code takes and saves every tensor, and refuses one that was written over
-        run = (
-            functools.partial(run, **kwargs) if kwargs else run
-        )  # a keyword such as `debug` is the module's own
-        chosen |= {"context_fn": contexts} if contexts is not None else {}
+        context_option["context_fn"] = functools.partial(_contexts, modules, contexts)
+    else:
+        # Compiled code needs no FlatCall: it saves every tensor, and raises an error if one was
+        # changed in place. Keywords are bound here, because `checkpoint` has some of its own, such
+        # as `debug`.
+        if kwargs:
+            run = functools.partial(run, **kwargs)
+        if contexts is not None:
+            context_option["context_fn"] = contexts
+
     if options.use_reentrant:
         return checkpoint(
             _once_in_two(run, modules),
@@ -83,7 +97,7 @@ def run_checkpointed(
         use_reentrant=False,
         preserve_rng_state=options.preserve_rng_state,
         determinism_check=options.determinism_check,
-        **chosen,
+        **context_option,
     )
     if not torch.compiler.is_compiling():
         _mark(output)
@@ -91,11 +105,16 @@ def run_checkpointed(
 
 
 def _mark(output: Any) -> None:
-    """So that nobody makes an output again from what its nodes saved: that may be asked for once."""
-    for tensor in tree_leaves(output):
-        for made in (tensor, tensor._base) if isinstance(tensor, Tensor) else ():
-            if made is not None and made.grad_fn is not None:
-                node: Any = made.grad_fn
+    """Mark an output's nodes, so that `Replay` does not recompute it from their saved tensors.
+
+    Those can be unpacked only once.
+    """
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, Tensor):
+            continue
+        for tensor in (leaf, leaf._base):
+            if tensor is not None and tensor.grad_fn is not None:
+                node: Any = tensor.grad_fn
                 node.metadata[AGAIN] = True
 
 
@@ -107,7 +126,10 @@ def _contexts(modules: Sequence[nn.Module], contexts: Callable[[], Pair] | None)
 
 
 class _EachRecompute(contextlib.AbstractContextManager[None]):
-    """`_statistics_kept` as often as it is entered: with `create_graph=True` one forward is recomputed twice."""
+    """Context of recomputed forwards that can be entered several times.
+
+    With `create_graph=True` the same forward is recomputed twice.
+    """
 
     def __init__(
         self,
@@ -115,7 +137,9 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
         *,
         inside: contextlib.AbstractContextManager[Any] | None = None,
     ):
-        self.modules, self.inside, self.function_modes = modules, inside, function_modes()
+        self.modules = modules
+        self.inside = inside
+        self.function_modes = function_modes()
         self.entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
@@ -132,9 +156,10 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
 
 @contextlib.contextmanager
 def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Running statistics stay as the first forward left them, while the arithmetic is the same.
+    """Keep BatchNorm's running statistics unchanged during a recomputed forward.
 
-    A momentum of 0 rather than `track_running_stats` off: autograd has to save as many tensors as the first time.
+    This sets momentum to 0 and leaves `track_running_stats` on, because autograd has to save as
+    many tensors as in the first forward.
     """
     layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
     norms = [
@@ -153,7 +178,7 @@ def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _once_in_two(run: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
-    """Reentrant checkpointing runs without grad mode first, and with it when it recomputes."""
+    """Keep running statistics when grad mode is on, as it is in reentrant recomputed forwards."""
 
     def run_or_recompute(*args: Any) -> Any:
         with _statistics_kept(modules) if torch.is_grad_enabled() else contextlib.nullcontext():
@@ -163,18 +188,22 @@ def _once_in_two(run: Callable[..., Any], modules: Sequence[nn.Module]) -> Calla
 
 
 def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is a gradient to compute; an error where reentrant checkpointing would lose one, because it sees
-    positional tensors only, and runs backward only through them."""
+    """Return whether an input requires grad; refuse reentrant calls that would lose gradients.
+
+    Reentrant checkpointing runs backward only through positional tensors.
+    """
     nested = tree_leaves(([value for value in args if not isinstance(value, Tensor)], kwargs))
     if any(isinstance(value, Tensor) and value.requires_grad for value in nested):
         raise ValueError(
-            f"{type(module).__name__} gets a tensor that requires grad by keyword or inside a container, and with "
-            "use_reentrant=True its gradient would be lost; leave use_reentrant at False"
+            f"{type(module).__name__} gets a tensor that requires grad by keyword or inside a "
+            "container, and with use_reentrant=True its gradient would be lost; leave "
+            "use_reentrant at False"
         )
-    seen = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-    if not seen and any(parameter.requires_grad for parameter in module.parameters()):
+    requires_grad = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    if not requires_grad and any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError(
-            f"no input of {type(module).__name__} requires grad, and with use_reentrant=True its parameters would get "
-            "no gradient at all; leave use_reentrant at False, or call enable_input_require_grads() or its like"
+            f"no input of {type(module).__name__} requires grad, and with use_reentrant=True its "
+            "parameters would get no gradient at all; leave use_reentrant at False, or call "
+            "enable_input_require_grads() or a similar method"
         )
-    return seen
+    return requires_grad

@@ -1,8 +1,10 @@
-"""Cross-entropy of a Linear's output, of which the logits of one chunk of tokens exist at a time.
+"""Cross-entropy of a Linear's output, computed in chunks of tokens.
 
-The gradients are computed chunk by chunk in forward, while the chunk's logits are there, so that no product runs again.
-Kept for backward are the gradients alone, of the inputs, the weight and the bias, without the factor that backward
-brings. Proof: `python -m pytest tests/test_chunked_loss.py`.
+Only the logits of one chunk exist at a time. Forward computes the gradients of each chunk while its
+logits exist, so no matrix product runs twice. It saves only the gradients of inputs, weight and
+bias, which backward multiplies by the incoming gradient.
+
+Proof: `python -m pytest tests/test_chunked_loss.py`.
 """
 
 import contextlib
@@ -14,23 +16,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_BYTES = 64 * 2**20  # of float32 logits, where no number of tokens is given
+# Size of a chunk's float32 logits where no number of tokens is given.
+CHUNK_BYTES = 64 * 2**20
 REDUCTIONS = ("mean", "sum")
-TARGETS = (torch.int64, torch.uint8)  # those that F.cross_entropy takes
+# Dtypes of class indices that F.cross_entropy accepts.
+TARGETS = (torch.int64, torch.uint8)
 
-# Of torch's own, as AOTAutograd asks it: whether backward was called with retain_graph.
+# Whether backward was called with retain_graph. Private in torch, and used by AOTAutograd.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for; `wanted` says which of inputs, weight and bias get a gradient, `dtype` is the products'."""
+    """Resolved settings of one call of `chunked_cross_entropy`."""
 
+    # Tokens per chunk.
     chunk_tokens: int
+    # Target that is left out of the loss.
     ignore_index: int
+    # "mean" or "sum".
     reduction: str
+    # From 0 to 1, as in F.cross_entropy.
     label_smoothing: float
+    # Dtype of the matrix products.
     dtype: torch.dtype
+    # Which of inputs, weight and bias need a gradient.
     wanted: tuple[bool, bool, bool]
 
 
@@ -45,25 +55,29 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias), targets)`, a chunk of tokens at a time.
+    """Compute `F.cross_entropy(F.linear(hidden, weight, bias), targets)` in chunks of tokens.
 
-    `hidden` is (..., width), `weight` (vocabulary, width), `targets` (...) the indices of classes. Without
-    `chunk_tokens` the float32 logits of a chunk are about 64 MiB. The loss is float32, or float64 where `hidden` is.
+    `hidden` is (..., width), `weight` (vocabulary, width), and `targets` (...) holds class indices.
+    If `chunk_tokens` is None, the float32 logits of a chunk take about 64 MiB. The loss is float32,
+    or float64 where `hidden` is.
     """
     dtype = product_dtype(hidden)
     _check(hidden, weight, targets, bias, dtype)
     check_chunk_tokens(chunk_tokens)
     if reduction not in REDUCTIONS:
         raise ValueError(
-            f"reduction must be one of {REDUCTIONS}, got {reduction!r}: a loss per token is as many losses"
+            f"reduction must be one of {REDUCTIONS}, got {reduction!r}; "
+            "a loss for each token is not supported"
         )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing!r}")
+
     inputs = hidden.reshape(-1, hidden.shape[-1])
     needs = [
         torch.is_grad_enabled() and given is not None and given.requires_grad
         for given in (inputs, weight, bias)
     ]
+
     options = Options(
         chunk_tokens=rows_of_chunk(weight.shape[0]) if chunk_tokens is None else chunk_tokens,
         ignore_index=ignore_index,
@@ -72,45 +86,50 @@ def chunked_cross_entropy(
         dtype=dtype,
         wanted=(needs[0], needs[1], needs[2]),
     )
-    flat = targets.reshape(-1).long()
+    flat_targets = targets.reshape(-1).long()
     if not any(needs):
-        return _run(inputs, weight, bias, flat, options)[0]
-    loss: Tensor = _Chunked.apply(inputs, weight, bias, flat, options)
+        return _run(inputs, weight, bias, flat_targets, options)[0]
+    loss: Tensor = _Chunked.apply(inputs, weight, bias, flat_targets, options)
     return loss
 
 
 def check_chunk_tokens(chunk_tokens: int | None) -> None:
-    """Refuse what is not a number of tokens."""
-    whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
-    if chunk_tokens is not None and not (whole and chunk_tokens >= 1):
+    """Raise an error unless `chunk_tokens` is a positive whole number or None."""
+    is_whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
+    if chunk_tokens is not None and not (is_whole and chunk_tokens >= 1):
         raise ValueError(
-            f"chunk_tokens must be a whole number of at least 1, or None for 64 MiB, got {chunk_tokens!r}"
+            "chunk_tokens must be a whole number of at least 1, or None for 64 MiB, "
+            f"got {chunk_tokens!r}"
         )
 
 
 def refuse_second_derivative() -> None:
-    """For use in a backward; `once_differentiable` lets a second derivative pass as zero where the loss is the end."""
+    """Raise an error in a custom backward that runs with create_graph=True.
+
+    torch's `once_differentiable` is not enough: where the loss is the last operation, it returns a
+    second derivative of zero without an error.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a loss in chunks can't be differentiated twice, and create_graph=True asks for it: use F.cross_entropy of "
-            "the logits there, after remove_chunked_loss"
+            "a chunked loss can't be differentiated twice, which create_graph=True requires: "
+            "call remove_chunked_loss, and use F.cross_entropy on the logits"
         )
 
 
 def rows_of_chunk(width: int) -> int:
-    """How many rows of this width are 64 MiB in float32."""
+    """Return how many rows of this width fit into 64 MiB of float32, at least 1."""
     return max(1, CHUNK_BYTES // (4 * width))
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype in which `F.linear` would compute here, autocast or not."""
-    kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return (
-        torch.get_autocast_dtype(kind)
-        if autocast and hidden.dtype is not torch.float64
-        else hidden.dtype
+    """Return the dtype in which `F.linear` would compute here, with autocast considered."""
+    device_type = hidden.device.type
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
+        device_type
     )
+    if autocast and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
 
 
 def _check(
@@ -123,71 +142,80 @@ def _check(
         )
     if targets.dtype not in TARGETS:
         raise ValueError(
-            f"targets must be indices of classes (torch.int64), got {targets.dtype}: convert with .long(), or use "
-            "F.cross_entropy for class probabilities"
+            f"targets must be class indices (torch.int64), got {targets.dtype}: convert with "
+            ".long(), or use F.cross_entropy for class probabilities"
         )
     if targets.shape != hidden.shape[:-1]:
         shapes = f"targets {tuple(targets.shape)}, hidden {tuple(hidden.shape)}"
         raise ValueError(
-            f"{shapes}: one target per row of hidden is needed, so targets of {tuple(hidden.shape[:-1])}"
+            f"{shapes}: one target per row of hidden is needed, "
+            f"so targets of {tuple(hidden.shape[:-1])}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"bias must be ({weight.shape[0]},), one number per row of weight, got {tuple(bias.shape)}"
+            f"bias must be ({weight.shape[0]},), one number per row of weight, "
+            f"got {tuple(bias.shape)}"
         )
     others = {given.dtype for given in (weight, bias) if given is not None}
     if not hidden.is_floating_point() or (dtype == hidden.dtype and others != {dtype}):
         raise ValueError(
-            f"hidden is {hidden.dtype}, weight and bias are {', '.join(map(str, others))}: they must be of one "
-            "floating-point dtype; cast one of them, or use autocast"
+            f"hidden is {hidden.dtype}, weight and bias are {', '.join(map(str, others))}: they "
+            "must have the same floating-point dtype; cast one of them, or use autocast"
         )
 
 
 def _run(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The loss, what its gradients are still to be divided by, and the gradients of the sum where they are wanted."""
+    """Return the loss, the divisor of the gradients, and the gradients of the summed loss."""
     exact = torch.float64 if inputs.dtype is torch.float64 else torch.float32
-    kind = inputs.device.type
-    shapes = ((inputs, inputs.dtype), (weight, exact), (bias, exact))
+    sources = ((inputs, inputs.dtype), (weight, exact), (bias, exact))
     gradients = [
-        given.new_zeros(given.shape, dtype=dtype) if given is not None and wanted else None
-        for (given, dtype), wanted in zip(shapes, options.wanted, strict=True)
+        source.new_zeros(source.shape, dtype=dtype) if source is not None and wanted else None
+        for (source, dtype), wanted in zip(sources, options.wanted, strict=True)
     ]
     total = inputs.new_zeros((), dtype=exact)
-    plain = (
-        torch.autocast(kind, enabled=False)
-        if torch.amp.is_autocast_available(kind)
+
+    device_type = inputs.device.type
+    without_autocast = (
+        torch.autocast(device_type, enabled=False)
+        if torch.amp.is_autocast_available(device_type)
         else contextlib.nullcontext()
     )
-    with torch.no_grad(), plain:
+    with torch.no_grad(), without_autocast:
         weight = weight.to(options.dtype)
         bias = None if bias is None else bias.to(options.dtype)
         for start in range(0, len(targets), options.chunk_tokens):
-            part = slice(start, start + options.chunk_tokens)
-            rows = inputs[part].to(options.dtype)
+            chunk = slice(start, start + options.chunk_tokens)
+            rows = inputs[chunk].to(options.dtype)
             logits = F.linear(rows, weight, bias).to(exact)
-            total += _loss(logits, targets[part], options)  # and the logits are the gradient now
+            total += _loss(logits, targets[chunk], options)
             if any(options.wanted):
-                _add_gradients(gradients, part, logits, rows, weight)
-            del logits  # before the next chunk's are made
+                # `_loss` has replaced the logits by their gradient.
+                _add_gradients(gradients, chunk, logits, rows, weight)
+            # Free this chunk's logits before the next chunk's are allocated.
+            del logits
         count = (targets != options.ignore_index).sum().to(exact)
+
     if options.reduction == "sum":
         return total, torch.ones_like(count), gradients
     return total / count, count.clamp(min=1), gradients
 
 
 def _loss(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
-    """The sum over a chunk; where gradients are wanted it writes that of the logits over them."""
-    classes, smoothing = logits.shape[-1], options.label_smoothing
+    """Sum the loss over a chunk; if gradients are wanted, overwrite the logits with theirs."""
+    classes = logits.shape[-1]
+    smoothing = options.label_smoothing
     ignored = targets == options.ignore_index
     index = targets.masked_fill(ignored, 0)[:, None]
+
     logits -= logits.amax(-1, keepdim=True)
     loss = logits.gather(1, index) * (smoothing - 1)
     if smoothing:
         loss -= logits.sum(-1, keepdim=True) * (smoothing / classes)
     norm = logits.exp_().sum(-1, keepdim=True)
     loss += norm.log()
+
     if any(options.wanted):
         logits /= norm
         at_target = logits.gather(1, index) - (1 - smoothing)
@@ -199,19 +227,27 @@ def _loss(logits: Tensor, targets: Tensor, options: Options) -> Tensor:
 
 
 def _add_gradients(
-    gradients: list[Tensor | None], part: slice, slopes: Tensor, rows: Tensor, weight: Tensor
+    gradients: list[Tensor | None],
+    chunk: slice,
+    logits_gradient: Tensor,
+    rows: Tensor,
+    weight: Tensor,
 ) -> None:
-    """Two products, as in a plain backward; the weight's and the bias's are summed in float32 at least."""
-    of_inputs, of_weight, of_bias = gradients
-    if of_bias is not None:
-        of_bias += slopes.sum(0)
-    slopes = slopes.to(rows.dtype)
-    if of_inputs is not None:
-        of_inputs[part] = slopes @ weight
-    if of_weight is not None and of_weight.dtype == rows.dtype:
-        torch.addmm(of_weight, slopes.t(), rows, out=of_weight)
-    elif of_weight is not None:
-        of_weight += slopes.t() @ rows
+    """Add a chunk's gradients with the two products of a plain backward.
+
+    The gradients of weight and bias are accumulated in float32 or float64.
+    """
+    inputs_gradient, weight_gradient, bias_gradient = gradients
+    if bias_gradient is not None:
+        bias_gradient += logits_gradient.sum(0)
+
+    logits_gradient = logits_gradient.to(rows.dtype)
+    if inputs_gradient is not None:
+        inputs_gradient[chunk] = logits_gradient @ weight
+    if weight_gradient is not None and weight_gradient.dtype == rows.dtype:
+        torch.addmm(weight_gradient, logits_gradient.t(), rows, out=weight_gradient)
+    elif weight_gradient is not None:
+        weight_gradient += logits_gradient.t() @ rows
 
 
 class _Chunked(torch.autograd.Function):
@@ -226,31 +262,40 @@ class _Chunked(torch.autograd.Function):
     ) -> Any:
         loss, divisor, gradients = _run(inputs, weight, bias, targets, options)
         ctx.save_for_backward(divisor, *gradients)
-        ctx.block = options.chunk_tokens * weight.shape[0]  # as many numbers as a chunk's logits
-        ctx.dtypes = [None if given is None else given.dtype for given in (inputs, weight, bias)]
+        # As many elements as a chunk's logits have.
+        ctx.block = options.chunk_tokens * weight.shape[0]
+        ctx.dtypes = [None if source is None else source.dtype for source in (inputs, weight, bias)]
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_second_derivative()
         divisor, *saved = ctx.saved_tensors
-        factor, last = gradient / divisor, not graph_is_kept()
-        found = [
-            None if kept is None else _scaled(kept, factor, dtype, in_place=last, block=ctx.block)
-            for kept, dtype in zip(saved, ctx.dtypes, strict=True)
+        factor = gradient / divisor
+        in_place = not graph_is_kept()
+        scaled = [
+            None
+            if unscaled is None
+            else _scaled(unscaled, factor, dtype, in_place=in_place, block=ctx.block)
+            for unscaled, dtype in zip(saved, ctx.dtypes, strict=True)
         ]
-        return *found, None, None
+        return *scaled, None, None
 
 
 def _scaled(
-    kept: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool, block: int
+    unscaled: Tensor, factor: Tensor, dtype: torch.dtype, *, in_place: bool, block: int
 ) -> Tensor:
-    """Times the factor in the factor's dtype: a bfloat16 factor would be off by a part in 500, for the whole gradient,
-    and a float16 one may be infinite. What is not needed again is written over."""
-    result = kept if in_place and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
-    if kept.dtype == dtype == factor.dtype:
-        return torch.mul(kept, factor, out=result)
-    rows = max(1, block // max(1, kept[:1].numel()))
-    for source, target in zip(kept.split(rows), result.split(rows), strict=True):
+    """Multiply a saved gradient by the factor, in the factor's dtype and in place if possible.
+
+    A bfloat16 factor would be off by 1 part in 500 for the whole gradient, and a float16 factor may
+    be infinite.
+    """
+    reuse = in_place and unscaled.dtype == dtype
+    result = unscaled if reuse else torch.empty_like(unscaled, dtype=dtype)
+    if unscaled.dtype == dtype == factor.dtype:
+        return torch.mul(unscaled, factor, out=result)
+
+    rows = max(1, block // max(1, unscaled[:1].numel()))
+    for source, target in zip(unscaled.split(rows), result.split(rows), strict=True):
         target.copy_(source.to(factor.dtype, copy=True).mul_(factor))
     return result

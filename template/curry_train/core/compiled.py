@@ -1,4 +1,4 @@
-"""What is to be known about compiled code without importing the compiler, which takes seconds.
+"""Properties of compiled modules, without importing the compiler, which takes seconds.
 
 Proof: `python -m pytest tests/test_allocated.py`.
 """
@@ -15,21 +15,24 @@ from torch import nn
 
 
 class BudgetUnsafe(ValueError):
-    """Compiled with this budget, gradients would be wrong, and nothing else would say so."""
+    """Compiling with this memory budget would give wrong gradients without an error."""
 
 
 class CompileFailed(RuntimeError):
-    """The compiler could not make code of a block."""
+    """The compiler failed on a block."""
 
 
 def holds_compiled_code(module: nn.Module) -> bool:
-    """Whether some part of a module runs compiled. A function that a forward calls and that was compiled by itself
-    can't be seen from outside."""
-    return any(_is_compiled(part) for part in module.modules())
+    """Return whether the module or a submodule runs compiled code.
+
+    A compiled function that a forward calls can't be detected from outside.
+    """
+    return any(_is_compiled(submodule) for submodule in module.modules())
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo")  # whatever is compiled has imported it
+    # Compiling anything imports this module.
+    dynamo = sys.modules.get("torch._dynamo")
     return (
         getattr(type(module), "runs_compiled_code", False)
         or module.__dict__.get("_compiled_call_impl") is not None
@@ -39,8 +42,11 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def with_own_code(function: Callable[..., Any], *, name: str) -> Callable[..., Any]:
-    """A function that calls `function`, with a code object that nobody else has: torch keeps compiled code and counts
-    recompilations for each code object, and after eight runs it uncompiled."""
+    """Wrap `function` in a function with a code object of its own.
+
+    torch caches compiled code and counts recompilations for each code object; after eight of them
+    it runs the function uncompiled.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -51,13 +57,16 @@ def with_own_code(function: Callable[..., Any], *, name: str) -> Callable[..., A
 
 
 def current_budget() -> float:
-    """The budget that whatever is compiled now gets: a setting of this thread, in torch 2.11 of the process."""
+    """Return the memory budget for compiling now: per thread, in torch 2.11 per process."""
     return float(functorch_config.activation_memory_budget)
 
 
 @contextmanager
 def warnings_of_the_compiler_ignored() -> Iterator[None]:
-    """Where warnings are errors, as in many tests, torch 2.11 and 2.13 trip over their own while they trace."""
+    """Ignore torch's own warnings during tracing.
+
+    Where warnings are errors, as in many tests, torch 2.11 and 2.13 fail on them.
+    """
     with warnings.catch_warnings():
         for message in (
             "The .grad attribute of a Tensor",

@@ -1,7 +1,9 @@
-"""What attention, RMS norm and autocast keep on CUDA, for tensors on the CPU that have no values.
+"""Stand-ins on fake CPU tensors for CUDA's attention, RMS norm and autocast.
 
-The CPU's attention and RMS norm keep more than CUDA's, and its autocast leaves in half precision what CUDA runs in
-float32. These stand for them; nothing is computed. Not yet measured on CUDA.
+They save for backward what CUDA saves, and compute nothing. On the CPU, attention and RMS norm save
+more than on CUDA, and autocast leaves in half precision what CUDA runs in float32. Not yet measured
+on CUDA.
+
 Proof: `python -m pytest tests/test_fake.py`.
 """
 
@@ -26,45 +28,55 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention as CUDA runs it: flash for half precision without a mask, the memory-efficient kernel otherwise."""
-    if torch.is_autocast_enabled("cpu"):  # the operations below are beneath autocast
-        query, key, value = (
-            part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value)
-        )
-    half = query.dtype in HALF
+    """Choose the attention kernel as CUDA does.
+
+    Half precision without a mask runs flash attention; all else runs the memory-efficient kernel.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        # Autocast does not apply to the operations called below.
+        dtype = torch.get_autocast_dtype("cpu")
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+
     if query.dim() != 4:
         return _PLAIN_ATTENTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if half and attn_mask is None and query.shape[-1] <= 256:
+
+    if query.dtype in HALF and attn_mask is None and query.shape[-1] <= 256:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         output: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output
+
     if key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
                 attn_mask.logical_not(), -torch.inf
             )
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    kept: Tensor = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[
-        0
-    ]
-    return kept
+    outputs = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
+    result: Tensor = outputs[0]
+    return result
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Keeps its input and one number for each row, as the fused kernel does; CPU code keeps every step."""
+    """RMS norm that saves its input and one number per row, as CUDA's fused kernel does.
+
+    The CPU's RMS norm saves the result of every operation that it consists of.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
         rows = (*x.shape[: x.dim() - num_dims], *[1] * num_dims)
-        statistic = x.new_empty(
-            rows, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
-        )
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        statistic = x.new_empty(rows, dtype=dtype)
         ctx.save_for_backward(x, weight, statistic)
         return torch.empty_like(x)
 
@@ -110,29 +122,32 @@ _MORE = (
     "norm",
     "logsumexp",
 )
+# Functions that autocast runs in float32 on CUDA, and in half precision on the CPU.
 IN_FLOAT32 = frozenset(
     getattr(space, name)
     for space in (torch, Tensor, F)
     for name in (*_NAMES, *_MORE)
     if hasattr(space, name)
-) | {Tensor.__pow__}  # what autocast runs in float32 on CUDA and in half precision on the CPU
+) | {Tensor.__pow__}
 
 
 def in_float32(value: Any) -> Any:
+    """Convert tensors of half precision to float32."""
     return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Torch's own Python code finds the stand-in for attention, and autocast for CUDA is on for these tensors."""
-    start = torch.autocast.__init__
+    """Patch torch's attention with the stand-in, and apply autocast for CUDA to CPU tensors."""
+    original = torch.autocast.__init__
 
     def autocast(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
     ) -> None:
         if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        start(self, device_type, dtype, enabled, **kwargs)
+            device_type = "cpu"
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, enabled, **kwargs)
 
     F.scaled_dot_product_attention = _attention
     torch.autocast.__init__ = autocast  # type: ignore[method-assign, assignment]
@@ -140,4 +155,4 @@ def as_on_cuda() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = _PLAIN_ATTENTION
-        torch.autocast.__init__ = start  # type: ignore[method-assign]
+        torch.autocast.__init__ = original  # type: ignore[method-assign]

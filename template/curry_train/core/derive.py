@@ -1,6 +1,9 @@
-"""The same module under a subclass that changes how it runs: names, hooks, copies and pickles stay what they were.
+"""Modules whose class is replaced by a subclass that changes how they run.
 
-`fully_shard` swaps a module's class in the same way. Proof: `python -m pytest tests/test_recompute_contract.py`.
+Names, hooks, copies and pickles keep working. `fully_shard` replaces a module's class in the same
+way.
+
+Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
 from typing import Any
@@ -10,19 +13,19 @@ from torch.nn.parameter import is_lazy
 
 
 class Derived(nn.Module):
-    """Base of the mixins that `derive` and `become` put in front of a module's own class."""
+    """Base of mixins that `derive` and `become` put before a module's own class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         mixin, original = _parts(type(self))
-        return (
-            _rebuild,
-            (mixin, original),
-            self.__getstate__(),
-        )  # the derived class has no name to be pickled by
+        # The derived class can't be imported by name, so pickle rebuilds it from its two bases.
+        return _rebuild, (mixin, original), self.__getstate__()
 
 
 def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
-    """A second module over the same parameters, buffers, submodules and hooks, of a class that `mixin` leads."""
+    """Return a module of a class led by `mixin`, sharing parameters, submodules and hooks.
+
+    Buffers are shared too. `attributes` are set on the new module only.
+    """
     refuse(module)
     new: Any = object.__new__(_derived_class(mixin, type(module)))
     object.__setattr__(new, "__dict__", {**module.__dict__, **attributes})
@@ -30,7 +33,7 @@ def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
 
 
 def become(mixin: type[Derived], module: nn.Module, **attributes: Any) -> None:
-    """Turn the module itself, so that whoever holds it holds the changed one."""
+    """Change the class of the module in place, which applies to all references to it."""
     refuse(module)
     module.__class__ = _derived_class(mixin, type(module))
     module.__dict__.update(attributes)
@@ -40,7 +43,8 @@ def restore(module: nn.Module, *attributes: str) -> None:
     """Undo `become`."""
     if "_parts" not in vars(type(module)):
         raise ValueError(
-            f"{type(module).__name__} was wrapped again since (by fully_shard?), so this can't be undone"
+            f"{type(module).__name__} was wrapped again afterwards (by fully_shard?), "
+            "so its class can't be restored"
         )
     module.__class__ = _parts(type(module))[1]
     for name in attributes:
@@ -48,21 +52,25 @@ def restore(module: nn.Module, *attributes: str) -> None:
 
 
 def refuse(module: nn.Module) -> None:
-    """Say why this module can't be derived from."""
+    """Raise an error if the class of this module can't be replaced."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"a module is needed, got {type(module).__name__}")
-    name, own = type(module).__name__, module.__dict__
+    name = type(module).__name__
+    attributes = module.__dict__
     if isinstance(module, Derived):
         raise ValueError(
-            f"{name} is wrapped already, and twice would run its forward three times; wrap it once"
+            f"{name} is wrapped already, and a second wrapper would run its forward three times; "
+            "wrap it once"
         )
-    if "forward" in own:
+    if "forward" in attributes:
         raise ValueError(
-            f"{name} has a forward of its own on the instance (compiled, or hooked): wrap it before that"
+            f"{name} has a forward of its own on the instance (compiled, or hooked): "
+            "wrap the module before forward is replaced"
         )
-    if own.get("_compiled_call_impl") is not None:
+    if attributes.get("_compiled_call_impl") is not None:
         raise ValueError(
-            f"{name} is compiled already, and would run as compiled: wrap first, compile afterwards"
+            f"{name} is compiled already, and its compiled code would bypass the wrapper: "
+            "wrap first, compile afterwards"
         )
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise ValueError("wrap the blocks before DistributedDataParallel wraps the model")
@@ -74,7 +82,7 @@ _classes: dict[tuple[type, type], Any] = {}
 
 
 def class_as_written(module: nn.Module) -> type:
-    """The class that the model's source gives the module, whatever was derived from it."""
+    """Return the module's class as the model defines it, before any `derive` or `become`."""
     kind = type(module)
     while issubclass(kind, Derived):
         kind = _parts(kind)[1]
@@ -90,10 +98,10 @@ def _derived_class(mixin: type, original: type) -> Any:
 
 
 def _parts(derived: Any) -> tuple[type, type]:
-    """Others, such as `fully_shard`, may have derived a class from ours."""
+    """Return the mixin and the original class, also if `fully_shard` subclassed the result."""
     ours: Any = next(kind for kind in derived.__mro__ if "_parts" in vars(kind))
-    parts: tuple[type, type] = ours._parts
-    return parts
+    mixin_and_original: tuple[type, type] = ours._parts
+    return mixin_and_original
 
 
 def _rebuild(mixin: type, original: type) -> Any:

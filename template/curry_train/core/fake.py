@@ -1,12 +1,14 @@
-"""Models whose tensors have shapes and no values: an 8B model takes no memory, and its bytes can be counted.
+"""Fake models, whose tensors have shapes but no values, to count bytes without memory.
 
     with pretended():
         model = build()              # on the CPU, whatever device it names
     with pretended(kernels="cuda"):
         loss(model, batch).backward()
 
-With `kernels="cuda"` attention, RMS norm and autocast keep what they keep on CUDA. Whole numbers have values, because a
-model's own code looks at positions, masks and token ids; a shape that depends on them is that of the ones drawn.
+With `kernels="cuda"` attention, RMS norm and autocast save what they save on CUDA. Integer and
+boolean tensors keep their values, because models read positions, masks and token ids; a shape that
+depends on such values is that of the values drawn.
+
 Proof: `python -m pytest tests/test_fake.py`.
 """
 
@@ -38,16 +40,18 @@ from .workload import Case
 
 
 class NeedsValues(RuntimeError):
-    """An operation that can't do with shapes, or whose kernel keeps what shapes do not tell."""
+    """An operation needs values, or its memory does not follow from shapes."""
 
     def __init__(
         self, func: Any, why: str = "it needs values, which an estimate from shapes does not have"
     ) -> None:
-        self.func, self.why = func, why
+        self.func = func
+        self.why = why
         super().__init__(f"{func}: {why}")
 
 
 KERNELS = ("cpu", "cuda")
+# Functions that make tensors of numbers, whose values are kept.
 NUMBERS = (
     torch.arange,
     torch.linspace,
@@ -57,6 +61,7 @@ NUMBERS = (
     torch.tensor,
     torch.as_tensor,
 )
+# Python types that may be passed as dtype.
 WRITTEN: dict[Any, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 NEEDS_VALUES = (
     NeedsValues,
@@ -71,17 +76,25 @@ NEEDS_VALUES = (
 def pretended(
     *, mode: FakeTensorMode | None = None, kernels: str = "cpu"
 ) -> Iterator[FakeTensorMode]:
-    """Every tensor that is made here has no values. Tensors of one `mode` may be used together; CUDA is the CPU."""
+    """Make all new tensors fake, and map CUDA devices to the CPU.
+
+    Only tensors of the same `mode` can be used together.
+    """
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {KERNELS}, got {kernels!r}")
     mode = mode or KernelsAsTheyRun(allow_non_fake_inputs=True)
-    original, log = nn.Module._apply, logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True  # it prints every error that is raised here as well
+
+    # torch logs every error that it raises for fake tensors; silence that.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log_was_disabled = log.disabled
+    log.disabled = True
+
+    original_apply = nn.Module._apply
     nn.Module._apply = _apply  # type: ignore[method-assign]
-    truncated = torch.nn.init._no_grad_trunc_normal_
-    torch.nn.init._no_grad_trunc_normal_ = (
-        _as_it_is  # in 2.13 it draws until all values are within: there are none
-    )
+
+    # In torch 2.13 this redraws until all values are in range, which never ends without values.
+    original_trunc_normal = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = _as_it_is
     try:
         with (
             mode,
@@ -90,9 +103,9 @@ def pretended(
         ):
             yield mode
     finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
-        torch.nn.init._no_grad_trunc_normal_ = truncated
-        log.disabled = disabled
+        nn.Module._apply = original_apply  # type: ignore[method-assign]
+        torch.nn.init._no_grad_trunc_normal_ = original_trunc_normal
+        log.disabled = log_was_disabled
 
 
 def _as_it_is(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -100,7 +113,7 @@ def _as_it_is(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class PretendedCase(Case):
-    """A case whose modules and batches have no values, beside whole numbers; for use inside `pretended`."""
+    """A case with fake modules and batches, for use inside `pretended`; integers stay real."""
 
     def build(self) -> nn.Module:
         with seeded(self.seed):
@@ -110,37 +123,32 @@ class PretendedCase(Case):
     def batch(self, size: int | None = None) -> Any:
         return map_tensors(
             super().batch(size),
-            lambda part: _without_values(part) if part.is_floating_point() else part,
+            lambda tensor: _without_values(tensor) if tensor.is_floating_point() else tensor,
         )
 
 
 def _without_real(module: nn.Module) -> nn.Module:
-    """A copy where the factory had weights from elsewhere, which stay as they are."""
+    """Return a copy with fake tensors if the factory used real weights; those stay unchanged."""
     tensors = [*module.parameters(), *module.buffers()]
-    real = {
-        id(tensor): _without_values(tensor)
-        for tensor in tensors
-        if not isinstance(tensor, FakeTensor)
-    }
-    return (
-        copy.deepcopy(module, {**real, **{id(t): t for t in tensors if isinstance(t, FakeTensor)}})
-        if real
-        else module
-    )
+    if all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return module
+    replacements = {id(tensor): _without_values(tensor) for tensor in tensors}
+    return copy.deepcopy(module, replacements)
 
 
 def _without_values(tensor: Tensor) -> Tensor:
+    """Return a fake tensor of the same shape, or the tensor itself if it is fake."""
     if isinstance(tensor, FakeTensor):
         return tensor
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    made: Tensor = mode.from_tensor(tensor, static_shapes=True)
-    return made
+    fake_tensor: Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return fake_tensor
 
 
 def _apply(
     module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`Module.to` and its like for parameters without values, which torch 2.11 to 2.13 refuses to swap."""
+    """Replace `Module._apply`, since torch 2.11 to 2.13 refuses to swap fake parameters."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for parameter in module._parameters.values():
@@ -152,7 +160,10 @@ def _apply(
 
 
 class _Here(TorchFunctionMode):
-    """CUDA stands for the CPU, where a build without CUDA would abort; and some kernels for others."""
+    """Function mode that maps CUDA to the CPU, and can replace kernels by CUDA's stand-ins.
+
+    Without it, a torch build without CUDA would raise an error where a model names that device.
+    """
 
     def __init__(self, *, cuda: bool) -> None:
         super().__init__()
@@ -162,6 +173,7 @@ class _Here(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # The most frequent case first: one fake tensor, and nothing that names a device.
         if (
             not kwargs
             and len(args) == 1
@@ -169,10 +181,12 @@ class _Here(TorchFunctionMode):
             and function not in NOT_AS_USUAL
         ):
             return self._run(function, args, {})
+
         args = tuple(map(_on_cpu, args))
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         if isinstance(kwargs.get("device"), int):
             kwargs["device"] = "cpu"
+
         if function in NOTHING:
             return args[0]
         if function in ITS_OWN and any(isinstance(leaf, FakeTensor) for leaf in tree_iter(args)):
@@ -194,12 +208,15 @@ class _Here(TorchFunctionMode):
 
 
 def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
-    """Positions, masks and token ids keep their values, because a model's own code may look at them."""
+    """Return whether to run a function on real tensors, as for positions, masks and token ids.
+
+    A model's own code may read their values.
+    """
     if args and isinstance(args[0], FakeTensor):
         return False
-    found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-    if found:
-        return not any(isinstance(tensor, FakeTensor) for tensor in found)
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if tensors:
+        return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
     dtype = WRITTEN.get(kwargs.get("dtype"), kwargs.get("dtype"))
     return function in NUMBERS or (
         dtype is not None and not dtype.is_floating_point and not dtype.is_complex
@@ -213,21 +230,22 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """A tensor without values copied as one, where torch reads its address and warns that it has none."""
+    """Deep-copy a fake tensor; torch would read its address and warn that it has none."""
     if id(tensor) not in memo:
         copied = tensor.detach().clone()
-        memo[id(tensor)] = nn.Parameter(copied) if isinstance(tensor, nn.Parameter) else copied
-        memo[id(tensor)].requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied)
+        copied.requires_grad_(tensor.requires_grad)
+        # Attributes that the model has set on its parameter.
         for name, value in vars(tensor).items():
-            vars(memo[id(tensor)]).setdefault(
-                name, copy.copy(value)
-            )  # what the model has noted on its parameter
+            vars(copied).setdefault(name, copy.copy(value))
+        memo[id(tensor)] = copied
     result: Tensor = memo[id(tensor)]
     return result
 
 
 def _address(tensor: Tensor) -> int:
-    """Another for each storage, for code that looks for shared ones."""
+    """Return an address that is unique for each storage, for code that looks for shared ones."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
 
 
@@ -238,14 +256,18 @@ def _refuse(func: str, *why: str) -> Callable[..., Any]:
     return refuse
 
 
+# Methods that return the tensor itself.
 NOTHING = {Tensor.cuda, Tensor.pin_memory}
+# Replacements for methods of fake tensors.
 ITS_OWN: Mapping[Any, Callable[..., Any]] = {
     Tensor.__deepcopy__: _copied,
     Tensor.data_ptr: _address,
     Tensor.numpy: _refuse("Tensor.numpy"),
     Tensor.__array__: _refuse("numpy.array"),
     **{
-        getattr(torch._VF, name): _refuse(name, "its kernel keeps a state that shapes do not tell")
+        getattr(torch._VF, name): _refuse(
+            name, "its kernel keeps a state whose size does not follow from shapes"
+        )
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
 }

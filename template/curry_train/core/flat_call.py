@@ -1,8 +1,10 @@
-"""A call as a function of its tensors alone, wherever they were: by position or keyword, in containers, dataclasses.
+"""Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.
 
-`torch.utils.checkpoint` looks after positional tensors: it lets hooks have them, and refuses one that was written over
-before backward. It holds all others and never looks, and backward is silently wrong. Proof:
-`python -m pytest tests/test_checkpoint_inputs.py`.
+`torch.utils.checkpoint` passes only positional tensors to saved-tensor hooks, and raises an error
+if one of them is changed in place before backward. It keeps tensors from keywords, containers and
+dataclasses without that check, and backward is then silently wrong.
+
+Proof: `python -m pytest tests/test_checkpoint_inputs.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,21 +15,24 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-TENSOR = object()  # the place of one
+# Placeholder for a tensor that was taken out.
+TENSOR = object()
 NO_CONTAINERS = {Tensor, Parameter, type(None), bool, int, float, str}
 
 
 class FlatCall:
-    """`run(*args, **kwargs)`, to be called with `*self.take_tensors()`, and again with the same.
+    """`run(*args, **kwargs)` as a function of `*self.take_tensors()` that can be called again.
 
-    The first call gets the caller's own containers, and the others new ones with what those held then: what a block
-    appends to a list is appended once, and what it takes out of a dictionary is there again.
+    The first call gets the caller's own containers, and later calls get new ones with the original
+    contents. So a block that appends to a list appends once, and one that pops from a dictionary
+    finds the value again.
     """
 
     def __init__(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.run, self.names = run, tuple(kwargs)
+        self.run = run
+        self.names = tuple(kwargs)
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.leaves: list[Any] = [*args, *kwargs.values()]
         self.shape: TreeSpec | None = None
@@ -35,22 +40,29 @@ class FlatCall:
             self.leaves, self.shape = tree_flatten(self.leaves)
 
     def take_tensors(self) -> list[Tensor]:
-        """They are not held here any more. Last come those of dataclasses, which are held there too, and watched."""
+        """Return all tensors and release those that are not in dataclasses.
+
+        The tensors of dataclasses come last. They stay in their dataclass, and are returned so that
+        changes in place are detected.
+        """
         tensors = []
         for index, leaf in enumerate(self.leaves):
-            if (
-                isinstance(leaf, Tensor) and not leaf.is_inference()
-            ):  # those have no version, and can't be saved
+            # Inference tensors have no version counter, and can't be saved for backward.
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
                 tensors.append(leaf)
                 self.leaves[index] = TENSOR
-        return tensors if self.shape is None else [*tensors, *_in_dataclasses(self.leaves, set())]
+        if self.shape is None:
+            return tensors
+        return [*tensors, *_in_dataclasses(self.leaves, set())]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.inputs is not None:
-            (args, kwargs), self.inputs = self.inputs, None
+            args, kwargs = self.inputs
+            self.inputs = None
             return self.run(*args, **kwargs)
-        taken = iter(tensors)
-        values = [next(taken) if leaf is TENSOR else leaf for leaf in self.leaves]
+
+        remaining = iter(tensors)
+        values = [next(remaining) if leaf is TENSOR else leaf for leaf in self.leaves]
         if self.shape is not None:
             values = tree_unflatten(values, self.shape)
         num_args = len(values) - len(self.names)
@@ -58,12 +70,13 @@ class FlatCall:
 
 
 def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
-    """Those that pytree does not open, for which a class has to be registered."""
+    """Yield the tensors in dataclasses, which pytree opens only if their class is registered."""
     for leaf in leaves:
-        if is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            values = tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
-            yield from (
-                value for value in values if isinstance(value, Tensor) and not value.is_inference()
-            )
-            yield from _in_dataclasses(values, seen)
+        if not is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        values = tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
+        for value in values:
+            if isinstance(value, Tensor) and not value.is_inference():
+                yield value
+        yield from _in_dataclasses(values, seen)

@@ -1,4 +1,4 @@
-"""FLOPs of one call of an operation: what torch has formulas for, attention, and products of groups.
+"""FLOPs of single operations: torch's formulas, attention and grouped matrix products.
 
 Proof: `python -m pytest tests/test_measure.py -k flops`.
 """
@@ -17,11 +17,12 @@ def _packets(*names: str) -> set[Any]:
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 ATTENTION = _packets(*(f"_scaled_dot_product_{kernel}" for kernel in _KERNELS))
 ATTENTION_BACKWARD = _packets(*(f"_scaled_dot_product_{kernel}_backward" for kernel in _KERNELS))
-GROUPED = _packets("_grouped_mm")  # the experts of a layer that routes
+# Grouped matrix product, which mixture-of-experts layers use.
+GROUPED = _packets("_grouped_mm")
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of one call of an operation, 0 where torch has no formula."""
+    """Return the FLOPs of one call of an operation, 0 if there is no formula for it."""
     packet = getattr(func, "_overloadpacket", None)
     if packet in ATTENTION:
         return _attention_flops(*args[:3], products=2)
@@ -29,20 +30,27 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return _attention_flops(*args[1:4], products=5)
     if packet in GROUPED:
         return _grouped_flops(args[0], args[1])
-    return (
-        int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
-    )
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, products: int) -> int:
-    """Scores and their product with the values; backward does the scores again and four products more. The parts that
-    a causal mask leaves out count as if they were computed, as torch has it."""
+    """Return the FLOPs of attention with the given number of matrix products.
+
+    Forward has two products, scores and output; backward repeats the scores and has four more. As
+    in torch's formulas, what a causal mask excludes is counted too.
+    """
     batch, heads, length, width = query.shape
     mean_width = (width + value.shape[-1]) / 2
     return round(products * 2 * batch * heads * length * key.shape[-2] * mean_width)
 
 
 def _grouped_flops(a: Tensor, b: Tensor) -> int:
-    """Where one of the two has no dimension for the groups, they share its rows, its columns or what is summed over."""
+    """Return the FLOPs of a grouped matrix product.
+
+    Groups share the rows, the columns or the summed dimension of an operand that has no dimension
+    for them.
+    """
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]

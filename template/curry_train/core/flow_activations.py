@@ -1,6 +1,7 @@
-"""The sums of what each layer's forward returns, from hooks that are there during a probed step alone.
+"""Statistics of each layer's outputs, from hooks attached during probed steps only.
 
-A forward that backward runs once more is passed over, so each call is counted once under every kind of recompute.
+Recomputed forwards are skipped, so each call counts once under every kind of recompute.
+
 Proof: `python -m pytest tests/test_grad_flow_recompute.py`.
 """
 
@@ -23,10 +24,11 @@ from .layers import tensors_in
 
 
 class Hook:
-    """A hook of one module, which does nothing in a copy of that module, and does not travel with a pickle of it."""
+    """A hook for one module, inactive in copies of the module and absent from its pickles."""
 
     def __init__(self, module: nn.Module, call: Callable[..., None]) -> None:
-        self.module, self.call = module, call
+        self.module = module
+        self.call = call
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if module is self.module:
@@ -44,11 +46,14 @@ def _nothing_to_do() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """In place of a hook."""
+    """Replace a hook in a pickled module."""
 
 
 class Activations:
-    """Hooks on a model and its layers. The sums are made room for at once, so that a step holds nothing more."""
+    """Hooks on a model and its layers, which add up statistics of activations.
+
+    Memory for the sums is allocated at the start, so that held bytes do not grow in a step.
+    """
 
     def __init__(
         self,
@@ -58,8 +63,10 @@ class Activations:
         before_forward: Callable[[], None],
         after_backward: Callable[[], None],
     ) -> None:
-        self._model, self._layers = model, layers
-        self._before_forward, self._after_backward = before_forward, after_backward
+        self._model = model
+        self._layers = layers
+        self._before_forward = before_forward
+        self._after_backward = after_backward
         self._handles: list[Any] = []
         self._sums: dict[torch.device, Tensor] = {}
         for device in {parameter.device for parameter in model.parameters()}:
@@ -67,13 +74,12 @@ class Activations:
         self.start()
 
     def start(self) -> None:
-        """Count from nothing."""
+        """Reset all counts and sums."""
         self.calls = [0] * len(self._layers)
         self.order: dict[int, None] = {}
         self.num_forwards = 0
-        self._training: list[
-            bool
-        ] = []  # for each running forward of the model, whether it is one of training
+        # For each running forward of the model, innermost last: whether it is a training forward.
+        self._training: list[bool] = []
         self._waiting = False
         for sums in self._sums.values():
             sums.zero_()
@@ -81,23 +87,20 @@ class Activations:
     def attach(self) -> None:
         add = self._handles.append
         add(self._model.register_forward_pre_hook(Hook(self._model, self._enter)))
-        # Where forward raises, too, so that what comes next is not taken for a part of it.
+        # Also if forward raises, so that later calls are not attributed to it.
         add(self._model.register_forward_hook(Hook(self._model, self._leave), always_call=True))
         compiled = compiled_modules(self._model)
         for index, layer in enumerate(self._layers):
             if layer.module not in compiled:
-                add(
-                    layer.module.register_forward_hook(
-                        Hook(layer.module, functools.partial(self._add, index))
-                    )
-                )
+                hook = Hook(layer.module, functools.partial(self._add, index))
+                add(layer.module.register_forward_hook(hook))
 
     def detach(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
     def tables(self) -> list[Tensor]:
-        """The sums of each device, a row for each layer."""
+        """Return one table of sums per device, with one row per layer."""
         return list(self._sums.values())
 
     def _enter(self, arguments: Any) -> None:
@@ -112,7 +115,10 @@ class Activations:
             self._listen(output)
 
     def _listen(self, output: Any) -> None:
-        """Hear of the backward that comes by these tensors. Parameters won't tell: FSDP2 puts others into forward."""
+        """Hook these tensors to detect the start of their backward.
+
+        Hooks on parameters would not work, since FSDP2 replaces them during forward.
+        """
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_came)
@@ -127,7 +133,11 @@ class Activations:
         self._after_backward()
 
     def _counts(self) -> bool:
-        """Inside of the model's forward its grad mode counts: reentrant checkpointing switches it off in between."""
+        """Return whether a layer's call counts as part of a training forward.
+
+        Inside the model's forward, the grad mode at its start decides, because reentrant
+        checkpointing turns grad mode off for its first forward.
+        """
         if in_backward() or torch.compiler.is_compiling() or in_transform():
             return False
         return self._training[-1] if self._training else torch.is_grad_enabled()
@@ -135,28 +145,30 @@ class Activations:
     def _add(self, index: int, arguments: Any, output: Any) -> None:
         if not self._counts():
             return
-        if not self._training:  # the loop calls parts of the model by themselves
+        if not self._training:
+            # The training loop calls parts of the model directly, so `_leave` does not run.
             self._listen(output)
-        found = {id(tensor): tensor for tensor in tensors_in(output) if countable(tensor)}
-        if not found:
+        outputs = {id(tensor): tensor for tensor in tensors_in(output) if countable(tensor)}
+        if not outputs:
             return
+
         self.calls[index] += 1
         self.order.setdefault(index)
         with torch.no_grad(), outside_selective_checkpoints():
-            for tensor in found.values():
+            for tensor in outputs.values():
                 if tensor.device not in self._sums:
                     self._sums[tensor.device] = empty_sums(len(self._layers), tensor.device)
                 self._sums[tensor.device][index].add_(sums_of(tensor))
 
 
 def countable(tensor: Tensor) -> bool:
-    """A tensor with values that are no whole numbers."""
+    """Return whether a tensor is floating-point or complex, and has values."""
     return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:
-    """Modules whose hooks may never run, since they are part of compiled code."""
-    tops = [module for module in model.modules() if module._compiled_call_impl is not None]
+    """Return the modules whose hooks may never run, because they are inside compiled code."""
+    roots = [module for module in model.modules() if module._compiled_call_impl is not None]
     originals = [getattr(module, "_orig_mod", None) for module in model.modules()]
-    tops += [module for module in originals if isinstance(module, nn.Module)]
-    return {module for top in tops for module in top.modules()}
+    roots += [module for module in originals if isinstance(module, nn.Module)]
+    return {module for root in roots for module in root.modules()}

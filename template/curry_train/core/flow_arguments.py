@@ -1,4 +1,4 @@
-"""What grad-flow is given: checked, with words for what can't be probed; and an optimizer that tells of `zero_grad`.
+"""Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
 
 Proof: `python -m pytest tests/test_grad_flow_layers.py`.
 """
@@ -12,37 +12,39 @@ import torch
 from torch import nn
 
 RECOMPUTE = ("filter", "off")
+# Wrappers that can't be probed, with the reason and the alternative.
 REFUSED = {
-    "FullyShardedDataParallel": "keeps parameters in flat parts that no layer can be told from: use fully_shard",
-    "DataParallel": "runs copies of the model, which hooks do not follow: use DistributedDataParallel",
+    "FullyShardedDataParallel": (
+        "flattens parameters, which then can't be assigned to layers: use fully_shard"
+    ),
+    "DataParallel": "runs replicas of the model, which are not probed: use DistributedDataParallel",
 }
 
 
 @contextlib.contextmanager
 def told_of_zero_grad(optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> Iterator[None]:
-    """`call` before each `zero_grad` of an optimizer; torch has hooks for its steps alone."""
+    """Run `call` before each `zero_grad` of an optimizer; torch has hooks only for its steps."""
     zero_grad = optimizer.zero_grad
 
     @functools.wraps(zero_grad)
-    def told(*arguments: Any, **keywords: Any) -> None:
+    def call_first(*arguments: Any, **keywords: Any) -> None:
         call()
         zero_grad(*arguments, **keywords)
 
-    own = optimizer.__dict__.get("zero_grad")
-    optimizer.__dict__["zero_grad"] = told
+    previous = optimizer.__dict__.get("zero_grad")
+    optimizer.__dict__["zero_grad"] = call_first
     try:
         yield
     finally:
-        if (
-            optimizer.__dict__.get("zero_grad") is told
-        ):  # else somebody has put theirs around it, and keeps it
+        # If other code has wrapped it in between, that wrapper stays.
+        if optimizer.__dict__.get("zero_grad") is call_first:
             del optimizer.__dict__["zero_grad"]
-            if own is not None:
-                optimizer.__dict__["zero_grad"] = own
+            if previous is not None:
+                optimizer.__dict__["zero_grad"] = previous
 
 
 def check_arguments(model: Any, every: Any, recompute: Any, first_step: Any, scaler: Any) -> None:
-    """Say what can't be probed, before a step is run."""
+    """Raise an error for arguments that are invalid, and models that can't be probed."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
     for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
@@ -59,19 +61,20 @@ def check_arguments(model: Any, every: Any, recompute: Any, first_step: Any, sca
 
 
 def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
-    """One, several or none; each has to hold parameters of the model."""
-    optimizers = (
-        [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    )
-    own = set(model.parameters())
+    """Return the optimizers as a list; each must hold parameters of the model."""
+    if given is None:
+        return []
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    parameters = set(model.parameters())
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(
                 f"an optimizer is needed, got {type(optimizer).__name__}; pass the one it wraps"
             )
-        if not any(member in own for group in optimizer.param_groups for member in group["params"]):
+        members = [member for group in optimizer.param_groups for member in group["params"]]
+        if not any(member in parameters for member in members):
             raise ValueError(
-                f"{type(optimizer).__name__} holds no parameter of this model: make it after the model is moved, "
-                "sharded or adapted, and pass it here then"
+                f"{type(optimizer).__name__} holds no parameter of this model: create it after the "
+                "model is moved, sharded or adapted, and pass that optimizer"
             )
     return optimizers

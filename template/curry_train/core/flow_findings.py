@@ -1,7 +1,9 @@
-"""What the figures of grad-flow say is wrong, worst first, and the table that opens with it.
+"""Faults that grad-flow finds in its records, worst first.
 
-The bounds are rules of thumb for training in float32 or bfloat16 with Adam's kind of optimizer; each finding says the
-figure, so that a user with other habits can judge. Proof: `python -m pytest tests/test_grad_flow_findings.py`.
+The bounds are rules of thumb for training in float32 or bfloat16 with optimizers like Adam. Each
+finding contains the measured figure, so that users of other settings can judge it.
+
+Proof: `python -m pytest tests/test_grad_flow_findings.py`.
 """
 
 import statistics
@@ -11,22 +13,31 @@ from typing import Any
 
 from .flow_record import AFTER_BACKWARD, LayerFlow, StepFlow, plain
 
-VANISHED = 1e-3  # of the last block's gradient, for one element, at the first block
-DEAD = 0.9  # of an activation's elements are exactly 0
-UPDATE = (1e-4, 1e-2)  # of the weights' norm, by one step
-RECENT = 5  # records; one step alone may be an accident of its batch
+# Bound on the RMS gradient of the first block relative to the last; its inverse means exploding.
+VANISHED = 1e-3
+# Fraction of an activation's elements that are exactly 0.
+DEAD = 0.9
+# Expected size of one step's update relative to the norm of the weights.
+UPDATE = (1e-4, 1e-2)
+# Number of latest records that are judged together, since one step may have an unusual batch.
+RECENT = 5
+# Minimum number of layers to compare for vanishing and exploding gradients.
 CHAIN = 2
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind` is one of nonfinite, skipped, no-gradient, vanishing, exploding, dead, update, scaled. `layers` has the
-    worst first, and is empty where it is about the whole model; `value` is the worst one's."""
+    """One fault of the training, with the layers that have it."""
 
+    # nonfinite, skipped, no-gradient, vanishing, exploding, dead, update or scaled.
     kind: str
+    # The layers with this fault, worst first; empty if it concerns the whole model.
     layers: tuple[str, ...]
+    # The step of the record in which it was found.
     step: int
+    # The figure of the worst layer.
     value: float
+    # The message for the user.
     said: str
 
     def to_json(self) -> dict[str, Any]:
@@ -34,7 +45,7 @@ class Finding:
 
 
 def find(records: Sequence[StepFlow]) -> list[Finding]:
-    """All that is wrong: the first step that was not finite, and what holds over the last probed steps."""
+    """Return all faults: the first nonfinite step, and those of the latest probed steps."""
     if not records:
         return []
     found = _nonfinite(records) + _skipped(records)
@@ -54,49 +65,52 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
     record = next((record for record in records if record.nonfinite), None)
     if record is None:
         return []
-    where = _first_bad(record.order, lambda layer: layer.activation, record)
-    part, of = "activations", "in the order of forward"
-    if where is None:  # forward was finite, so backward made it, and comes to the last layer first
-        rest = [name for name in record.layers if name not in record.order]
-        inner = [name for name in [*rest, *record.order] if not _holds_another(name, record)]
-        where = _first_bad(inner[::-1], lambda layer: layer.gradient, record)
-        part, of = "gradients", "in the order of backward; all activations were finite"
+
+    first = _first_bad(record.order, lambda layer: layer.activation, record)
+    if first is not None:
+        spread = record.layers[first].activation
+        kind = "activations"
+        position = "the first layer in forward order"
+    else:
+        # Forward was finite, so the fault arose in backward, which reaches the last layer first.
+        uncalled = [name for name in record.layers if name not in record.order]
+        inner = [name for name in [*uncalled, *record.order] if not _holds_another(name, record)]
+        first = _first_bad(inner[::-1], lambda layer: layer.gradient, record)
+        if first is None:
+            message = "a gradient outside of the probed layers is inf or nan"
+            return [Finding("nonfinite", (), record.step, float("nan"), message)]
+        spread = record.layers[first].gradient
+        kind = "gradients"
+        position = "the first layer in backward order; all activations were finite"
+
+    assert spread is not None
+    message = f"{spread.bad:.1%} of its {kind} are inf or nan, {position}"
     weights = [
         name
         for name, layer in record.layers.items()
         if layer.update and not _finite(layer.update.weight_norm)
     ]
-    if where is None:
-        return [
-            Finding(
-                "nonfinite",
-                (),
-                record.step,
-                float("nan"),
-                "a gradient outside of the probed layers",
-            )
-        ]
-    spread = (
-        record.layers[where].activation if part == "activations" else record.layers[where].gradient
-    )
-    assert spread is not None
-    said = f"{spread.bad:.1%} of its {part} are inf or nan, the first {of}"
     if weights:
-        said += f"; weights are too, as of {weights[0]}: an earlier step broke them, so probe with every=1"
-    return [Finding("nonfinite", (where,), record.step, spread.bad, said)]
+        message += (
+            f"; weights are too, starting with {weights[0]}: an earlier step broke them, "
+            "so probe with every=1"
+        )
+    return [Finding("nonfinite", (first,), record.step, spread.bad, message)]
 
 
 def _first_bad(
-    names: Sequence[str], part: Callable[[LayerFlow], Any], record: StepFlow
+    names: Sequence[str], select: Callable[[LayerFlow], Any], record: StepFlow
 ) -> str | None:
+    """Return the first layer whose selected elements include inf or nan."""
     for name in names:
-        spread = part(record.layers[name])
+        spread = select(record.layers[name])
         if spread is not None and spread.nonfinite:
             return name
     return None
 
 
 def _holds_another(name: str, record: StepFlow) -> bool:
+    """Return whether other probed layers are inside this one."""
     return any(other.startswith(f"{name}.") for other in record.layers)
 
 
@@ -104,66 +118,78 @@ def _skipped(records: Sequence[StepFlow]) -> list[Finding]:
     skipped = [record for record in records if not record.stepped]
     if not skipped:
         return []
-    said = f"{len(skipped)} of {len(records)} probed steps were skipped: their gradients were dropped unused"
-    return [Finding("skipped", (), skipped[0].step, len(skipped) / len(records), said)]
+    message = (
+        f"{len(skipped)} of {len(records)} probed steps were skipped: "
+        "the optimizer did not use their gradients"
+    )
+    return [Finding("skipped", (), skipped[0].step, len(skipped) / len(records), message)]
 
 
 def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
-    """Trained parameters that no step has reached; one that is reached now and then, as an expert is, is alive."""
-    last, found = recent[-1], {}
+    """Find trainable parameters without gradient, or with a gradient of 0, in all these steps.
+
+    Parameters that get a gradient in some steps, such as those of an expert, are not reported.
+    """
+    last = recent[-1]
+    reasons: dict[str, str] = {}
     for name, layer in last.layers.items():
         if _holds_another(name, last):
             continue
-        seen = [record.layers[name] for record in recent]
+        history = [record.layers[name] for record in recent]
         never = [
-            absent
-            for absent in layer.without_gradient
-            if all(absent in one.without_gradient for one in seen)
+            parameter
+            for parameter in layer.without_gradient
+            if _always_without_gradient(parameter, history)
         ]
         if never:
-            found[name] = f"{never[0]} gets no gradient at all"
-        elif layer.gradient is not None and all(
-            one.gradient is not None and not one.gradient.squares for one in seen
-        ):
-            found[name] = "its gradient is exactly 0"
-    if not found:
+            reasons[name] = f"{never[0]} gets no gradient at all"
+        elif all(flow.gradient is not None and not flow.gradient.squares for flow in history):
+            reasons[name] = "its gradient is exactly 0"
+    if not reasons:
         return []
-    said = f"{next(iter(found.values()))}, and it is not frozen{_more(len(found))}"
-    return [Finding("no-gradient", tuple(found), last.step, 0.0, said)]
+    first_reason = next(iter(reasons.values()))
+    message = f"{first_reason}, and it is not frozen{_more(len(reasons))}"
+    return [Finding("no-gradient", tuple(reasons), last.step, 0.0, message)]
+
+
+def _always_without_gradient(parameter: str, history: Sequence[LayerFlow]) -> bool:
+    return all(parameter in flow.without_gradient for flow in history)
 
 
 def _more(number: int) -> str:
-    return (
-        f"; so {number - 1} layers more"
-        if number > 2
-        else "; so 1 layer more"
-        if number == 2
-        else ""
-    )
+    """Return a suffix for findings of several layers, of which the message names one."""
+    if number == 1:
+        return ""
+    layers = "layer" if number == 2 else "layers"
+    return f"; the same in {number - 1} more {layers}"
 
 
 def _vanishing(recent: Sequence[StepFlow]) -> list[Finding]:
     chain = gradient_chain(recent[-1])
     if len(chain) < CHAIN:
         return []
-    first, last = chain[0], chain[-1]
+    first = chain[0]
+    last = chain[-1]
     ratios = [_rms(record, first) / _rms(record, last) for record in recent if _rms(record, last)]
     ratio = statistics.median(ratios) if ratios else 1.0
     if VANISHED <= ratio <= 1 / VANISHED:
         return []
     kind = "vanishing" if ratio < 1 else "exploding"
-    said = f"an element's gradient is {ratio:.1e} of that in {last}"
-    return [Finding(kind, (first,), recent[-1].step, ratio, said)]
+    message = f"its RMS gradient is {ratio:.1e} times that of {last}"
+    return [Finding(kind, (first,), recent[-1].step, ratio, message)]
 
 
 def gradient_chain(record: StepFlow) -> list[str]:
-    """Layers that follow each other and can be compared: the blocks, or those with weights, in the order of forward."""
-    place = {name: index for index, name in enumerate(record.order)}
-    of_kind = [name for name, layer in record.layers.items() if layer.is_block]
-    if len(of_kind) < CHAIN:
-        of_kind = [name for name in record.layers if not _holds_another(name, record)]
-    having = [name for name in of_kind if record.layers[name].gradient is not None]
-    return sorted(having, key=lambda name: place.get(name, len(place)))
+    """Return comparable layers in forward order: the blocks, or else the innermost layers.
+
+    Layers without a gradient are left out.
+    """
+    position = {name: index for index, name in enumerate(record.order)}
+    candidates = [name for name, layer in record.layers.items() if layer.is_block]
+    if len(candidates) < CHAIN:
+        candidates = [name for name in record.layers if not _holds_another(name, record)]
+    chain = [name for name in candidates if record.layers[name].gradient is not None]
+    return sorted(chain, key=lambda name: position.get(name, len(position)))
 
 
 def _rms(record: StepFlow, name: str) -> float:
@@ -172,22 +198,24 @@ def _rms(record: StepFlow, name: str) -> float:
 
 
 def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
-    zero = {}
+    dead: dict[str, float] = {}
     for name in recent[-1].layers:
-        seen = [record.layers[name].activation for record in recent]
-        parts = [spread.zero for spread in seen if spread is not None]
-        if parts and statistics.median(parts) > DEAD:
-            zero[name] = statistics.median(parts)
-    names = sorted(zero, key=lambda name: -zero[name])
-    if not names:
+        activations = [record.layers[name].activation for record in recent]
+        fractions = [spread.zero for spread in activations if spread is not None]
+        if fractions and statistics.median(fractions) > DEAD:
+            dead[name] = statistics.median(fractions)
+    if not dead:
         return []
-    said = f"{zero[names[0]]:.1%} of its activations are exactly 0{_more(len(names))}"
-    return [Finding("dead", tuple(names), recent[-1].step, zero[names[0]], said)]
+    names = sorted(dead, key=lambda name: -dead[name])
+    worst = dead[names[0]]
+    message = f"{worst:.1%} of its activations are exactly 0{_more(len(names))}"
+    return [Finding("dead", tuple(names), recent[-1].step, worst, message)]
 
 
 def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
-    """Layers that move too far, and layers that hardly move, each with the worst."""
-    last, ratios = recent[-1], {}
+    """Find layers whose weights move too far, and layers whose weights hardly move."""
+    last = recent[-1]
+    ratios: dict[str, float] = {}
     for name in last.layers:
         updates = [record.layers[name].update for record in recent]
         known = [
@@ -195,20 +223,26 @@ def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
         ]
         if known and not _holds_another(name, last):
             ratios[name] = statistics.median(known)
+
     far = sorted(
         (name for name in ratios if ratios[name] > UPDATE[1]), key=lambda name: -ratios[name]
     )
     near = sorted(
         (name for name in ratios if ratios[name] < UPDATE[0]), key=lambda name: ratios[name]
     )
-    found = []
-    for names, way in ((far, "moves far"), (near, "hardly moves")):
-        if names:
-            ratio = ratios[names[0]]
-            way = way if ratio else "does not move"
-            said = f"{way}: {ratio:.1e} of its weights in a step, expected 1e-4 to 1e-2{_more(len(names))}"
-            found.append(Finding("update", tuple(names), last.step, ratio, said))
-    return found
+    findings = []
+    for names, movement in ((far, "moves far"), (near, "hardly moves")):
+        if not names:
+            continue
+        ratio = ratios[names[0]]
+        if not ratio:
+            movement = "does not move"
+        message = (
+            f"{movement}: {ratio:.1e} of its weights' norm per step, "
+            f"expected 1e-4 to 1e-2{_more(len(names))}"
+        )
+        findings.append(Finding("update", tuple(names), last.step, ratio, message))
+    return findings
 
 
 def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
@@ -216,8 +250,11 @@ def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
     factor = statistics.median(factors) if factors else 1.0
     if 0.1 <= factor <= 1.001 or recent[-1].gradients_read != AFTER_BACKWARD:
         return []
-    said = f"between backward and the step gradients became {factor:.1e} of what they were: clipping, or a GradScaler"
-    return [Finding("scaled", (), recent[-1].step, factor, f"{said} that scaler= should name")]
+    message = (
+        f"gradients were multiplied by {factor:.1e} between backward and the step: "
+        "by clipping, or by a GradScaler that was not passed as scaler="
+    )
+    return [Finding("scaled", (), recent[-1].step, factor, message)]
 
 
 def _finite(value: float) -> bool:

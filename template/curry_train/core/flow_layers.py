@@ -1,4 +1,4 @@
-"""Which modules of a model are probed as layers, and which parameters each of them answers for.
+"""Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
 Proof: `python -m pytest tests/test_grad_flow_layers.py`.
 """
@@ -12,23 +12,26 @@ from torch.nn.parameter import is_lazy
 
 from .blocks import NoBlocks, find_blocks, match_names
 
-MOST = 400  # layers; a model with more is probed by blocks, and outside of them by modules that own parameters
-ACTIVATIONS = (
-    "activation",
-    "activations",
-)  # modules of torch and of Hugging Face that hold nothing but ReLU's kind
+# Maximum number of layers by default. If there were more, modules inside of blocks are not probed.
+MOST = 400
+# Python modules of torch and Hugging Face that contain only activations such as ReLU.
+ACTIVATIONS = ("activation", "activations")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """`parameters` are this layer's by name, each counted once where several layers share it: `tied` are those that an
-    earlier layer counts. `frozen` ones require no gradient."""
+    """A probed module and the names of its parameters."""
 
+    # Qualified name in the model.
     name: str
     module: nn.Module
+    # Whether it is one of the model's repeated blocks.
     is_block: bool
+    # Trainable parameters that count for this layer; a shared one counts for one layer only.
     parameters: tuple[str, ...]
+    # Trainable parameters that count for an earlier layer.
     tied: tuple[str, ...]
+    # Parameters that require no gradient.
     frozen: tuple[str, ...]
 
 
@@ -38,77 +41,98 @@ def choose_layers(
     *,
     blocks: str | Sequence[str] | None = None,
 ) -> list[Layer]:
-    """The layers that globs over module names take. Without globs: the blocks, the modules that own parameters, and
-    activations, which own none but die; of a model with very many of them the blocks and what is around them."""
+    """Return the layers to probe: those that match the globs over module names, or a default.
+
+    The default is the blocks, the modules that own parameters, and activations, which own none but
+    can be dead. If that is more than `MOST`, modules inside of blocks are left out.
+    """
     named = {name: module for name, module in model.named_modules() if name}
     try:
-        found = list(find_blocks(model, blocks))
+        block_names = list(find_blocks(model, blocks))
     except NoBlocks:
-        found = []
+        block_names = []
+
     if layers is None:
-        taken = {
+        chosen = {
             name
             for name, module in named.items()
-            if name in found or _owns(module) or _is_activation(module)
+            if name in block_names or _owns(module) or _is_activation(module)
         }
-        if len(taken) > MOST:
-            taken = {name for name in taken if name in found or not _inside(name, found)}
+        if len(chosen) > MOST:
+            chosen = {
+                name for name in chosen if name in block_names or not _inside(name, block_names)
+            }
     else:
         globs = [layers] if isinstance(layers, str) else layers
-        taken = {name for glob in globs for name in match_names(list(named), glob, option="layers")}
-    names = [name for name in named if name in taken]
+        chosen = {
+            name for glob in globs for name in match_names(list(named), glob, option="layers")
+        }
+
+    names = [name for name in named if name in chosen]
     if not names:
         raise ValueError(
-            f"{type(model).__name__} has no module with parameters to probe: name some with layers="
+            f"{type(model).__name__} has no module with parameters to probe: "
+            "name modules with layers="
         )
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ValueError(f"{lazy[0]} has no shape yet: run one batch through the model first")
-    return _with_parameters(model, names, found, named)
+    return _with_parameters(model, names, block_names, named)
 
 
 def _with_parameters(
     model: nn.Module, names: list[str], blocks: list[str], named: dict[str, nn.Module]
 ) -> list[Layer]:
-    """Each parameter is the business of the first of its names that lies in a layer."""
+    """Assign each parameter to the layers around the first of its names that is in a layer."""
     aliases: dict[nn.Parameter, list[str]] = {}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(parameter, []).append(alias)
+
     counted: dict[str, list[str]] = {name: [] for name in names}
-    tied, frozen = copy.deepcopy(counted), copy.deepcopy(counted)
-    for parameter, found in aliases.items():
-        around = {alias: [name for name in _parents(alias) if name in counted] for alias in found}
-        home = next((alias for alias in found if around[alias]), None)
-        for alias in found:
+    tied = copy.deepcopy(counted)
+    frozen = copy.deepcopy(counted)
+    for parameter, parameter_names in aliases.items():
+        around: dict[str, list[str]] = {}
+        for alias in parameter_names:
+            around[alias] = [name for name in _parents(alias) if name in counted]
+        home = next((alias for alias in parameter_names if around[alias]), None)
+        for alias in parameter_names:
             for name in around[alias]:
                 if not parameter.requires_grad:
                     frozen[name].append(alias)
                 elif home is not None and name in around[home]:
-                    counted[name].append(found[0])
+                    counted[name].append(parameter_names[0])
                 else:
                     tied[name].append(home or alias)
-    once = [
-        {name: tuple(dict.fromkeys(found)) for name, found in kind.items()}
-        for kind in (counted, tied, frozen)
-    ]
+
     return [
-        Layer(name, named[name], name in blocks, *(kind[name] for kind in once)) for name in names
+        Layer(
+            name,
+            named[name],
+            is_block=name in blocks,
+            parameters=tuple(dict.fromkeys(counted[name])),
+            tied=tuple(dict.fromkeys(tied[name])),
+            frozen=tuple(dict.fromkeys(frozen[name])),
+        )
+        for name in names
     ]
 
 
 def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+    """Return the qualified names of all modules around a parameter, outermost first."""
+    segments = name.split(".")
+    return [".".join(segments[:end]) for end in range(1, len(segments))]
 
 
 def _inside(name: str, modules: Sequence[str]) -> bool:
+    """Return whether a name lies below one of the modules."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _owns(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _is_activation(module: nn.Module) -> bool:
-    leaf = not any(True for _ in module.children())
-    return leaf and type(module).__module__.rpartition(".")[2] in ACTIVATIONS
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATIONS

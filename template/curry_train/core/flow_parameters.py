@@ -1,4 +1,4 @@
-"""The sums of gradients and of what an optimizer's step does to the weights, each parameter once.
+"""Statistics of gradients and of the optimizer's updates, for each parameter once.
 
 Proof: `python -m pytest tests/test_grad_flow.py`.
 """
@@ -13,13 +13,19 @@ SQUARES = SUMS.index("squares")
 
 
 class ParameterSums:
-    """Of the trainable parameters by name. `read` may be called after each backward: the last call counts."""
+    """Sums for the trainable parameters, by name.
+
+    `read` may be called after each backward; the last call counts.
+    """
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
-        self.names, self._parameters = list(named), list(named.values())
+        self.names = list(named)
+        self._parameters = list(named.values())
         self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._gradients = self._rows(len(SUMS))
-        self._moves = self._rows(2)  # the squares of weights, and of how far they moved
+        # Sums of squares of the weights, and of their change in a step.
+        self._moves = self._rows(2)
+        # Sum of squares of the gradients that the optimizer gets.
         self._at_step = self._rows(1)
         self._groups = [groups_of(parameter) for parameter in self._parameters]
         self._kept: dict[int, Tensor] = {}
@@ -33,30 +39,31 @@ class ParameterSums:
         }
 
     def start(self) -> None:
-        """Nothing was read, and nothing has moved."""
+        """Reset all sums."""
         self.has_gradient: list[bool] | None = None
         self.moved = [False] * len(self._parameters)
-        self.met = [False] * len(self._parameters)  # by an optimizer
+        # Whether an optimizer has stepped with a gradient of the parameter.
+        self.met = [False] * len(self._parameters)
         self._kept.clear()
         for table in (self._gradients, self._moves, self._at_step):
             for rows in table.values():
                 rows.zero_()
 
     def that_have(self) -> list[bool]:
-        """Whether each parameter has a gradient now."""
+        """Return for each parameter whether it has a gradient now."""
         return [parameter.grad is not None for parameter in self._parameters]
 
     def were_read(self) -> bool:
-        """Whether the gradients that were read are those that are there."""
+        """Return whether the same parameters have gradients as at the last `read`."""
         return self.has_gradient == self.that_have()
 
     def are_gone(self) -> bool:
-        """Whether there were gradients when they were read, and there are none now."""
+        """Return whether the last `read` found gradients and there are none now."""
         return any(self.has_gradient or ()) and not any(self.that_have())
 
     @torch.no_grad()
     def read(self, scale: Tensor | None = None) -> None:
-        """Count the gradients as they stand; `scale` is what the loss was multiplied by."""
+        """Sum up the current gradients; `scale` is the loss scale, which is divided out."""
         self.has_gradient = self.that_have()
         for index, parameter in enumerate(self._parameters):
             row = self._gradients[parameter.device][index]
@@ -70,7 +77,7 @@ class ParameterSums:
     def before_step(
         self, optimizer: torch.optim.Optimizer, *, updates: bool, scale: Tensor | None = None
     ) -> None:
-        """Sum up the gradients that an optimizer gets, and keep its weights while it steps."""
+        """Sum up the gradients that an optimizer gets; with `updates`, copy its weights."""
         for index in self._of(optimizer):
             parameter = self._parameters[index]
             if parameter.grad is not None:
@@ -82,32 +89,42 @@ class ParameterSums:
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """How far the weights moved; what was kept of them is let go."""
+        """Sum up the change of the weights, and free their copies."""
         for index in self._of(optimizer):
             before = self._kept.pop(index, None)
             if before is not None:
                 parameter = self._parameters[index]
-                row, after = self._moves[parameter.device][index], dense(parameter.detach())
+                after = dense(parameter.detach())
+                row = self._moves[parameter.device][index]
                 row[0].copy_(squares_of(before))
                 row[1].copy_(squares_of(after, less=before))
                 self.moved[index] = True
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Return the indices of the parameters that an optimizer holds."""
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [self._index[member] for member in dict.fromkeys(members) if member in self._index]
 
     def tables(self) -> list[Tensor]:
-        """For each device one row for each parameter: the sums, the moves, the squares that the optimizer got. Where
-        parameters are divided among ranks the rows are added up, so every rank has to come by."""
-        found = []
+        """Return one table per device, with one row per parameter.
+
+        Columns are the sums, the moves, and the squares at the optimizer's step. Rows of sharded
+        parameters are summed over ranks, so every rank has to call this.
+        """
+        tables = []
         for device, gradients in self._gradients.items():
             table = torch.cat([gradients, self._moves[device], self._at_step[device]], 1)
-            here = [parameter.device == device for parameter in self._parameters]
-            groups = [group if at else [] for group, at in zip(self._groups, here, strict=True)]
+            groups = [
+                parameter_groups if parameter.device == device else []
+                for parameter, parameter_groups in zip(self._parameters, self._groups, strict=True)
+            ]
             add_over_ranks(table, groups)
-            found.append(table)
-        return found
+            tables.append(table)
+        return tables
 
 
 def _squared(scale: Tensor | None, row: Tensor) -> Tensor:
-    return torch.ones_like(row[0]) if scale is None else scale.detach().to(row).square().reshape(())
+    """Return the square of the loss scale as a scalar like the elements of `row`, 1 for None."""
+    if scale is None:
+        return torch.ones_like(row[0])
+    return scale.detach().to(row).square().reshape(())

@@ -1,4 +1,4 @@
-"""Sums over the ranks that hold the other parts of a tensor, or of a batch.
+"""Sums over the ranks among which a tensor or a batch is divided.
 
 Proof: `python -m pytest tests/test_grad_flow_ranks.py`.
 """
@@ -12,25 +12,25 @@ from torch import Tensor, nn
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is divided among ranks, or the tensor."""
+    """Return this rank's local part of a DTensor, or the tensor itself."""
     placed: Any = tensor
     return placed.to_local() if is_divided(tensor) else tensor
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; asking for its class would import distributed tensors for everyone."""
+    """Return whether a tensor is a DTensor, without importing that class."""
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
 def groups_of(tensor: Tensor) -> list[Any]:
-    """The groups of ranks that hold the other parts of a tensor: none for a plain one, and for what is replicated."""
+    """Return the process groups among which a tensor is sharded; none if plain or replicated."""
     if not is_divided(tensor):
         return []
     placed: Any = tensor
     for placement in placed.placements:
         if placement.is_partial():
             raise ValueError(
-                f"a gradient of placements {placed.placements} is a part of a sum: reduce it first"
+                f"a gradient with placements {placed.placements} is a partial sum: reduce it first"
             )
     return [
         placed.device_mesh.get_group(index)
@@ -40,16 +40,23 @@ def groups_of(tensor: Tensor) -> list[Any]:
 
 
 def add_over_ranks(sums: Tensor, groups: Sequence[Sequence[Any]]) -> None:
-    """Add up each row over the groups of its tensor, one message for each group; every rank has to call this."""
-    for group in {id(group): group for row in groups for group in row}.values():
-        rows = [index for index, row in enumerate(groups) if any(other is group for other in row)]
-        part = sums[rows]
-        dist.all_reduce(part, group=group)
-        sums[rows] = part
+    """Sum each row over the groups of its tensor, with one all-reduce per group.
+
+    Every rank has to call this.
+    """
+    distinct = {id(group): group for row_groups in groups for group in row_groups}
+    for group_id, group in distinct.items():
+        rows = [index for index, row_groups in enumerate(groups) if group_id in map(id, row_groups)]
+        reduced = sums[rows]
+        dist.all_reduce(reduced, group=group)
+        sums[rows] = reduced
 
 
 def group_of_batch(model: nn.Module) -> Any:
-    """The ranks that have other parts of the batch: DDP's, or FSDP2's where its mesh has one dimension; else None."""
+    """Return the process group among which the batch is divided, or None.
+
+    That is DDP's group, or FSDP2's if its mesh has one dimension.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return None
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -57,14 +64,16 @@ def group_of_batch(model: nn.Module) -> Any:
     fully_sharded = torch.distributed.fsdp.FSDPModule
     if not any(isinstance(module, fully_sharded) for module in model.modules()):
         return None
-    meshes: Any = {
-        parameter.device_mesh for parameter in model.parameters() if is_divided(parameter)
-    }  # type: ignore[attr-defined]
-    return meshes.pop().get_group() if len(meshes) == 1 and next(iter(meshes)).ndim == 1 else None
+    divided: list[Any] = [parameter for parameter in model.parameters() if is_divided(parameter)]
+    meshes = {parameter.device_mesh for parameter in divided}
+    if len(meshes) != 1:
+        return None
+    mesh = meshes.pop()
+    return mesh.get_group() if mesh.ndim == 1 else None
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """The user's model in DistributedDataParallel or in what `torch.compile` returned."""
+    """Return the user's model inside DistributedDataParallel and `torch.compile` wrappers."""
     while True:
         inside = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""What one probed step says of each layer: counted elements, norms, and how far the weights moved.
+"""Records of one probed step: counts, norms and weight updates of each layer.
 
 Proof: `python -m pytest tests/test_grad_flow.py`.
 """
@@ -14,11 +14,14 @@ AT_THE_STEP = "at the optimizer's step"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of all elements together: how many there are, are zero, are infinite or no number, and their norm."""
+    """Counts of a tensor's elements and the sum of their squares."""
 
     elements: int
+    # Elements that are exactly 0.
     zeros: int
+    # Elements that are inf or nan.
     nonfinite: int
+    # The sum of squares.
     squares: float
 
     @property
@@ -27,23 +30,26 @@ class Spread:
 
     @property
     def rms(self) -> float:
-        """The norm of one element, which layers of different size can be compared by."""
+        """Return the root mean square, which is comparable between layers of different size."""
         return math.sqrt(self.squares / self.elements) if self.elements else 0.0
 
     @property
     def zero(self) -> float:
+        """Return the fraction of elements that are exactly 0."""
         return self.zeros / self.elements if self.elements else 0.0
 
     @property
     def bad(self) -> float:
-        """The part of the elements that is infinite or no number."""
+        """Return the fraction of elements that are inf or nan."""
         return self.nonfinite / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        found = {
-            name: getattr(self, name) for name in ("elements", "zeros", "nonfinite", "norm", "rms")
-        }
-        return {name: plain(value) for name, value in found.items()} | {
+        return {
+            "elements": plain(self.elements),
+            "zeros": plain(self.zeros),
+            "nonfinite": plain(self.nonfinite),
+            "norm": plain(self.norm),
+            "rms": plain(self.rms),
             "zero": self.zero,
             "bad": self.bad,
         }
@@ -51,44 +57,53 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """How long the weights were before the optimizer's step, and how far it moved them."""
+    """Change of a layer's weights in one optimizer step."""
 
+    # Norm of the weights before the step.
     weight_norm: float
+    # Norm of the change.
     distance: float
 
     @property
     def ratio(self) -> float | None:
-        """None where the weights were all 0, as a new bias is."""
+        """Return the relative change, or None if all weights were 0, as in a new bias."""
         return self.distance / self.weight_norm if self.weight_norm else None
 
     def to_json(self) -> dict[str, Any]:
         ratio = self.ratio
-        found = {"weight_norm": self.weight_norm, "distance": self.distance}
-        return {name: plain(value) for name, value in found.items()} | {
-            "ratio": None if ratio is None else plain(ratio)
+        return {
+            "weight_norm": plain(self.weight_norm),
+            "distance": plain(self.distance),
+            "ratio": None if ratio is None else plain(ratio),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFlow:
-    """One layer in one step. What was not seen is None, which is not 0: an activation where no forward came by, a
-    gradient where no parameter got one, an update where the optimizer did not step.
+    """One layer in one step; values that were not observed are None, which differs from 0."""
 
-    `calls` of all microbatches together; `without_gradient` names trainable parameters that have none.
-    """
-
+    # None if forward did not call the layer.
     activation: Spread | None
+    # Calls in all microbatches together.
     calls: int
+    # None if no parameter got a gradient.
     gradient: Spread | None
+    # None if the optimizer did not step.
     update: Update | None
+    # Trainable parameters that have no gradient.
     without_gradient: tuple[str, ...] = ()
+    # Parameters that count for an earlier layer.
     tied: tuple[str, ...] = ()
+    # Parameters that require no gradient.
     frozen: tuple[str, ...] = ()
+    # Whether it is one of the model's repeated blocks.
     is_block: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        parts = {"activation": self.activation, "gradient": self.gradient, "update": self.update}
-        return {name: None if part is None else part.to_json() for name, part in parts.items()} | {
+        return {
+            "activation": None if self.activation is None else self.activation.to_json(),
+            "gradient": None if self.gradient is None else self.gradient.to_json(),
+            "update": None if self.update is None else self.update.to_json(),
             "calls": self.calls,
             "without_gradient": list(self.without_gradient),
             "tied": list(self.tied),
@@ -98,26 +113,32 @@ class LayerFlow:
 
 @dataclass(frozen=True)
 class StepFlow:
-    """One probed step. `order` has the layers as their forwards ended, the inner before the outer.
+    """One probed step."""
 
-    `gradient` is that of the whole model, each parameter once, read where `gradients_read` says, before clipping if
-    that is after backward; `scaled` is what clipping or a scaler then multiplied it by, None where that is not known.
-    """
-
+    # The step's number, counted from the `first_step` that GradFlow was given.
     step: int
+    # Whether the optimizer stepped; False if the step was skipped.
     stepped: bool
+    # All probed layers by name.
     layers: Mapping[str, LayerFlow]
+    # Layers in the order in which their forwards ended, inner layers before outer ones.
     order: tuple[str, ...]
+    # Forwards of the whole model.
     forwards: int
+    # Gradient of the whole model, with each parameter once.
     gradient: Spread | None
+    # When it was read: `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`.
     gradients_read: str
+    # Factor by which clipping or a scaler multiplied it afterwards, None if unknown.
     scaled: float | None
+    # Ranks whose batches are included.
     ranks: int = 1
+    # Limits of this record, for the user.
     notes: tuple[str, ...] = field(default=())
 
     @property
     def nonfinite(self) -> bool:
-        """Whether anything at all was infinite or no number."""
+        """Return whether any activation or gradient was inf or nan."""
         spreads = [
             spread
             for layer in self.layers.values()
@@ -141,5 +162,5 @@ class StepFlow:
 
 
 def plain(value: float) -> float | str:
-    """A number that JSON has, or the word that Python reads back as the one that it has not."""
+    """Return a number for JSON, or "inf", "-inf" or "nan", which `float` reads back."""
     return value if math.isfinite(value) else str(value)

@@ -1,8 +1,10 @@
-"""What is counted of a tensor's elements, on its own device: zeros, non-finite ones, the sum of squares.
+"""Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
 
-Sums are float64, so that no square overflows and no long sum drifts (a float32 norm of 2**24 numbers is off by 6e-4 on
-the CPU), and a tensor is taken piece by piece, so that temporaries stay small. Nothing here waits for the device, and
-nothing draws. Proof: `python -m pytest tests/test_grad_flow.py`.
+Sums are float64, so that squares do not overflow and long sums do not drift (a float32 norm of
+2**24 numbers is off by 6e-4 on the CPU). Tensors are processed in pieces to keep temporaries small.
+Nothing here waits for an accelerator or draws random numbers.
+
+Proof: `python -m pytest tests/test_grad_flow.py`.
 """
 
 import itertools
@@ -15,12 +17,14 @@ from torch import Tensor
 from .flow_ranks import dense
 
 SUMS = ("elements", "zeros", "nonfinite", "squares")
-PIECE = 2**16  # elements at a time on the CPU: small enough for its caches
-LARGE_PIECE = 2**22  # and elsewhere large enough to keep a device busy, in 32 MiB of temporaries
+# Elements per piece on the CPU: small enough for its caches.
+PIECE = 2**16
+# Elements per piece elsewhere: enough to keep a device busy, with 32 MiB of temporaries.
+LARGE_PIECE = 2**22
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """What sums are kept in; Apple's devices have no float64."""
+    """Return the dtype of sums: float64, or float32 on Apple's devices, which lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -29,13 +33,14 @@ def empty_sums(num_rows: int, device: torch.device) -> Tensor:
 
 
 def sums_of(tensor: Tensor) -> Tensor:
-    """The four sums of one tensor's elements, as a tensor on its device. A complex number is two elements."""
+    """Return the four `SUMS` of a tensor's elements; a complex number counts as two elements."""
     tensor = dense(tensor.detach())
     elements = tensor.numel()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
-        tensor, elements = torch.view_as_real(tensor), 2 * elements
+        tensor = torch.view_as_real(tensor)
+        elements *= 2
     nonzero, bad, squares = (
         _counted_here(tensor) if tensor.device.type == "cpu" else _counted_there(tensor)
     )
@@ -43,62 +48,73 @@ def sums_of(tensor: Tensor) -> Tensor:
 
 
 def _counted_here(tensor: Tensor) -> Tensor:
-    """Nonzero elements, non-finite ones, the sum of squares, where looking at a number costs nothing: a finite sum has
-    finite elements only."""
-    nonzero, bad, squares = 0, 0, 0.0
+    """Count nonzero and nonfinite elements and sum the squares, on the CPU.
+
+    Reading a number costs nothing here, so nonfinite elements are counted only in pieces whose sum
+    of squares is not finite.
+    """
+    nonzero = 0
+    bad = 0
+    squares = 0.0
     for piece in _pieces(tensor, PIECE):
         values = piece.to(torch.float64).flatten()
-        part = torch.dot(values, values).item()
         nonzero += int(torch.count_nonzero(values).item())
-        bad += 0 if math.isfinite(part) else int(torch.count_nonzero(values - values).item())
-        squares += part
+        piece_squares = torch.dot(values, values).item()
+        squares += piece_squares
+        if not math.isfinite(piece_squares):
+            bad += int(torch.count_nonzero(values - values).item())
     return torch.tensor([nonzero, bad, squares], dtype=torch.float64)
 
 
 def _counted_there(tensor: Tensor) -> Tensor:
-    """The same, without waiting for the device."""
+    """Count the same as `_counted_here`, without waiting for the device."""
     counted = torch.zeros(3, dtype=wide(tensor.device), device=tensor.device)
     for piece in _pieces(tensor, LARGE_PIECE):
         values = piece.to(counted.dtype).flatten()
-        parts = (
+        piece_sums = (
             torch.count_nonzero(values),
+            # inf - inf and nan - nan are nan, which counts as nonzero.
             torch.count_nonzero(values - values),
             torch.dot(values, values),
         )
-        counted += torch.stack([part.to(counted.dtype) for part in parts])
+        counted += torch.stack([piece_sum.to(counted.dtype) for piece_sum in piece_sums])
     return counted
 
 
 def squares_of(tensor: Tensor, *, less: Tensor | None = None) -> Tensor:
-    """The sum of squares alone, of a tensor or of how far it is from another; in float64, since an optimizer's step is
-    often below the rounding of half precision."""
+    """Return the sum of squares of a tensor, or of its difference from `less`.
+
+    It is computed in float64, because an optimizer's update is often below the rounding error of
+    half precision.
+    """
     tensor = dense(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if tensor.is_complex():
-        tensor, less = (
-            torch.view_as_real(tensor),
-            None if less is None else torch.view_as_real(less),
-        )
-    most, dtype = PIECE if tensor.device.type == "cpu" else LARGE_PIECE, wide(tensor.device)
+        tensor = torch.view_as_real(tensor)
+        less = None if less is None else torch.view_as_real(less)
+
+    most = PIECE if tensor.device.type == "cpu" else LARGE_PIECE
+    dtype = wide(tensor.device)
     total = torch.zeros((), dtype=dtype, device=tensor.device)
     others: Iterator[Tensor | None] = (
         itertools.repeat(None) if less is None else _pieces(less, most)
     )
     for piece, other in zip(_pieces(tensor, most), others, strict=False):
         values = piece.to(dtype).flatten()
-        values = values if other is None else values - other.to(dtype).flatten()
+        if other is not None:
+            values = values - other.to(dtype).flatten()
         total += torch.dot(values, values)
     return total
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Views, so that a tensor with any strides is read without a copy of the whole."""
+    """Yield views of at most `most` elements, so that no strided tensor is copied as a whole."""
     if tensor.numel() <= most:
         if tensor.numel():
             yield tensor
         return
     longest = max(range(tensor.dim()), key=tensor.size)
     size = max(1, tensor.size(longest) * most // tensor.numel())
-    for part in tensor.split(size, longest):
-        yield from _pieces(part, most)
+    for piece in tensor.split(size, longest):
+        yield from _pieces(piece, most)

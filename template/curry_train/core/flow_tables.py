@@ -1,4 +1,4 @@
-"""From the sums on devices to the record of one step: one transfer for each device, and none before.
+"""Conversion of the sums on devices to a step's record, with one transfer per device.
 
 Proof: `python -m pytest tests/test_grad_flow.py`.
 """
@@ -30,20 +30,22 @@ def make_record(
     ranks: Any,
     notes: tuple[str, ...],
 ) -> StepFlow:
-    """Wait for the device, once, and say what was counted."""
+    """Make the record of a step; this waits for the device once."""
     tables = [table.clone() for table in activations.tables()]
     if ranks is not None:
         for table in tables:
             dist.all_reduce(table, group=ranks)
-    seen = _add_up(tables, len(layers))
+    activation_rows = _add_up(tables, len(layers))
     rows = _add_up(parameters.tables(), len(parameters.names))
+
     by_name = dict(zip(parameters.names, rows, strict=True))
     has = dict(zip(parameters.names, parameters.has_gradient or [], strict=True))
     moved = dict(zip(parameters.names, parameters.moved, strict=True))
-    # A fused optimizer is asked to step in any case, and does nothing where the scaler has found an overflow.
+    # A fused optimizer's step is always called, and does nothing if the scaler found an overflow.
     stepped = stepped and not any(bool(value.item()) for value in overflowed)
+
     flows = {}
-    for layer, sums, calls in zip(layers, seen, activations.calls, strict=True):
+    for layer, sums, calls in zip(layers, activation_rows, activations.calls, strict=True):
         names = layer.parameters
         flows[layer.name] = LayerFlow(
             activation=_spread([sums]) if calls else None,
@@ -55,47 +57,52 @@ def make_record(
             frozen=layer.frozen,
             is_block=layer.is_block,
         )
-    total = _spread([row for name, row in by_name.items() if has[name]])
-    met = [
-        has[name] and by_optimizer
-        for name, by_optimizer in zip(by_name, parameters.met, strict=True)
+
+    counted_rows = [
+        row
+        for name, row, met in zip(parameters.names, rows, parameters.met, strict=True)
+        if has[name] and met
     ]
-    pairs = [(row[NUM - 1], row[NUM + 2]) for row, counts in zip(rows, met, strict=True) if counts]
-    read, got = (sum(squares) for squares in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
     return StepFlow(
         step=step,
         stepped=stepped,
         layers=flows,
         order=tuple(layers[index].name for index in activations.order),
         forwards=activations.num_forwards,
-        gradient=total,
+        gradient=_spread([row for name, row in by_name.items() if has[name]]),
         gradients_read=read_at,
-        scaled=(got / read) ** 0.5 if read else None,
+        scaled=_gradient_scaling(counted_rows),
         ranks=1 if ranks is None else dist.get_world_size(ranks),
         notes=notes,
     )
 
 
+def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
+    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
+    read = sum(row[NUM - 1] for row in rows)
+    at_step = sum(row[NUM + 2] for row in rows)
+    return (at_step / read) ** 0.5 if read else None
+
+
 def _add_up(tables: Sequence[Tensor], num_rows: int) -> list[list[float]]:
-    """The rows of all devices together."""
+    """Sum the tables of all devices, and return their rows."""
     if not tables:
         return [[0.0] * (NUM + 3)] * num_rows
     first, *others = [table.cpu() for table in tables]
-    found: list[list[float]] = sum(others, first).tolist()
-    return found
+    rows: list[list[float]] = sum(others, first).tolist()
+    return rows
 
 
 def _spread(rows: Sequence[Sequence[float]]) -> Spread | None:
     if not rows:
         return None
-    elements, zeros, nonfinite, squares = (
-        sum(column) for column in list(zip(*rows, strict=True))[:NUM]
-    )
+    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
     return Spread(int(elements), int(zeros), int(nonfinite), squares)
 
 
 def _update(rows: Sequence[Sequence[float]]) -> Update | None:
     if not rows:
         return None
-    weights, distances = (sum(row[column] for row in rows) for column in (NUM, NUM + 1))
+    weights = sum(row[NUM] for row in rows)
+    distances = sum(row[NUM + 1] for row in rows)
     return Update(weights**0.5, distances**0.5)

@@ -1,7 +1,8 @@
-"""The random generators that a function may draw from, so that it can draw the same again.
+"""Random generator states, saved and restored so that a function draws the same numbers.
 
-Torch's, Python's, numpy's where it is loaded, and those of the devices of some tensors. Proof:
-`python -m pytest tests/test_snn_timesteps_contract.py`.
+These are the generators of torch, Python, numpy if it is loaded, and the devices of given tensors.
+
+Proof: `python -m pytest tests/test_snn_timesteps_contract.py`.
 """
 
 import random
@@ -18,18 +19,21 @@ from .untouched import generators_kept
 
 
 class Generators:
-    """The states that generators are in now."""
+    """A snapshot of the current generator states.
+
+    The tensors among `values` give the devices whose generators are included.
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        """`values` holds tensors, among others, of the devices to look at."""
         self._values = {value.device: value for value in values if isinstance(value, Tensor)}
         numpy = sys.modules.get("numpy")
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
         self._numpy = numpy.random.get_state(legacy=False) if numpy else None
         self._devices, self._states = get_device_states(*self._values.values())
 
     def moved(self) -> bool:
-        """Whether something was drawn since."""
+        """Return whether a generator was used since the snapshot."""
         return not self.are_as(Generators(list(self._values.values())))
 
     def are_as(self, other: "Generators") -> bool:
@@ -43,7 +47,7 @@ class Generators:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw as from these states, and go on afterwards from where the generators stand now."""
+        """Use these states inside the context, and restore the current ones afterwards."""
         with generators_kept():
             torch.set_rng_state(self._torch)
             random.setstate(self._python)
@@ -56,11 +60,9 @@ class Generators:
 
 
 def _same_numpy(one: Any, other: Any) -> bool:
-    """A state is a dict of numbers, arrays and dicts of them; one that is not loaded yet is None."""
+    """Compare two numpy states: nested dicts of numbers and arrays, None if not loaded."""
     if isinstance(one, dict) and isinstance(other, dict):
         return all(_same_numpy(one[key], other[key]) for key in one)
-    return (
-        one.tobytes() == other.tobytes()
-        if hasattr(one, "tobytes") and other is not None
-        else bool(one == other)
-    )
+    if hasattr(one, "tobytes") and other is not None:
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)

@@ -1,4 +1,4 @@
-"""The most memory that training has had so far, for the journal of a run and its progress bar.
+"""Peak memory of the training process so far, for a run's journal and progress bar.
 
     peak_bytes(torch.device("cuda"))
 
@@ -15,14 +15,16 @@ _STATUS = Path("/proc/self/status")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that was allocated on the device; on the CPU, the most that the process had."""
+    """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (
-        _STATUS.is_file()
-    ):  # the kernel's other figure begins with that of the process which started this one
+
+    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
+    # VmHWM.
+    if _STATUS.is_file():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""Host memory for what leaves the device: how much there is, buffers that are used again, and the copies to and fro.
+"""Host memory for offloaded activations: available bytes, reusable buffers, device copies.
 
 Proof: `python -m pytest tests/test_host_memory.py`.
 """
@@ -17,32 +17,36 @@ from .sizes import format_bytes
 
 PAGE = 4096
 ADVICE = (
-    "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, use a smaller batch, "
-    "or give the machine or its control group more memory"
+    "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, "
+    "use a smaller batch, or give the machine or its control group more memory"
 )
-LOOSEST_FIT = 4  # a buffer this many times too large still serves, so that batches of other lengths need no new ones
+
+# A buffer that is up to this many times too large is still reused, so that batches of other
+# lengths need no new buffers.
+LOOSEST_FIT = 4
 
 
 class HostMemoryShort(RuntimeError):
-    """The host has less memory than what was asked of it."""
+    """The host has less memory available than an offload needs."""
 
 
 def available_host_bytes(system: Path = Path("/")) -> int | None:
-    """What this process may still take: the kernel's `MemAvailable`, or what a control group leaves if that is less.
+    """Return the bytes of host memory that this process may still allocate.
 
-    None where the system says neither, as macOS does.
+    This is the kernel's `MemAvailable`, or what a control group leaves if that is less. None if
+    the system reports neither, as on macOS.
     """
     found = [*_kernel_bytes(system / "proc/meminfo"), *_group_bytes(system)]
     return min(found, default=None)
 
 
 def require_host_memory(needed: int) -> None:
-    """Raise where the host can't give so many bytes more."""
-    there = available_host_bytes()
-    if there is not None and needed > there:
+    """Raise if less than `needed` bytes of host memory are available."""
+    available = available_host_bytes()
+    if available is not None and needed > available:
         raise HostMemoryShort(
-            f"offload needs {format_bytes(needed)} more of host memory and {format_bytes(max(0, there))} is available: "
-            + ADVICE
+            f"offload needs {format_bytes(needed)} more of host memory and "
+            f"{format_bytes(max(0, available))} is available: {ADVICE}"
         )
 
 
@@ -55,41 +59,39 @@ def _kernel_bytes(meminfo: Path) -> Iterator[int]:
 
 
 def _group_bytes(system: Path) -> Iterator[int]:
-    """What the limit of each control group above this process leaves; file pages that can be dropped are not in use."""
+    """Yield the bytes left under the limit of each control group above this process.
+
+    File pages that the kernel can drop do not count as used.
+    """
     membership = system / "proc/self/cgroup"
     if not membership.is_file():
         return
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, used, droppable = (
-                "sys/fs/cgroup",
-                "memory.max",
-                "memory.current",
-                "inactive_file",
-            )
+            root = "sys/fs/cgroup"
+            limit = "memory.max"
+            used = "memory.current"
+            droppable = "inactive_file"
         elif "memory" in controllers.split(","):
-            root, limit, used = (
-                "sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
+            root = "sys/fs/cgroup/memory"
+            limit = "memory.limit_in_bytes"
+            used = "memory.usage_in_bytes"
             droppable = "total_inactive_file"
         else:
             continue
+
+        # In a container only the root group may be visible.
         folder = Path(path.strip("/"))
-        for group in dict.fromkeys(
-            [folder, *folder.parents, Path()]
-        ):  # in a container only the last may be visible
-            at = system / root / group
-            if (at / limit).is_file() and (at / used).is_file():
-                most = (at / limit).read_text().strip()
-                if most != "max":
-                    yield (
-                        int(most)
-                        - int((at / used).read_text())
-                        + _statistic(at / "memory.stat", droppable)
-                    )
+        for group in dict.fromkeys([folder, *folder.parents, Path()]):
+            group_path = system / root / group
+            if not (group_path / limit).is_file() or not (group_path / used).is_file():
+                continue
+            limit_text = (group_path / limit).read_text().strip()
+            if limit_text != "max":
+                used_bytes = int((group_path / used).read_text())
+                droppable_bytes = _statistic(group_path / "memory.stat", droppable)
+                yield int(limit_text) - used_bytes + droppable_bytes
 
 
 def _statistic(path: Path, name: str) -> int:
@@ -98,9 +100,9 @@ def _statistic(path: Path, name: str) -> int:
 
 
 class HostPool:
-    """Flat buffers of bytes on the host, pinned for a CUDA device, which go from one step to the next.
+    """Pool of flat byte buffers on the host, pinned for CUDA, reused from step to step.
 
-    Giving a buffer back may happen anywhere, even while garbage is collected, so it takes no lock.
+    `give` takes no lock, because it may be called anywhere, even during garbage collection.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -111,11 +113,14 @@ class HostPool:
         self._lock = threading.Lock()
 
     def capacity(self, nbytes: int) -> int:
-        """What a buffer for so many bytes takes: torch's pinned memory comes in powers of two, other in pages."""
+        """Return the size of the buffer that is allocated for `nbytes`.
+
+        Torch allocates pinned memory in powers of two; other memory comes in pages.
+        """
         return 1 << (nbytes - 1).bit_length() if self.pinned else -(-nbytes // PAGE) * PAGE
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Have buffers for all of these at once, or say that there is no memory for them before any is taken."""
+        """Allocate buffers for all of these sizes, or raise before any is allocated."""
         with self._lock:
             self._settle()
             spare = {capacity: len(idle) for capacity, idle in self._idle.items()}
@@ -126,13 +131,14 @@ class HostPool:
                 else:
                     missing.append(capacity)
             require_host_memory(sum(missing))
+
             for capacity in missing:
-                self._idle.setdefault(capacity, []).append(
-                    self._allocate(capacity).zero_()
-                )  # its pages are there then
+                # Writing zeros makes the kernel back the buffer with pages now.
+                buffer = self._allocate(capacity).zero_()
+                self._idle.setdefault(capacity, []).append(buffer)
 
     def take(self, nbytes: int) -> Tensor:
-        """A buffer of at least so many bytes."""
+        """Return a buffer of at least `nbytes`."""
         with self._lock:
             self._settle()
             wanted = self.capacity(nbytes)
@@ -151,7 +157,7 @@ class HostPool:
         self._returned.append(buffer)
 
     def clear(self) -> None:
-        """Let go of all that is not in use."""
+        """Free all buffers that are not in use."""
         with self._lock:
             self._settle()
             self._drop_idle(self.reserved_bytes)
@@ -162,7 +168,7 @@ class HostPool:
             self._idle.setdefault(buffer.nbytes, []).append(buffer)
 
     def _drop_idle(self, nbytes: int) -> None:
-        """What fits nothing makes room for what does, so that the pool does not grow with every new batch size."""
+        """Free `nbytes` of idle buffers, so that the pool does not grow with every batch size."""
         for size in sorted(self._idle, reverse=True):
             while self._idle[size] and nbytes > 0:
                 self._idle[size].pop()
@@ -176,12 +182,12 @@ class HostPool:
         try:
             if self.pinned:
                 buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu", pin_memory=True)
-            else:  # no operation makes it, so no instrument takes it for memory of the device that a CPU stands for
+            else:
+                # No torch operation creates this buffer, so that an instrument which measures a
+                # CPU in place of a device does not count it as memory of that device.
                 buffer = torch.frombuffer(mmap.mmap(-1, capacity), dtype=torch.uint8)
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # CUDA says that it is out of memory, and means the host's
+        except (OSError, RuntimeError) as error:
+            # CUDA raises its out-of-memory error for host memory too.
             raise HostMemoryShort(
                 f"the host gave no {format_bytes(capacity)} of {kind} ({error}): {ADVICE}"
             ) from error
@@ -190,9 +196,10 @@ class HostPool:
 
 
 class Copies:
-    """Copies between one device and the host: on CUDA in one stream beside the computation, so in the order of calls.
+    """Copies between one device and the host, in call order, beside the computation on CUDA.
 
-    That order is why a host buffer may go to its next user at once.
+    On CUDA all copies run in one stream of their own. Because they run in the order of the calls,
+    a host buffer can be reused at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -202,7 +209,10 @@ class Copies:
         self._leaving_bytes = 0
 
     def out(self, source: Tensor, host: Tensor, *, most_bytes: int) -> None:
-        """Start a copy to the host. The source stays alive until it is done; of all of them `most_bytes` at most."""
+        """Start a copy to the host, and keep the source alive until the copy is done.
+
+        At most `most_bytes` of sources are kept alive at a time.
+        """
         done = self._copy(host[: source.nbytes], source)
         if done is not None:
             self._leaving.append((done, source))
@@ -210,18 +220,22 @@ class Copies:
             self._let_go(most_bytes)
 
     def back(self, host: Tensor, nbytes: int) -> tuple[Tensor, Any]:
-        """Bytes on the device, to be used after `wait` for what comes with them."""
+        """Start a copy to the device; return the target and the event to pass to `wait` first."""
         self._let_go(self._leaving_bytes)
         target = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return target, self._copy(target, host[:nbytes])
 
     def wait(self, done: Any) -> None:
-        """Have the computation wait for a copy; the host goes on."""
+        """Make the computation stream wait for a copy, without blocking the host."""
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
     def _let_go(self, most_bytes: int) -> None:
-        """Memory that is freed behind a wait of the computation is not written to before the copy is done."""
+        """Release sources whose copies are done, until at most `most_bytes` are held.
+
+        Over that limit, the computation waits for the oldest copy. Memory that is freed after the
+        wait is not overwritten before the copy is done.
+        """
         while self._leaving:
             done, source = self._leaving[0]
             if not done.query():
@@ -232,13 +246,13 @@ class Copies:
             self._leaving_bytes -= source.nbytes
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        """Start the copy and return the event that tells its end; None where it is done already."""
+        """Start a copy and return the event that marks its end, or None if it is done already."""
         if self.stream is None:
             target.copy_(source)
             return None
-        self.stream.wait_stream(
-            torch.cuda.current_stream(self.device)
-        )  # it made the source, and has used the target
+
+        # The computation stream made the source, and may still be using the target.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
             return self.stream.record_event()

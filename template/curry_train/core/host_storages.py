@@ -1,7 +1,9 @@
-"""Storages that are on the host between forward and backward, and what autograd holds in place of the tensors.
+"""Storages offloaded to the host between forward and backward, and their saved tensors.
 
-A `Moved` is one storage, a `Saved` one tensor that is a view of it, a `Stays` a tensor that is not moved, and a `Step`
-what one forward saved of all three. Proof: `python -m pytest tests/test_offload_contract.py`.
+`Moved` is one storage on the host, `Saved` one tensor that is a view of it, `Stays` a tensor that
+is not moved, and `Step` everything that one forward saved.
+
+Proof: `python -m pytest tests/test_offload_contract.py`.
 """
 
 import weakref
@@ -21,7 +23,10 @@ ONE_ELEMENT = torch.zeros(1, device="cpu")
 
 @dataclass
 class OffloadReport:
-    """What one step moved: bytes to the host and back, storages, and what stayed, as count and bytes by reason."""
+    """Bytes and storages that one step moved, and the tensors that stayed on the device.
+
+    `skipped` maps each reason for staying to the number of tensors and their bytes.
+    """
 
     moved_bytes: int = 0
     brought_back_bytes: int = 0
@@ -31,15 +36,19 @@ class OffloadReport:
 
     def skip(self, tensor: Tensor, reason: str) -> None:
         count, nbytes = self.skipped.get(reason, (0, 0))
-        own = tensor.nbytes if tensor.layout is torch.strided else 0  # sparse tensors do not tell
-        self.skipped[reason] = count + 1, nbytes + own
+        # Sparse tensors do not report their bytes.
+        added_bytes = tensor.nbytes if tensor.layout is torch.strided else 0
+        self.skipped[reason] = count + 1, nbytes + added_bytes
 
     def table(self) -> str:
-        """Text of at most 80 columns."""
+        """Format the report as text of at most 80 columns."""
+        moved = format_bytes(self.moved_bytes)
+        brought_back = format_bytes(self.brought_back_bytes)
+        reserved = format_bytes(self.reserved_bytes)
         lines = [
-            f"moved to the host     {format_bytes(self.moved_bytes):>9} in {self.num_moved:,} storages",
-            f"brought back          {format_bytes(self.brought_back_bytes):>9}",
-            f"host memory reserved  {format_bytes(self.reserved_bytes):>9}",
+            f"moved to the host     {moved:>9} in {self.num_moved:,} storages",
+            f"brought back          {brought_back:>9}",
+            f"host memory reserved  {reserved:>9}",
         ]
         for reason, (count, nbytes) in sorted(self.skipped.items(), key=lambda item: -item[1][1]):
             lines.append(
@@ -49,28 +58,34 @@ class OffloadReport:
 
 
 class Lane:
-    """The host buffers and the copies of one device."""
+    """Host buffers and copies of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pool, self.copies = HostPool(pinned=device.type == "cuda"), Copies(device)
+        self.pool = HostPool(pinned=device.type == "cuda")
+        self.copies = Copies(device)
 
 
 class Step:
-    """What the blocks saved in one forward of the model; it lives as long as something of it does."""
+    """Everything that the blocks saved in one forward; freed when the last part of it is."""
 
     def __init__(self, owned: frozenset[int]) -> None:
-        self.owned, self.report, self.unpacked = owned, OffloadReport(), False
+        self.owned = owned
+        self.report = OffloadReport()
+        self.unpacked = False
         self.moved: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
         self.order: list[weakref.ref[Saved]] = []
-        self.cursor, self.ahead_bytes, self.most_bytes = 0, 0, 0
+        self.cursor = 0
+        self.ahead_bytes = 0
+        self.most_bytes = 0
 
     def move(self, tensor: Tensor, base: Tensor, lane: Lane | None) -> "Saved":
-        """Start to move the storage of a tensor; without a lane it is counted only."""
+        """Start moving the storage of a tensor to the host; without a lane, only count it."""
         storage = tensor.untyped_storage()
         self.most_bytes = max(self.most_bytes, 2 * storage.nbytes())
         self.report.num_moved += 1
         self.report.moved_bytes += storage.nbytes()
-        moved = self.moved[storage.data_ptr()] = Moved(self, tensor, base, lane)
+        moved = Moved(self, tensor, base, lane)
+        self.moved[storage.data_ptr()] = moved
         return self.save(moved, tensor)
 
     def save(self, moved: "Moved", tensor: Tensor) -> "Saved":
@@ -79,9 +94,9 @@ class Step:
         return saved
 
     def fetch_ahead(self, index: int) -> None:
-        """Start to bring back what backward, in the order opposite to forward, is about to ask for.
+        """Prefetch the storages that backward needs next, in the reverse order of forward.
 
-        As many bytes are on their way at most as the two largest storages may have.
+        At most twice the bytes of the largest storage are prefetched at a time.
         """
         position = min(self.cursor, index)
         while position > 0:
@@ -99,34 +114,37 @@ class Moved:
 
     def __init__(self, step: Step, tensor: Tensor, base: Tensor, lane: Lane | None) -> None:
         self.host: Tensor | None = None
-        self.step, self.lane, self.nbytes = step, lane, tensor.untyped_storage().nbytes()
-        self.source, self.base, self.version = (
-            weakref.ref(tensor.untyped_storage()),
-            weakref.ref(base),
-            tensor._version,
-        )
+        self.step = step
+        self.lane = lane
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.source = weakref.ref(tensor.untyped_storage())
+        self.base = weakref.ref(base)
+        self.version = tensor._version
         self.witness = _witness(tensor)
         self.flat: Tensor | None = None
         self.done: Any = None
-        self.num_unasked, self.ahead = 0, False
+        self.num_unasked = 0
+        self.ahead = False
         if lane is not None:
             self.host = lane.pool.take(self.nbytes)
             elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
             lane.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
 
     def is_same(self, tensor: Tensor, base: Tensor) -> bool:
-        """Whether what was copied is what the tensor, of the same storage, holds now.
+        """Return whether the copy still equals what a tensor of the same storage holds now.
 
-        Tensors that are no views of each other have versions of their own. An LSTM cell writes such chunks of one
-        storage one after the other, so a copy made for the first is too old for the second.
+        Tensors that are not views of each other have separate versions. An LSTM cell writes such
+        chunks of one storage one after the other, so a copy made for the first chunk is out of
+        date for the second.
         """
         return self.base() is base and self.version == tensor._version
 
     def fetch(self, *, ahead: bool) -> Tensor:
-        """Start to bring the storage back."""
+        """Start copying the storage back to the device."""
         if self.lane is None or self.host is None:
             raise RuntimeError(
-                "this forward runs a backward of its own, so one forward can't count its bytes: leave batch out"
+                "this forward runs a backward inside it, so a single forward can't count the "
+                "bytes to offload: leave batch out"
             )
         self.flat, self.done = self.lane.copies.back(self.host, self.nbytes)
         self.step.report.brought_back_bytes += self.nbytes
@@ -135,13 +153,14 @@ class Moved:
         return self.flat
 
     def ask(self, saved: "Saved") -> Tensor:
-        """The bytes on the device, for the backward of one operation."""
+        """Return the bytes on the device for the backward of one operation."""
         check_unchanged(self.witness, self.version)
         self.step.unpacked = True
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
             self.step.cursor = saved.index
+
         assert self.lane is not None
         self.lane.copies.wait(self.done)
         self._arrived()
@@ -153,12 +172,14 @@ class Moved:
         return flat
 
     def release(self) -> None:
-        """Let go of what is back on the device once all that was saved of it has been asked for."""
+        """Free the device copy once backward has used every tensor that was saved from it."""
         if self.flat is not None and self.num_unasked <= 0:
             if self.ahead and self.done is not None:
-                self.done.synchronize()  # nobody has waited for this copy, and it writes to what is freed here
+                # Nothing has waited for this copy, and it still writes to the memory freed here.
+                self.done.synchronize()
             self._arrived()
-            self.flat = self.done = None
+            self.flat = None
+            self.done = None
 
     def _arrived(self) -> None:
         if self.ahead:
@@ -171,12 +192,15 @@ class Moved:
 
 
 class Saved:
-    """One tensor that autograd saved: a view of a storage that was moved."""
+    """One tensor that autograd saved: a view of a storage on the host."""
 
     __slots__ = ("__weakref__", "asked", "dtype", "index", "moved", "view")
 
     def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
-        self.moved, self.index, self.asked, self.dtype = moved, index, False, tensor.dtype
+        self.moved = moved
+        self.index = index
+        self.asked = False
+        self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
         moved.num_unasked += 1
 
@@ -190,7 +214,7 @@ class Saved:
 
 
 class Stays(Kept):
-    """A tensor that stays on the device, and checks that it is what it was."""
+    """A saved tensor that stays on the device, checked for changes in place."""
 
     __slots__ = ("step",)
 
@@ -204,23 +228,24 @@ class Stays(Kept):
 
 
 class CastAgain(Stays):
-    """A copy of a parameter in another precision, as autocast makes them, which is made again from the parameter."""
+    """A lower-precision copy of a parameter, made by autocast and cast again in backward."""
 
     __slots__ = ("dtype", "view")
 
     def __init__(self, tensor: Tensor, parameter: Tensor, step: Step) -> None:
         super().__init__(parameter, step)
-        self.dtype, self.view = (
-            tensor.dtype,
-            (tensor.shape, tensor.stride(), tensor.storage_offset()),
-        )
+        self.dtype = tensor.dtype
+        self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def value(self) -> Tensor:
         return super().value().to(self.dtype).as_strided(*self.view)
 
 
 def _witness(tensor: Tensor) -> Tensor:
-    """A tensor that shares the version and not the storage, for autograd's check of changes in place."""
+    """Return a tensor that shares the version counter but not the storage of this one.
+
+    Autograd's check for changes in place needs only the version.
+    """
     witness = tensor.detach()
     witness.data = ONE_ELEMENT.expand(tensor.shape)
     return witness

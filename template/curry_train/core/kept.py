@@ -1,4 +1,4 @@
-"""Values as they stand: attributes, what lists and dicts in them hold, and tensors' contents; compared, and put back.
+"""Snapshots of attributes, containers and tensor contents, to compare and to restore.
 
     kept = keep(places_of(step))
     step(x, state)
@@ -19,84 +19,97 @@ from torch import Tensor
 
 from .attributes import Place, is_object
 
-LONGEST = 1000  # a longer container is data: nothing is looked for in it, but it is seen to grow
+# A longer container is data: its entries are not recorded, only its length.
+LONGEST = 1000
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
-Copies = dict[
-    tuple[int, int], tuple[Tensor, Tensor]
-]  # by identity and version, so that a tensor is copied once
-Key = tuple[
-    str, str, str
-]  # a place's name, which of its values (`Place.where`), and the name of one
+# Copies by identity and version of the tensor, so that each tensor is copied once.
+Copies = dict[tuple[int, int], tuple[Tensor, Tensor]]
+
+# The name of a place, which of its values (`Place.where`), and the name of one value.
+Key = tuple[str, str, str]
 
 
 class Kept:
-    """One value and, where it `is_open`, all that is in it. With `copies` what is written into a tensor is put back.
+    """One recorded value and, if it `is_open`, everything in it.
 
-    Long containers, deep ones, and the objects that an object holds are others' business, and are left alone.
+    With `copies`, writes into a tensor can be undone. Containers that are long or deeply nested,
+    and the objects that an object holds, are not recorded.
     """
 
     def __init__(self, value: Any, *, copies: Copies | None, depth: int = 4) -> None:
-        self.value, self.length = value, len(value) if is_container(value) else 0
+        holds_entries = is_container(value)
+        self.value = value
+        self.length = len(value) if holds_entries else 0
         self.version = version_of(value)
-        self.copy = (
-            _copy(value, copies) if copies is not None and isinstance(value, Tensor) else None
-        )
-        deepest = 0 if is_container(value) else 2
+        self.copy: Tensor | None = None
+        if copies is not None and isinstance(value, Tensor):
+            self.copy = _copy(value, copies)
+
+        min_depth = 0 if holds_entries else 2
         self.is_open = (
-            (is_container(value) or is_object(value)) and depth > deepest and self.length <= LONGEST
+            (holds_entries or is_object(value)) and depth > min_depth and self.length <= LONGEST
         )
-        parts = _parts(value) if self.is_open else {}
-        inside = depth - (1 if is_container(value) else 2)
-        self.inside = {key: Kept(part, copies=copies, depth=inside) for key, part in parts.items()}
+        contents = _parts(value) if self.is_open else {}
+        inner_depth = depth - (1 if holds_entries else 2)
+        self.inside = {
+            key: Kept(entry, copies=copies, depth=inner_depth) for key, entry in contents.items()
+        }
 
     def put_back(self) -> Any:
-        """The value, with its contents as they were."""
-        for part in self.inside.values():
-            part.put_back()
-        if self.copy is not None and not _is_equal(
-            self.value.detach(), self.copy
-        ):  # BatchNorm counts no version
+        """Restore the contents of the value and return it."""
+        for entry in self.inside.values():
+            entry.put_back()
+
+        # Values are compared, because BatchNorm writes without counting up the version.
+        if self.copy is not None and not _is_equal(self.value.detach(), self.copy):
             with torch.no_grad():
                 if self.value.shape == self.copy.shape:
                     self.value.copy_(self.copy)
                 else:
                     self.value.set_(self.copy.clone())
         if self.is_open and not _holds(self.value, self.inside):
-            _fill(self.value, {key: part.value for key, part in self.inside.items()})
+            _fill(self.value, {key: entry.value for key, entry in self.inside.items()})
         return self.value
 
     def rebuilt(self, change: Callable[[Any], Any]) -> Any:
-        """A value of its own, with every tensor, number and the like in it changed."""
+        """Build a separate value in which `change` is applied to every tensor and plain value."""
         if isinstance(self.value, Tensor):
             return change(self.value.detach().clone() if self.copy is None else self.copy.clone())
         if not self.is_open:
             return change(self.value)
-        parts = {key: part.rebuilt(change) for key, part in self.inside.items()}
+
+        contents = {key: entry.rebuilt(change) for key, entry in self.inside.items()}
         if isinstance(self.value, tuple):
-            own = type(self.value)
-            return own(*parts.values()) if hasattr(own, "_fields") else own(parts.values())
+            tuple_type = type(self.value)
+            if hasattr(tuple_type, "_fields"):
+                return tuple_type(*contents.values())
+            return tuple_type(contents.values())
         new = copy.copy(self.value)
-        _fill(new, parts)
+        _fill(new, contents)
         return new
 
     def changed(self, later: "Kept") -> bool:
-        """Whether the later value is another one. A tensor that was made anew or written into is, whatever it holds."""
+        """Return whether the later value is another one.
+
+        A tensor that was replaced or written into counts as changed, whatever it holds.
+        """
         if isinstance(self.value, PLAIN) and isinstance(later.value, PLAIN):
             return type(self.value) is not type(later.value) or bool(self.value != later.value)
         if self.value is not later.value or self.is_written(later) or self.length != later.length:
             return True
         if list(self.inside) != list(later.inside):
             return True
-        return any(part.changed(later.inside[key]) for key, part in self.inside.items())
+        return any(entry.changed(later.inside[key]) for key, entry in self.inside.items())
 
     def is_written(self, later: "Kept") -> bool:
-        """Whether a tensor in it was written into."""
+        """Return whether a tensor in the value was written into."""
         if self.value is later.value and self.version != later.version:
             return True
         return any(
-            part.is_written(later.inside[key])
-            for key, part in self.inside.items()
+            entry.is_written(later.inside[key])
+            for key, entry in self.inside.items()
             if key in later.inside
         )
 
@@ -106,7 +119,7 @@ def is_container(value: Any) -> bool:
 
 
 def version_of(value: Any) -> int:
-    """How often a tensor was written into."""
+    """Return how often a tensor was written into; 0 for values that have no version."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
@@ -119,10 +132,12 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    same = one.shape == other.shape
-    return same and bool(
-        torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all()
-    )
+    """Compare two tensors, with NaN equal to NaN."""
+    if one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _copy(tensor: Tensor, copies: Copies) -> Tensor:
@@ -132,33 +147,34 @@ def _copy(tensor: Tensor, copies: Copies) -> Tensor:
     return copies[key][1]
 
 
-def _fill(value: Any, parts: dict[Any, Any]) -> None:
-    """Let a container or an object hold these and nothing else."""
+def _fill(value: Any, contents: dict[Any, Any]) -> None:
+    """Replace everything in a container or an object with `contents`."""
     if isinstance(value, list | deque):
         value.clear()
-        value.extend(parts.values())
+        value.extend(contents.values())
     elif isinstance(value, dict) or is_object(value):
-        held = value if isinstance(value, dict) else vars(value)
-        held.clear()
-        held.update(parts)
+        mapping = value if isinstance(value, dict) else vars(value)
+        mapping.clear()
+        mapping.update(contents)
 
 
 def _holds(value: Any, inside: dict[Any, Kept]) -> bool:
-    parts = _parts(value)
-    return list(parts) == list(inside) and all(
-        parts[key] is kept.value for key, kept in inside.items()
+    contents = _parts(value)
+    return list(contents) == list(inside) and all(
+        contents[key] is entry.value for key, entry in inside.items()
     )
 
 
 @dataclass
 class KeptPlaces:
-    """Values of places; `whole` where it is all of them."""
+    """Recorded values of places; `whole` if every value of the places is recorded."""
 
     places: Sequence[Place]
     kept: dict[Key, Kept]
     whole: bool
 
     def put_back(self) -> None:
+        """Restore the recorded values, and if `whole`, delete values that were added since."""
         for place in self.places:
             before = {
                 key[2]: kept
@@ -174,13 +190,13 @@ class KeptPlaces:
                     place.values[key] = value
 
     def changed(self, later: "KeptPlaces") -> list[Key]:
-        """What is another value later, or is not in both."""
+        """List the keys whose values differ later, or that only one of the two records."""
         keys = dict.fromkeys([*self.kept, *later.kept])
-        both = self.kept.keys() & later.kept.keys()
-        return [key for key in keys if key not in both or self.kept[key].changed(later.kept[key])]
+        common = self.kept.keys() & later.kept.keys()
+        return [key for key in keys if key not in common or self.kept[key].changed(later.kept[key])]
 
     def is_lost(self, key: Key, later: "KeptPlaces") -> bool:
-        """Whether a tensor was written into that there is no copy of."""
+        """Return whether a tensor was written into that has no copy to restore it from."""
         copied = any(
             place.is_module for place in self.places if (place.name, place.where) == key[:2]
         )
@@ -189,29 +205,34 @@ class KeptPlaces:
     def rebuilt(
         self, keys: Sequence[Key], change: Callable[[Any], Any] = lambda value: value
     ) -> dict[Key, Any]:
-        """Values of their own, changed, for some keys."""
+        """Build separate values for some keys, with `change` applied to each."""
         return {key: self.kept[key].rebuilt(change) for key in keys if key in self.kept}
 
 
 def keep(
     places: Sequence[Place], *, only: Mapping[Key, bool] | None = None, copies: Copies | None = None
 ) -> KeptPlaces:
-    """The values of places as they stand; or some of them, each with or without copies of its tensors."""
-    found, copies = {}, {} if copies is None else copies
+    """Record the current values of places.
+
+    `only` restricts this to some values, each with whether its tensors are copied. Without it, the
+    tensors of modules are copied.
+    """
+    copies = {} if copies is None else copies
+    recorded = {}
     for place in places:
         for name in place.names():
             key = place.name, place.where, name
             if only is None or key in only:
                 copied = place.is_module if only is None else only[key]
-                found[key] = Kept(place.values[name], copies=copies if copied else None)
-    return KeptPlaces(places, found, whole=only is None)
+                recorded[key] = Kept(place.values[name], copies=copies if copied else None)
+    return KeptPlaces(places, recorded, whole=only is None)
 
 
 @contextmanager
 def put_back_later(
     places: Sequence[Place], *, only: Mapping[Key, bool] | None = None
 ) -> Iterator[None]:
-    """Put the values of places, or some of them, back afterwards."""
+    """Restore the values of places, or only some of them, on exit."""
     before = keep(places, only=only)
     try:
         yield

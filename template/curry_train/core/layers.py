@@ -1,4 +1,4 @@
-"""Which layer of a model is running: its modules divided into layers, and hooks that follow the calls.
+"""Divide a model into layers, and follow with hooks which layer is running.
 
 Proof: `python -m pytest tests/test_profiler.py`.
 """
@@ -14,18 +14,21 @@ from torch.utils._pytree import tree_iter
 from .blocks import find_blocks
 from .measure import FlopCount, Life
 
-REST = "(rest)"  # what runs in no layer: the model's own forward between its layers, and the loss
+# Stands for everything outside the layers: the model's own forward between them, and the loss.
+REST = "(rest)"
 
 
 def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Layers that together are the whole model, in its order: the blocks, and around them the largest modules that
-    hold no block. A model that repeats nothing is divided into its children.
+    """Divide a model into layers that together cover it, in the model's order.
+
+    The layers are the blocks, and around them the largest modules that hold no block. A model that
+    repeats nothing is divided into its children.
     """
     if blocks is not None:
         return dict(_around("", model, find_blocks(model, blocks)))
     try:
         found = find_blocks(model)
-    except ValueError:  # nothing is repeated
+    except ValueError:
         found = {}
     return dict(_around("", model, found))
 
@@ -45,10 +48,11 @@ def _around(
 
 
 class RunningLayers:
-    """A context in which `current` is the innermost layer that runs, or `REST`; `calls` counts calls of whole layers.
+    """Context that follows which layer runs: `current` is the innermost one, or `REST`.
 
-    A call of a module inside a layer counts as the layer where nothing else of it runs, so that a `Sequential` whose
-    members are called one by one, or a block that is recomputed in backward, is still found.
+    `calls` counts the calls of whole layers. If a module inside a layer is called while no layer
+    runs, its layer is the current one. So a `Sequential` whose members are called one by one, or a
+    block that is recomputed in backward, is still attributed to its layer.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
@@ -79,31 +83,38 @@ class RunningLayers:
             handle.remove()
 
     def entered(self, layer: str, inputs: Any) -> None:
-        """A layer starts to run."""
+        """Called when a layer starts to run."""
 
     def left(self, layer: str, output: Any) -> None:
-        """A layer ends."""
+        """Called when a layer ends."""
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         caller = self.current
         self._callers.append((module, caller))
-        own = self._own.get(id(module))
-        self.current = own or (self._inside[id(module)] if caller == REST else caller)
+        own_layer = self._own.get(id(module))
+        if own_layer:
+            self.current = own_layer
+        elif caller == REST:
+            self.current = self._inside[id(module)]
+
         if self.current != caller:
             self.latest = self.current
-            self.calls[self.current] += own is not None
+            self.calls[self.current] += own_layer is not None
             self.entered(self.current, (args, kwargs))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A hook of the user may have raised before this call was entered.
         if not self._callers or self._callers[-1][0] is not module:
-            return  # a hook of the user's own raised before this call was entered
-        layer, (_, self.current) = self.current, self._callers.pop()
+            return
+
+        layer = self.current
+        _, self.current = self._callers.pop()
         if layer != self.current:
             self.left(layer, output)
 
 
 class Boundaries(RunningLayers):
-    """Notes which storages go into and out of each layer, without keeping them."""
+    """Record which storages go into and out of each layer, without keeping them alive."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__(model, layers)
@@ -122,18 +133,23 @@ class Boundaries(RunningLayers):
         ]
 
     def stays(self, layer: str) -> int:
-        """Recomputing keeps inputs that are gone now, and what of the layer's own goes in or out of it."""
-        inputs, outputs = set(self._inputs[layer]), set(self._outputs[layer])
-        gone = {life for life in inputs if life.died is not None}
+        """Return the bytes that stay held if the layer is recomputed.
+
+        These are inputs that are freed without recompute, and the layer's own storages that go
+        into it or out of it.
+        """
+        inputs = set(self._inputs[layer])
+        outputs = set(self._outputs[layer])
+        freed_inputs = {life for life in inputs if life.died is not None}
         alive = {life for life in inputs | outputs if life.died is None and life.owner == layer}
-        own = {
-            life for life in alive if life in inputs or life.used_elsewhere
-        }  # nobody may want an output
-        return sum(life.nbytes for life in gone | own)
+
+        # An output that no other layer uses does not stay.
+        own = {life for life in alive if life in inputs or life.used_elsewhere}
+        return sum(life.nbytes for life in freed_inputs | own)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested containers and dataclasses, which may hold each other."""
+    """Yield the tensors of nested containers and dataclasses, which may refer to each other."""
     return _tensors_in(value, set())
 
 
@@ -147,9 +163,10 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, int]:
-    """FLOPs that each block spends while `run` runs, all its calls together."""
+    """Count the FLOPs that each block spends during `run`, over all its calls."""
     spent = dict.fromkeys(blocks, 0)
-    counter, handles = FlopCount(), []
+    counter = FlopCount()
+    handles = []
     for name, block in blocks.items():
 
         def before(*_: Any, name: str = name) -> None:

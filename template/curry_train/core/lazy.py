@@ -1,7 +1,9 @@
 """Public names of a package, imported on first use (PEP 562).
 
-`import curry_train.primitives` stays cheap, and a project that holds only some techniques gets told which one is
-missing instead of failing at import. Proof: `python -m pytest tests/test_lazy.py`.
+`import curry_train.primitives` stays cheap. A project that holds only some techniques gets an error
+that names the missing one when a name of it is used, instead of a failed import.
+
+Proof: `python -m pytest tests/test_lazy.py`.
 """
 
 import importlib
@@ -20,10 +22,10 @@ def lazy_names(
     *,
     technique_of: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` for `package`; `names` lists the public names of each module.
+    """Return `__getattr__`, `__dir__` and `__all__` for a package.
 
-    A module belongs to the technique of the same name (`grad_accum` to `grad-accum`) unless `technique_of` says
-    otherwise.
+    `names` lists the public names of each module. A module belongs to the technique of the same
+    name (`grad_accum` to `grad-accum`), unless `technique_of` gives another.
     """
     home = {name: module for module, public in names.items() for name in public}
 
@@ -37,7 +39,7 @@ def lazy_names(
             folder = package.rsplit(".", 1)[0].replace(".", "/")
             raise MissingTechnique(
                 f"{name} belongs to the technique {technique}, which this project does not have. "
-                f"Bring it with: scripts/scaffold.py add {technique} --into {folder}",
+                f"Add it with: scripts/scaffold.py add {technique} --into {folder}",
                 name=path,
             )
         loaded = importlib.import_module(path)

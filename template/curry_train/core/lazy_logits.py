@@ -1,7 +1,9 @@
-"""A tensor that stands for logits until somebody reads them; cross-entropy on it never makes them whole.
+"""A stand-in tensor for logits, on which cross-entropy runs in chunks.
 
-What may lie between a head and its loss (a view, rows taken, an upcast, classes moved to dimension 1) gives another
-stand-in. Any other operation makes the logits and goes on with plain tensors: nothing is wrong then, only larger.
+The operations that may lie between a head and its loss (a view, selected rows, an upcast, classes
+moved to dimension 1) return another stand-in. Any other operation computes all of the logits and
+continues with plain tensors: the result is right, but takes more memory.
+
 Proof: `python -m pytest tests/test_chunked_loss.py`.
 """
 
@@ -28,8 +30,14 @@ STEPS: dict[Any, Callable[..., Logits | None]] = {
     Tensor.contiguous: copy_together,
     Tensor.__getitem__: index,
 }
-_GETTERS = "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested is_quantized is_leaf"
-_METHODS = "size dim ndimension numel nelement is_floating_point is_complex get_device element_size __len__"
+_GETTERS = (
+    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested "
+    "is_quantized is_leaf"
+)
+_METHODS = (
+    "size dim ndimension numel nelement is_floating_point is_complex get_device element_size "
+    "__len__"
+)
 METADATA = {
     *(getattr(Tensor, name).__get__ for name in _GETTERS.split()),
     *(getattr(Tensor, name) for name in _METHODS.split()),
@@ -38,8 +46,11 @@ METADATA = {
 
 
 class LazyLogits(Tensor):
-    """Stands for `logits`. It is a node of the graph too, for what takes tensors past `__torch_function__`, such as
-    `torch.autograd.Function.apply`."""
+    """Stand-in for `logits`, with a node of its own in the graph.
+
+    The node serves callers that take tensors past `__torch_function__`, such as
+    `torch.autograd.Function.apply`.
+    """
 
     logits: Logits
 
@@ -48,7 +59,8 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
-        name, first = _name(func), args[0] if args else None
+        name = _name(func)
+        first = args[0] if args else None
         if isinstance(first, LazyLogits) and first.logits.whole is None:
             if func is F.cross_entropy:
                 options, reason = loss_options(first.logits, *args[1:], **kwargs)
@@ -60,10 +72,8 @@ class LazyLogits(Tensor):
                 if derived is first.logits:
                     return first
                 if derived is not None:
-                    derived.parent, derived.step = (
-                        first.logits,
-                        partial(_again, func, args[1:], kwargs),
-                    )
+                    derived.parent = first.logits
+                    derived.step = partial(_again, func, args[1:], kwargs)
                     return _Stand.apply(derived, *derived.product.inputs)
         args, kwargs = tree_map(partial(_plain, operation=name), (args, kwargs))
         return func(*args, **kwargs)
@@ -78,10 +88,9 @@ class LazyLogits(Tensor):
 
 
 def stand_in(product: Product) -> Tensor:
-    """A tensor that stands for the product's logits."""
-    tensor: Tensor = _Stand.apply(
-        Logits(product, product.hidden, product_dtype(product.hidden)), *product.inputs
-    )
+    """Return a tensor that stands in for the logits of a product."""
+    logits = Logits(product, product.hidden, product_dtype(product.hidden))
+    tensor: Tensor = _Stand.apply(logits, *product.inputs)
     return tensor
 
 
@@ -96,18 +105,18 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Computes the product again, as the graph of logits that were made may be gone by now."""
+        """Compute the product again: the graph of logits computed before may be freed by now."""
         refuse_second_derivative()
-        logits, needed = ctx.logits, ctx.needs_input_grad[1:]
+        logits = ctx.logits
+        needed = ctx.needs_input_grad[1:]
         inputs = [
-            given.detach().requires_grad_(need)
-            for given, need in zip(logits.product.inputs, needed, strict=True)
+            original.detach().requires_grad_(need)
+            for original, need in zip(logits.product.inputs, needed, strict=True)
         ]
         whole = logits.follow(logits.product.compute, *inputs)
-        found = iter(
-            torch.autograd.grad(whole, [given for given in inputs if given.requires_grad], gradient)
-        )
-        return None, *(next(found) if need else None for need in needed)
+        trainable = [leaf for leaf in inputs if leaf.requires_grad]
+        gradients = iter(torch.autograd.grad(whole, trainable, gradient))
+        return None, *(next(gradients) if need else None for need in needed)
 
 
 def _again(function: Any, args: Any, kwargs: Any, whole: Tensor) -> Any:
@@ -119,10 +128,8 @@ def _plain(leaf: Any, *, operation: str) -> Any:
 
 
 def _name(function: Any) -> str:
-    """Of a property's getter the property's name."""
+    """Return the name of a function, or for the getter of a property the name of the property."""
     name = str(getattr(function, "__name__", function))
-    return (
-        str(getattr(function.__self__, "__name__", name))
-        if name in ("__get__", "__set__")
-        else name
-    )
+    if name in ("__get__", "__set__"):
+        return str(getattr(function.__self__, "__name__", name))
+    return name

@@ -1,4 +1,6 @@
-"""A small causal language model of Llama's shape: grouped-query attention with rotary positions, SwiGLU, RMS norms.
+"""A small Llama-like causal language model.
+
+It has grouped-query attention with rotary positions, SwiGLU and RMS norms.
 
 Proof: `python -m pytest tests/test_workload.py`.
 """
@@ -13,12 +15,10 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.dropout = (
-            heads,
-            kv_heads,
-            dim // heads,
-            dropout,
-        )
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = dim // heads
+        self.dropout = dropout
         self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
@@ -29,7 +29,8 @@ class Attention(nn.Module):
         q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+        q = rotate(q, cosine, sine)
+        k = rotate(k, cosine, sine)
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True
@@ -39,12 +40,13 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Apply rotary position embeddings to the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward layer."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -61,11 +63,10 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float):
         super().__init__()
-        self.attention_norm, self.attention = (
-            nn.RMSNorm(dim),
-            Attention(dim, heads, kv_heads, dropout),
-        )
-        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(dim), FeedForward(dim, hidden)
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = Attention(dim, heads, kv_heads, dropout)
+        self.feed_forward_norm = nn.RMSNorm(dim)
+        self.feed_forward = FeedForward(dim, hidden)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model of Llama's shape."""
+    """Llama-like causal language model."""
 
     cosine: Tensor
     sine: Tensor
@@ -97,7 +98,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth)
         )
-        self.norm, self.head = nn.RMSNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
         half = dim // heads // 2
         angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cosine", angles.cos(), persistent=False)

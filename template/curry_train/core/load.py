@@ -1,4 +1,6 @@
-"""From what a user types to a `Workload`: a built-in name, or their own `pkg.module:factory` or `file.py:factory`.
+"""Load a `Workload` from a built-in name or from the user's own factory.
+
+The factory is given as `pkg.module:factory` or `file.py:factory`.
 
 Proof: `python -m pytest tests/test_workload.py`.
 """
@@ -22,10 +24,11 @@ from .workload import Workload, WorkloadError
 
 
 def load_workload(spec: str) -> Workload:
-    """A built-in workload by name, or the user's own by `pkg.module:factory` or `folder/file.py:factory`.
+    """Load a built-in workload by name, or the user's own from its factory.
 
-    The factory takes no arguments and returns an `nn.Module`, a `(module, batch)` pair or a `Workload`; modules in the
-    current directory are found.
+    A factory is given as `pkg.module:factory` or `folder/file.py:factory`; modules in the current
+    directory are found. It takes no arguments and returns an `nn.Module`, a `(module, batch)` pair
+    or a `Workload`.
     """
     if spec in BUILTIN:
         return replace(BUILTIN[spec](), spec=spec)
@@ -35,7 +38,9 @@ def load_workload(spec: str) -> Workload:
             f"no workload is called {spec!r}; {did_you_mean(spec, BUILTIN, otherwise=others)}"
         )
     factory = _import_factory(spec)
-    with seeded(0):  # an example batch is drawn here, and every process has to draw the same
+
+    # The factory may draw an example batch, which must be the same in every process.
+    with seeded(0):
         made = _call(factory, spec)
         if isinstance(made, Workload):
             return replace(made, spec=spec, build=lambda: without_cache(made.build()))
@@ -57,30 +62,36 @@ def load_workload(spec: str) -> Workload:
 
 
 def load_object(spec: str) -> Any:
-    """What the user's `pkg.module:factory` returns, such as a dataset."""
+    """Return what the user's `pkg.module:factory` returns, such as a dataset."""
     return _call(_import_factory(spec), spec)
 
 
 def _import_factory(spec: str) -> Callable[[], Any]:
-    named, _, attribute = spec.rpartition(":")
-    file = Path(named).expanduser().resolve() if named.endswith(".py") else None
-    folder, module_name = (Path.cwd(), named) if file is None else _located(file, spec)
-    if (here := str(folder)) not in sys.path:
-        sys.path.insert(0, here)
+    source, _, attribute = spec.rpartition(":")
+    file = Path(source).expanduser().resolve() if source.endswith(".py") else None
+    folder, module_name = (Path.cwd(), source) if file is None else _located(file, spec)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise WorkloadError(
-            f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its folder/file.py:factory"
+            f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its "
+            "folder/file.py:factory"
         ) from error
-    except Exception as error:  # as in `_call`
+    except Exception as error:
+        # The user's module may raise anything.
         raise WorkloadError(
             f"{spec}: the import of {module_name} raised {describe_raised(error)}"
         ) from error
+
     if file is not None and file != (loaded := Path(str(module.__file__)).resolve()):
         raise WorkloadError(
-            f"{spec}: Python knows another {module_name} already, {loaded}: give the file another name"
+            f"{spec}: another module {module_name} is already imported, {loaded}: give the file "
+            "another name"
         )
+
     factory = getattr(module, attribute, None)
     if not callable(factory):
         found = sorted(
@@ -89,43 +100,51 @@ def _import_factory(spec: str) -> Callable[[], Any]:
             if callable(value) and not name.startswith("_")
         )
         raise WorkloadError(
-            f"{spec}: {module_name} has no callable {attribute!r}; it has {', '.join(found) or 'none'}"
+            f"{spec}: {module_name} has no callable {attribute!r}; it has "
+            f"{', '.join(found) or 'none'}"
         )
     return factory
 
 
 def _located(file: Path, spec: str) -> tuple[Path, str]:
-    """The folder from which a file can be imported, and its name there; packages have an `__init__.py`."""
+    """Return the folder from which a file can be imported, and its module name there.
+
+    Folders with an `__init__.py` are packages, and part of the module name.
+    """
     if not file.is_file():
         raise WorkloadError(f"{spec}: there is no file {file}")
-    folder, names = file.parent, [] if file.stem == "__init__" else [file.stem]
+    folder = file.parent
+    names = [] if file.stem == "__init__" else [file.stem]
     while (folder / "__init__.py").is_file():
-        folder, names = folder.parent, [folder.name, *names]
+        names.insert(0, folder.name)
+        folder = folder.parent
     return folder, ".".join(names)
 
 
 def _call(factory: Callable[[], Any], spec: str) -> Any:
     try:
         return factory()
-    except (
-        Exception
-    ) as error:  # the user's own code may raise anything: it is told as theirs, its traceback kept
+    except Exception as error:
+        # The user's code may raise anything. The error names it as theirs and keeps its traceback.
         raise WorkloadError(
             f"{spec}: the factory raised {describe_raised(error, called=factory)}"
         ) from error
 
 
 def _try_once(workload: Workload) -> None:
-    """One forward and backward, so that a batch that does not fit the model is said here and in the user's words."""
+    """Run one forward, so that a batch that does not fit the model is reported here."""
     with seeded(0):
-        module, batch = workload.build(), workload.batch(2)
+        module = workload.build()
+        batch = workload.batch(2)
         try:
             loss = workload.loss(module, batch)
-        except Exception as error:  # as above
+        except Exception as error:
+            # The user's model may raise anything.
             raise WorkloadError(
                 f"{workload.spec}: a forward on the batch raised {describe_raised(error)}. "
-                "Of (module, batch) the batch is what forward takes, a tuple as its arguments; where the loss needs "
-                "targets beside them, return a Workload(name, build, batch, loss)"
+                "The batch of a (module, batch) pair is what forward takes, a tuple as its "
+                "positional arguments; if the loss also needs targets, return a "
+                "Workload(name, build, batch, loss)"
             ) from error
     if not loss.requires_grad:
         raise WorkloadError(f"{workload.spec}: the loss does not depend on any trainable parameter")

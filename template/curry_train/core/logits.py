@@ -1,4 +1,4 @@
-"""The logits of a head before anybody has made them: the product that they are, and what lies between it and a loss.
+"""Logits that are not computed yet: the head's product, and the steps between it and a loss.
 
 Proof: `python -m pytest tests/test_chunked_loss.py`.
 """
@@ -20,25 +20,26 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(eq=False)
 class LossUse:
-    """What became of a head's logits since its last forward in training: losses that ran in chunks, and the operations
-    that asked for all of the logits."""
+    """Uses of a head's logits since its last forward in training."""
 
+    # Losses that ran in chunks.
     num_chunked: int = 0
+
+    # Operations that needed all of the logits.
     whole: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        chunked = (
-            f"{self.num_chunked} loss{'es' * (self.num_chunked > 1)} in chunks"
-            if self.num_chunked
-            else ""
-        )
-        asked = f"all logits made for {', '.join(self.whole)}" if self.whole else ""
-        return "; ".join(part for part in (chunked, asked) if part) or "no loss yet"
+        phrases = []
+        if self.num_chunked:
+            phrases.append(f"{self.num_chunked} loss{'es' * (self.num_chunked > 1)} in chunks")
+        if self.whole:
+            phrases.append(f"all logits made for {', '.join(self.whole)}")
+        return "; ".join(phrases) or "no loss yet"
 
 
 @dataclass(eq=False)
 class Product:
-    """The product that gives the logits, as it was asked for."""
+    """Matrix product that gives the logits, with its arguments and autocast state."""
 
     hidden: Tensor
     weight: Tensor
@@ -50,11 +51,11 @@ class Product:
     derived: list["weakref.ref[Logits]"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.versions = [given._version for given in self.inputs]
+        self.versions = [tensor._version for tensor in self.inputs]
 
     @property
     def inputs(self) -> list[Tensor]:
-        return [given for given in (self.hidden, self.weight, self.bias) if given is not None]
+        return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
@@ -62,17 +63,21 @@ class Product:
             return F.linear(*inputs)
 
     def check(self) -> None:
-        """Values that are asked for late are those that would have come at once, or it is an error."""
-        changed = [given._version for given in self.inputs] != self.versions
+        """Raise if an input has changed since forward, so that the logits would differ."""
+        changed = [tensor._version for tensor in self.inputs] != self.versions
         if changed or not self.weight.untyped_storage().nbytes():
             raise RuntimeError(
-                f"the logits of a head in chunks, weight {tuple(self.weight.shape)}, were asked for after its input, "
-                "weight or bias had changed or was freed; compute the loss, and read logits, before that (before "
-                "optimizer.step()), shard the head with the model and not by itself, or use remove_chunked_loss"
+                f"the logits of a head in chunks, weight {tuple(self.weight.shape)}, were read "
+                "after its input, weight or bias had changed or was freed; compute the loss, and "
+                "read logits, before that (before optimizer.step()), shard the head with the model "
+                "and not by itself, or use remove_chunked_loss"
             )
 
     def make_whole(self, operation: str) -> None:
-        """Make the logits, and what was derived of them and is still there: written into, they stay in step."""
+        """Compute the logits and everything derived from them that is still alive.
+
+        They are computed together so that a write into one shows in the views of it.
+        """
         self.use.whole.append(operation)
         for reference in self.derived:
             if (logits := reference()) is not None:
@@ -81,15 +86,22 @@ class Product:
 
 @dataclass(eq=False)
 class Logits:
-    """Logits, or what is derived of them: the rows of the head's input that they are made of, and the step from their
-    parent. Classes are the last dimension, or else dimension 1 of 3."""
+    """Logits, or a tensor derived from them, that are computed only when they are read."""
 
     product: Product
+
+    # The rows of the head's input that these logits are computed from.
     rows: Tensor
     dtype: torch.dtype
+
+    # Classes are the last dimension, or else dimension 1 of 3.
     classes_last: bool = True
+
+    # The logits that these are derived from, and the operation that derives them.
     parent: "Logits | None" = None
     step: Callable[[Tensor], Tensor] | None = None
+
+    # The computed tensor; None until it is read.
     whole: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -101,18 +113,17 @@ class Logits:
         return (*leading, classes) if self.classes_last else (leading[0], classes, leading[1])
 
     def read(self, operation: str) -> Tensor:
-        """All of the logits; they are made once."""
+        """Return all of the logits; they are computed once."""
         if self.whole is None:
             self.product.make_whole(operation)
         return self.make()
 
     def make(self) -> Tensor:
         if self.whole is None:
-            self.whole = (
-                self.follow(self.product.compute)
-                if self.parent is None
-                else self.take(self.parent.make())
-            )
+            if self.parent is None:
+                self.whole = self.follow(self.product.compute)
+            else:
+                self.whole = self.take(self.parent.make())
         return self.whole
 
     def take(self, parent: Tensor) -> Tensor:
@@ -121,13 +132,13 @@ class Logits:
             return self.step(parent)
 
     def follow(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """All of the logits of a product that is computed now."""
+        """Compute the product now with `compute`, and return all of the logits."""
         if self.parent is None:
             return compute(*(inputs or self.product.inputs))
         return self.take(self.parent.follow(compute, *inputs))
 
     def loss(self, targets: Tensor, options: dict[str, Any]) -> Tensor:
-        """Cross-entropy in chunks, in the dtype that `F.cross_entropy` gives."""
+        """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
         product = self.product
         product.check()
         with autocast_as(product.autocast):
@@ -140,7 +151,9 @@ class Logits:
                 **options,
             )
         product.use.num_chunked += 1
-        return loss if autocast_now() else loss.to(self.dtype)  # autocast makes losses float32
+
+        # Under autocast losses stay float32.
+        return loss if autocast_now() else loss.to(self.dtype)
 
 
 def loss_options(
@@ -153,7 +166,10 @@ def loss_options(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> tuple[dict[str, Any], str]:
-    """Takes what `F.cross_entropy` takes; returns what the chunked one is to be given, or why it can't be used."""
+    """Translate the arguments of `F.cross_entropy` into options of the chunked one.
+
+    The second value is the reason why the chunked one can't be used, or an empty string.
+    """
     reasons = {
         "class weights": weight is not None,
         "size_average or reduce": size_average is not None or reduce is not None,
@@ -172,53 +188,58 @@ def loss_options(
     return options, next((reason for reason, holds in reasons.items() if holds), "")
 
 
-# Steps that can be taken without the logits. Each takes what the operation does, and returns None where it can't.
+# Steps that need no logits. Each takes the arguments of the operation that it replaces, and returns
+# None if it does not support them.
 
 
 def regroup(function: Any, logits: Logits, *sizes: Any, **named: Any) -> Logits | None:
-    """Of view, reshape and flatten: the leading dimensions become others."""
-    if not logits.classes_last or any(
-        isinstance(size, torch.dtype) for size in (*sizes, *named.values())
-    ):
+    """Apply view, reshape or flatten to the leading dimensions."""
+    views_dtype = any(isinstance(size, torch.dtype) for size in (*sizes, *named.values()))
+    if views_dtype or not logits.classes_last:
         return None
     shape = function(torch.empty((), device="meta").expand(logits.shape), *sizes, **named).shape
     if shape[-1:] != logits.shape[-1:]:
         return None
-    return Logits(
-        logits.product, logits.rows.reshape(*shape[:-1], logits.rows.shape[-1]), logits.dtype
-    )
+    rows = logits.rows.reshape(*shape[:-1], logits.rows.shape[-1])
+    return Logits(logits.product, rows, logits.dtype)
 
 
 def index(function: Any, logits: Logits, where: Any) -> Logits | None:
-    """Slices, numbers or one tensor of indices or a mask, of the leading dimensions."""
-    rank, entries = len(logits.shape), where if isinstance(where, tuple) else (where,)
+    """Index the leading dimensions by slices and numbers, by one tensor of indices, or a mask."""
     if not logits.classes_last:
         return None
+    rank = len(logits.shape)
+    entries = where if isinstance(where, tuple) else (where,)
     if len(entries) == 1 and isinstance(entries[0], Tensor):
-        mask = entries[0].dtype is torch.bool
-        if (entries[0].dim() if mask else 1) >= rank or (
-            not mask and entries[0].dtype is not torch.int64
-        ):
-            return None
-        return Logits(logits.product, logits.rows[entries[0]], logits.dtype)
-    if any(
-        isinstance(entry, bool) or not isinstance(entry, slice | int | type(...))
+        return _index_by_tensor(logits, entries[0])
+
+    supported = all(
+        isinstance(entry, slice | int | type(...)) and not isinstance(entry, bool)
         for entry in entries
-    ):
-        return None
-    if entries.count(...) > 1 or len(entries) - entries.count(...) > rank:
+    )
+    if not supported or entries.count(...) > 1 or len(entries) - entries.count(...) > rank:
         return None
     if ... in entries:
-        place = entries.index(...)
-        missing = rank - len(entries) + 1
-        entries = (*entries[:place], *[slice(None)] * missing, *entries[place + 1 :])
+        position = entries.index(...)
+        num_missing = rank - len(entries) + 1
+        entries = (*entries[:position], *[slice(None)] * num_missing, *entries[position + 1 :])
     if len(entries) == rank and entries[-1] != slice(None):
         return None
     return Logits(logits.product, logits.rows[entries], logits.dtype)
 
 
+def _index_by_tensor(logits: Logits, indices: Tensor) -> Logits | None:
+    is_mask = indices.dtype is torch.bool
+    if not is_mask and indices.dtype is not torch.int64:
+        return None
+    num_indexed = indices.dim() if is_mask else 1
+    if num_indexed >= len(logits.shape):
+        return None
+    return Logits(logits.product, logits.rows[indices], logits.dtype)
+
+
 def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:
-    """Of float and to: an upcast of half precision, or the dtype and the device that they have."""
+    """Apply `float` or `to`: an upcast of half precision, or the current dtype or device."""
     if named or len(to) > 1:
         return None
     wanted = to[0] if to else torch.float32
@@ -232,23 +253,25 @@ def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None
 
 
 def copy_together(function: Any, logits: Logits) -> Logits | None:
-    """Of contiguous."""
+    """Apply `contiguous`."""
     return Logits(logits.product, logits.rows, logits.dtype, logits.classes_last)
 
 
 def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
-    """Of transpose and permute: classes from the last of three dimensions to dimension 1, and back."""
+    """Apply transpose or permute: move classes from the last of 3 dimensions to dim 1, or back."""
     if len(logits.shape) != 3:
         return None
-    order = [0, 1, 2]
     given = dims[0] if len(dims) == 1 else dims
     if len(given) not in (2, 3) or not all(isinstance(dim, int) and -3 <= dim < 3 for dim in given):
         return None
-    given = [dim % 3 for dim in given]
-    if len(given) == 3:
-        order = given
+
+    axes = [dim % 3 for dim in given]
+    order = [0, 1, 2]
+    if len(axes) == 3:
+        order = axes
     else:
-        order[given[0]], order[given[1]] = given[1], given[0]
+        order[axes[0]] = axes[1]
+        order[axes[1]] = axes[0]
     if order != [0, 2, 1]:
         return None
     return Logits(logits.product, logits.rows, logits.dtype, not logits.classes_last)

@@ -1,10 +1,11 @@
-"""What else the machine did while something was timed: other processes on its cores, and the clock of its GPU.
+"""Load of the machine during a timing: other processes on its cores, and its GPU's clock.
 
     with Machine(device) as machine:
         ...
     print(machine.remarks())
 
-Linux tells what all processes used, in /proc/stat; elsewhere nothing is said of them.
+Linux reports the core time of all processes in /proc/stat; on other systems they are not checked.
+
 Proof: `python -m pytest tests/test_bench_turns.py -k machine`.
 """
 
@@ -19,24 +20,39 @@ from pathlib import Path
 import torch
 
 STAT = Path("/proc/stat")
-CROWDED = 0.9  # of all cores in use: whoever wants one more has to wait
-OTHERS = 0.1  # of all cores that others take, below which they are the machine's own housekeeping
-SHORTEST = 0.1  # seconds; the kernel counts in hundredths, of which one would be many cores in less
-SLOWED = 0.95  # of the GPU's clock at the start
+
+# From this share of all cores in use on, a process that needs one more core has to wait.
+CROWDED = 0.9
+
+# Up to this share of all cores, other processes are the machine's own housekeeping.
+OTHERS = 0.1
+
+# Seconds. The kernel counts in hundredths, and in less time one of them would be many cores.
+SHORTEST = 0.1
+
+# Below this share of its clock at the start, the GPU counts as slowed down.
+SLOWED = 0.95
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds of core time that all processes and this one have used, and the wall clock; megahertz of the GPU."""
+    """Wall clock, core time used so far, and the GPU's clock at one moment."""
 
+    # Seconds of the wall clock.
     wall: float
+
+    # Seconds of core time of all processes.
     all_cores: float | None
+
+    # Seconds of core time of this process.
     own: float
+
+    # Clock of the GPU.
     megahertz: int | None = None
 
 
 class Machine:
-    """A context; afterwards `remarks` says what spoils timings."""
+    """Context around a timing; afterwards `remarks` lists what disturbed it."""
 
     def __init__(
         self,
@@ -58,32 +74,36 @@ class Machine:
 
     @property
     def others(self) -> float | None:
-        """Cores that other processes kept busy; None where it can't be known."""
-        start, end = self._start, self._end
+        """Cores that other processes kept busy; None if that can't be determined."""
+        start = self._start
+        end = self._end
         if start.all_cores is None or end.all_cores is None or end.wall - start.wall < SHORTEST:
             return None
-        return max(
-            0.0, (end.all_cores - start.all_cores - end.own + start.own) / (end.wall - start.wall)
-        )
+        others_seconds = end.all_cores - start.all_cores - end.own + start.own
+        return max(0.0, others_seconds / (end.wall - start.wall))
 
     def remarks(self) -> list[str]:
-        said = []
+        """List what disturbed the timing, in sentences for the user."""
+        found = []
         wall = self._end.wall - self._start.wall
         if self.others is not None and wall > 0:
             used = self.others + (self._end.own - self._start.own) / wall
             if self.others > OTHERS * self._cores and used > CROWDED * self._cores:
                 work = "steps" if self._on_cpu else "launches of kernels"
-                said.append(
-                    f"other processes took {self.others:.1f} of {self._cores} cores meanwhile, and {work} waited for "
-                    "them: trust the ratios more than the seconds, or run again when they have ended"
+                found.append(
+                    f"other processes took {self.others:.1f} of {self._cores} cores meanwhile, and "
+                    f"{work} waited for them: trust the ratios more than the seconds, or run again "
+                    "when they have ended"
                 )
-        before, after = self._start.megahertz, self._end.megahertz
+
+        before = self._start.megahertz
+        after = self._end.megahertz
         if before and after and after < SLOWED * before:
-            said.append(
-                f"the GPU's clock fell from {before} to {after} MHz, by heat or its power limit: more warm-up steps "
-                "show what it keeps up"
+            found.append(
+                f"the GPU's clock fell from {before} to {after} MHz, from heat or its power limit: "
+                "take more warm-up steps to measure the clock that it can sustain"
             )
-        return said
+        return found
 
 
 def _reading(device: torch.device) -> Reading:
@@ -91,18 +111,20 @@ def _reading(device: torch.device) -> Reading:
 
 
 def _seconds_of_all() -> float | None:
-    """User, nice, system, interrupts and what the host gave to other guests."""
+    """Sum the core time of user, nice, system, interrupts and steal; None without /proc/stat."""
     if not STAT.is_file():
         return None
-    fields = [
-        int(field) for field in STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-    ]
+    first_line = STAT.read_text(encoding="ascii").split("\n", 1)[0]
+    fields = [int(field) for field in first_line.split()[1:9]]
     user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = fields
     return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def _megahertz(device: torch.device) -> int | None:
-    """Not yet measured on CUDA; nothing where NVIDIA's library is missing, or does not tell as in parts of a card."""
+    """Read the GPU's clock; None without pynvml, or where it refuses, as on MIG slices.
+
+    Not yet measured on CUDA.
+    """
     if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         return None
     refused: type[Exception] = importlib.import_module("pynvml").NVMLError

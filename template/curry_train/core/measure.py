@@ -1,7 +1,9 @@
-"""What a training step costs: held and peak bytes, FLOPs, seconds; one interface on CPU and CUDA.
+"""Measure a training step on CPU or CUDA: held and peak bytes, FLOPs, seconds.
 
-On CPU the bytes are exact and repeatable: every storage that an operation creates is followed until it dies. On CUDA
-they are the allocator's. One instrument per pass, because instruments keep tensors alive that others would count.
+On CPU the bytes are exact and repeatable: every storage that an operation creates is followed until
+it is freed. On CUDA they are the allocator's. Each pass runs under one instrument only, because an
+instrument keeps tensors alive that another one would count.
+
 Proof: `python -m pytest tests/test_measure.py`.
 """
 
@@ -26,16 +28,18 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class Memory:
-    """`held_bytes`: activation storages alive after forward. `peak_bytes`: the most alive at any moment of forward and
-    backward, gradients included; parameters, buffers and the batch were there before and do not count."""
+    """Held and peak bytes of one step, without the parameters, buffers and batch that it needs."""
 
+    # Activation storages alive after forward.
     held_bytes: int
+
+    # The most bytes alive at any moment of forward and backward, gradients included.
     peak_bytes: int
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of matrix products, convolutions and attention; recomputation happens in `backward`."""
+    """FLOPs of matrix products, convolutions and attention; `backward` includes recomputation."""
 
     forward: int
     backward: int
@@ -56,20 +60,28 @@ class StepTime:
 
 @dataclass(eq=False)
 class Life:
-    """One storage: its bytes, in whose name it was made, and by number the operation that made it and the first one
-    that no longer found it."""
+    """One storage, from the operation that made it to the operation that no longer found it."""
 
     nbytes: int
+
+    # The value of the `owner` function when the storage was made, such as a layer's name.
     owner: Any
+
+    # Number of the operation that made it.
     born: int
+
+    # Number of the first operation that no longer found it; None while it is alive.
     died: int | None = None
-    used_elsewhere: bool = False  # than in its owner
+
+    # Whether an operation of another owner has used it.
+    used_elsewhere: bool = False
 
 
 class LiveStorages(TorchDispatchMode):
-    """Follows every storage made while the mode is on until it is freed.
+    """Mode that follows every storage made inside it until the storage is freed.
 
-    `owner` is asked in whose name a storage is made; with `device` only storages of that kind of device count.
+    `owner` is called to get the owner of each new storage. With `device`, only storages on devices
+    of that type count.
     """
 
     def __init__(
@@ -98,11 +110,11 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def follow(self, tensor: Tensor, *, owner: Any) -> None:
-        """Count a tensor that was there before; a storage that is known stays its first owner's."""
+        """Count a tensor that existed before; a storage already followed keeps its first owner."""
         self._meet(tensor, was_there=False, owner=owner)
 
     def lives_of(self, tensor: Tensor) -> list[Life]:
-        """What was recorded of the storages of a tensor; nothing where they were there before."""
+        """Return the records of a tensor's storages; empty if they existed before the mode."""
         known = (self._known.get(storage._cdata) for storage in _storages(tensor))
         return [
             entry[1]
@@ -115,20 +127,13 @@ class LiveStorages(TorchDispatchMode):
             return
         for storage in _storages(tensor):
             known = self._known.get(storage._cdata)
-            if (
-                was_there
-                and known is not None
-                and known[1] is not None
-                and self._owner() != known[1].owner
-            ):
-                known[1].used_elsewhere = True
+            life = None if known is None else known[1]
+            if was_there and life is not None and self._owner() != life.owner:
+                life.used_elsewhere = True
             if known is None or known[0]() is None:
                 counts = not was_there and storage.nbytes() > 0
-                self._watch(
-                    storage,
-                    Life(storage.nbytes(), owner or self._owner(), self.num_operations),
-                    counts,
-                )
+                new_life = Life(storage.nbytes(), owner or self._owner(), self.num_operations)
+                self._watch(storage, new_life, counts)
 
     def _watch(self, storage: Any, life: Life, counts: bool) -> None:
         key = storage._cdata
@@ -147,16 +152,18 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _storages(tensor: Tensor) -> list[Any]:
-    """The storage of a tensor, or those of the two parts of a sparse one."""
-    parts = (
-        (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
-    )
-    return [part.untyped_storage() for part in parts]
+    """Return the storage of a tensor, or both storages of a sparse COO tensor."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    return [tensor.untyped_storage()]
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up the FLOPs of every operation that torch has a formula for; attention is counted here, because torch
-    leaves out its CPU kernel, and before 2.13 refuses grouped-query heads."""
+    """Mode that adds up the FLOPs of every operation that torch has a formula for.
+
+    Attention has a formula of our own: torch leaves out its CPU kernel, and before 2.13 it refuses
+    grouped-query heads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,12 +176,16 @@ class FlopCount(TorchDispatchMode):
 
 
 def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
-    """Held and peak bytes of one forward and backward."""
+    """Measure the held and peak bytes of one forward and backward."""
     device = _device(module)
-    with untouched(module), seeded(0):  # the layers that a step drops are drawn
+
+    # The seed fixes which layers a step drops, in models that drop layers at random.
+    with untouched(module), seeded(0):
         if device.type != "cuda":
             return _measure_storages(module, batch, loss)
-        loss(module, batch).backward()  # allocates the libraries' workspaces, which stay
+
+        # The first step allocates the workspaces of the libraries, which stay allocated.
+        loss(module, batch).backward()
         module.zero_grad(set_to_none=True)
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -196,7 +207,7 @@ def _measure_storages(module: nn.Module, batch: Any, loss: Loss) -> Memory:
 
 
 def count_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
-    """FLOPs of one forward and of its backward, in that order."""
+    """Count the FLOPs of one forward and its backward."""
     with untouched(module), seeded(0):
         with FlopCount() as forward:
             value = loss(module, batch)
@@ -206,15 +217,16 @@ def count_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
 
 
 def recompute_flops(plain: Flops, technique: Flops) -> int:
-    """FLOPs that the technique does again in backward."""
+    """Return the FLOPs that a technique recomputes in backward."""
     return technique.backward - plain.backward
 
 
 def time_step(
     module: nn.Module, batch: Any, loss: Loss, *, repeats: int = 5, warmup: int = 1
 ) -> StepTime:
-    """Wall time of a forward and backward; the device is waited for."""
-    device, seconds = _device(module), []
+    """Measure the wall time of a forward and backward, synchronized with the device."""
+    device = _device(module)
+    seconds = []
     with untouched(module):
         for _ in range(warmup + repeats):
             module.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""The name that was meant where one was typed that is none.
+"""Suggest the closest known name for a misspelled one.
 
 Proof: `python -m pytest tests/test_nearest.py`.
 """
@@ -8,14 +8,17 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like it, in any case and with any dash; None where none is like it."""
-    plain = {_plain(each): each for each in known}
-    found = difflib.get_close_matches(_plain(name), plain, n=1)
-    return plain[found[0]] if found else None
+    """Return the closest known name, or None; case and the kind of dash do not count."""
+    by_plain_name = {_plain(known_name): known_name for known_name in known}
+    matches = difflib.get_close_matches(_plain(name), by_plain_name, n=1)
+    return by_plain_name[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
-    """The end of a message that refuses a name: the one that was meant, else `otherwise`, else all that there are."""
+    """Return the end of an unknown-name error.
+
+    It suggests the closest known name. If there is none, it is `otherwise`, or lists all names.
+    """
     known = list(known)
     meant = nearest(name, known)
     if meant is not None:

@@ -1,4 +1,4 @@
-"""Kinds of operations as the dispatcher sees them: what is expensive, what draws random numbers, what writes in place.
+"""Classify dispatcher operations: cost, random numbers, writes in place.
 
 Proof: `python -m pytest tests/test_operations.py`.
 """
@@ -15,14 +15,14 @@ Operation = OpOverload | HigherOrderOperator
 
 
 def _overloads(namespace: str, *names: str) -> frozenset[Operation]:
-    """Those of them that this version of torch has."""
+    """Return the overloads of those named operations that this version of torch has."""
     space = getattr(torch.ops, namespace)
     packets = [getattr(space, name) for name in names if hasattr(space, name)]
     return frozenset(operation for packet in packets for operation in _functional(packet))
 
 
 def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
-    """The overloads that write nothing in place; `aten.mul_` has none, and stands for itself."""
+    """Return the overloads that do not write in place, or all if every overload does."""
     overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
     return [overload for overload in overloads if not overload._schema.is_mutable] or overloads
 
@@ -56,9 +56,10 @@ COLLECTIVES = _overloads(
     "broadcast",
     "reduce_scatter_tensor",
 )
-SPLITS = _overloads(
-    "aten", "unsafe_split", "unsafe_split_with_sizes"
-)  # autograd takes their parts for new tensors
+
+# Autograd treats the outputs of these as new tensors, although they are views.
+SPLITS = _overloads("aten", "unsafe_split", "unsafe_split_with_sizes")
+
 EXPENSIVE = MATMULS | ATTENTION | CONVOLUTIONS | COLLECTIVES
 FAMILIES = {
     "matmul": MATMULS,
@@ -70,12 +71,15 @@ FAMILIES = {
 
 @functools.cache
 def family_of(operation: Operation) -> str | None:
-    """Of an expensive operation; devices run others of one family for the same call."""
+    """Return the family of an expensive operation, or None for any other.
+
+    For the same call, different devices run different operations of one family.
+    """
     return next((family for family, members in FAMILIES.items() if operation in members), None)
 
 
 def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
-    """The operations that a user names: overloads, packets, or text such as `aten.mm` and `aten.mm.default`."""
+    """Find operations given as overloads, packets, or text (`aten.mm`, `aten.mm.default`)."""
     found: set[Operation] = set()
     for item in named:
         operation = _by_name(item) if isinstance(item, str) else item
@@ -91,37 +95,42 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
 
 
 def _by_name(text: str) -> Any:
-    parts = text.removeprefix("torch.ops.").split(".")
-    if len(parts) not in (2, 3):
+    namespace, *names = text.removeprefix("torch.ops.").split(".")
+    if len(names) not in (1, 2):
         raise ValueError(f"an operation is named as 'aten.mm' or 'aten.mm.default', got {text!r}")
-    space = getattr(torch.ops, parts[0])
-    if not hasattr(space, parts[1]):
-        near = difflib.get_close_matches(parts[1], dir(space), n=3)
-        raise ValueError(
-            f"torch has no operation {text!r}"
-            + (f"; did you mean {', '.join(near)}?" if near else "")
-        )
-    packet = getattr(space, parts[1])
-    if len(parts) == 2:
+
+    space = getattr(torch.ops, namespace)
+    if not hasattr(space, names[0]):
+        near = difflib.get_close_matches(names[0], dir(space), n=3)
+        suggestion = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ValueError(f"torch has no operation {text!r}{suggestion}")
+
+    packet = getattr(space, names[0])
+    if len(names) == 1:
         return packet
-    if parts[2] not in packet.overloads():
+    if names[1] not in packet.overloads():
         raise ValueError(
-            f"{parts[0]}.{parts[1]} has no overload {parts[2]!r}; it has {', '.join(packet.overloads())}"
+            f"{namespace}.{names[0]} has no overload {names[1]!r}; it has "
+            f"{', '.join(packet.overloads())}"
         )
-    return getattr(packet, parts[2])
+    return getattr(packet, names[1])
 
 
 def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers: attention does with dropout alone."""
-    known, index, default = _drawing(operation)
+    """Return whether this call draws random numbers; attention does so only with dropout."""
+    may_draw, index, default = _drawing(operation)
     if index is None:
-        return known
-    return bool(kwargs.get("dropout_p", args[index] if index < len(args) else default))
+        return may_draw
+    positional = args[index] if index < len(args) else default
+    return bool(kwargs.get("dropout_p", positional))
 
 
 @functools.cache
 def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
-    """Whether an operation draws, and where it depends on an argument, which one and its default."""
+    """Return whether an operation may draw random numbers.
+
+    If that depends on `dropout_p`, the index and the default of that argument follow; else None.
+    """
     if (
         not isinstance(operation, OpOverload)
         or torch.Tag.nondeterministic_seeded not in operation.tags
@@ -134,12 +143,15 @@ def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
 
 
 def writes_in_place(operation: Operation) -> bool:
-    """Whether the operation changes one of its arguments."""
+    """Return whether the operation writes into one of its arguments."""
     return isinstance(operation, OpOverload) and operation._schema.is_mutable
 
 
 def is_cheap(operation: Operation) -> bool:
-    """Elementwise operations, reductions and normalizations: little arithmetic for each value that they write."""
+    """Return whether an operation is elementwise, a reduction or a normalization.
+
+    These do little arithmetic for each value that they write.
+    """
     if not isinstance(operation, OpOverload):
         return False
     kinds = {"pointwise", "reduction"}

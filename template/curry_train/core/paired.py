@@ -1,10 +1,12 @@
-"""What repeated timings say: a median with its spread, and the ratio of two ways from the rounds that they share.
+"""Statistics of repeated timings: medians, spreads, and ratios with an interval.
 
     ratio = paired_ratio(ours, plain)
     print(ratio.median, ratio.lower, ratio.upper, ratio.verdict)
 
-Both ways of a round met the same machine, so their ratio is freed of what it did. The interval for the median ratio
-comes from order statistics: it takes no distribution for granted, only rounds that do not hang together.
+Both ways of a round ran under the same machine load, so that the load cancels in their ratio.
+The interval for the median ratio comes from order statistics: it assumes no distribution, only that
+the rounds are independent.
+
 Proof: `python -m pytest tests/test_bench_turns.py`.
 """
 
@@ -14,14 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COVERAGE = 0.95
-FASTER, SLOWER, NO_DIFFERENCE = "faster", "slower", "no difference seen"
+FASTER = "faster"
+SLOWER = "slower"
+NO_DIFFERENCE = "no difference seen"
 TOO_FEW = "too few rounds to tell"
-FEWEST = 6  # rounds: between the ends of 5 lies the median in 93.75% of cases, which is less than COVERAGE
+
+# Rounds. Of 5 rounds, the smallest and the largest enclose the median in 93.75% of cases, which is
+# less than COVERAGE.
+FEWEST = 6
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of repeated timings, and the tenth and ninetieth of a hundred."""
+    """The median of repeated timings, with the 10th and the 90th percentile."""
 
     median: float
     lower: float
@@ -34,8 +41,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the rounds' ratios, with an interval that holds the true one in `coverage` of all cases; without
-    one where the rounds are too few."""
+    """The median of the rounds' ratios, with its confidence interval.
+
+    The interval contains the true median in a share of `coverage` of all cases. It is None if there
+    are too few rounds.
+    """
 
     median: float
     lower: float | None
@@ -46,7 +56,9 @@ class Ratio:
     def verdict(self) -> str:
         if self.lower is None or self.upper is None:
             return TOO_FEW
-        return SLOWER if self.lower > 1 else FASTER if self.upper < 1 else NO_DIFFERENCE
+        if self.lower > 1:
+            return SLOWER
+        return FASTER if self.upper < 1 else NO_DIFFERENCE
 
 
 def spread_of(seconds: Sequence[float]) -> Spread:
@@ -61,14 +73,15 @@ def spread_of(seconds: Sequence[float]) -> Spread:
 def paired_ratio(
     seconds: Sequence[float], reference: Sequence[float], *, coverage: float = COVERAGE
 ) -> Ratio:
-    """How much longer than the reference, from figures of the same rounds in the same order."""
+    """Return the ratio to the reference, from timings of the same rounds in the same order."""
     if len(seconds) != len(reference) or not seconds:
         raise ValueError(
-            f"{len(seconds)} timings can't be held against {len(reference)}: give those of the same rounds, one or more"
+            f"{len(seconds)} timings can't be compared with {len(reference)}: give one timing of "
+            "each for the same rounds, at least one round"
         )
     if min(reference) <= 0:
         raise ValueError(
-            f"the reference took {min(reference)} seconds in some round: give it more to do"
+            f"the reference took {min(reference)} seconds in one round: give it more to do"
         )
     ratios = sorted(ours / theirs for ours, theirs in zip(seconds, reference, strict=True))
     rank, reached = _rank(len(ratios), coverage)
@@ -78,23 +91,25 @@ def paired_ratio(
 
 
 def drift_of(seconds: Sequence[float]) -> float:
-    """How the last third compares with the first one; 1 where there are too few to tell."""
+    """Return the ratio of the last third's median to the first third's; 1 below 6 timings."""
     third = len(seconds) // 3
-    return (
-        statistics.median(seconds[-third:]) / statistics.median(seconds[:third])
-        if third >= 2
-        else 1.0
-    )
+    if third < 2:
+        return 1.0
+    return statistics.median(seconds[-third:]) / statistics.median(seconds[:third])
 
 
 def _rank(num: int, coverage: float) -> tuple[int | None, float | None]:
-    """The innermost ranks, from both ends, between which the median lies often enough: a coin thrown `num` times."""
-    found: tuple[int | None, float | None] = (None, None)
+    """Return the innermost rank, from both ends, that reaches the coverage, and its coverage.
+
+    Each of `num` values is above the true median with probability 1/2, so the number of values
+    above it is binomial.
+    """
+    innermost: tuple[int | None, float | None] = (None, None)
     outside = 0
     for rank in range((num + 1) // 2):
         outside += math.comb(num, rank)
         reached = 1 - 2 * outside / 2**num
         if reached < coverage:
             break
-        found = rank, reached
-    return found
+        innermost = rank, reached
+    return innermost

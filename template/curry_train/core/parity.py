@@ -1,6 +1,8 @@
-"""Is it still the same training? One step is recorded, two records are compared, and what differs is named.
+"""Record training steps, compare two records, and name what differs.
 
-Compared are the loss, every gradient, every buffer and the state of every random generator after the step.
+Compared are the loss, every gradient, every buffer and the state of every random generator after
+the step.
+
 Proof: `python -m pytest tests/test_parity.py`.
 """
 
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one forward and backward left behind."""
+    """Results of one forward and backward: loss, gradients, buffers and generator states."""
 
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
@@ -27,24 +29,31 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not the same; `error` is relative, infinite where a value is missing or of another kind."""
+    """One value that differs between two records."""
 
+    # "loss", "gradient", "buffer" or "generator".
     kind: str
     name: str
+
+    # Relative error; infinite if a value is missing, or of another shape or dtype.
     error: float
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}: " + (
-            "differs in kind" if math.isinf(self.error) else f"{self.error:.1e}"
-        )
+        size = "differs in kind" if math.isinf(self.error) else f"{self.error:.1e}"
+        return f"{self.kind} {self.name}: {size}"
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The answer of `compare`: the worst relative error, and what lies above the tolerance."""
+    """Result of `compare`."""
 
+    # The largest relative error.
     worst: float
+
+    # Everything above the tolerance.
     differences: tuple[Difference, ...]
+
+    # Parameters that get no gradient in the candidate.
     without_gradient: tuple[str, ...]
 
     @property
@@ -56,30 +65,34 @@ class Parity:
         return self.holds and self.worst == 0
 
     def describe(self, *, most: int = 3) -> str:
-        """The differences, worst first, and parameters that get no gradient at all."""
+        """List the differences, worst first, and the parameters that get no gradient at all."""
         ranked = sorted(self.differences, key=lambda difference: -difference.error)
         lines = [str(difference) for difference in ranked[:most]]
         if len(ranked) > most:
             lines.append(f"{len(ranked) - most} more")
         if self.without_gradient:
             lines.append(f"no gradient: {', '.join(self.without_gradient[:most])}")
-        return "; ".join(lines) or ("bit-equal" if self.worst == 0 else f"worst {self.worst:.1e}")
+        if not lines:
+            return "bit-equal" if self.worst == 0 else f"worst {self.worst:.1e}"
+        return "; ".join(lines)
 
 
 def record_step(
     module: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
 ) -> StepRecord:
-    """Run one forward and backward and keep copies of all that it left behind; gradients start at None."""
+    """Run one forward and backward, starting without gradients, and record the results."""
     for parameter in module.parameters():
         parameter.grad = None
     value = loss(module, batch)
-    if value.requires_grad:  # a technique may have cut every gradient off, and then they are None
+
+    # A faulty technique may cut off every gradient; they are recorded as None then.
+    if value.requires_grad:
         value.backward()
     return record(module, value.detach())
 
 
 def record(module: nn.Module, loss: Tensor) -> StepRecord:
-    """Copies of the gradients, buffers and generator states as they stand."""
+    """Record copies of the current gradients, buffers and generator states."""
     return StepRecord(
         loss=loss.clone(),
         gradients={
@@ -93,15 +106,16 @@ def record(module: nn.Module, loss: Tensor) -> StepRecord:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that FSDP2 keeps in shards."""
+    """Gather the full tensor of one that FSDP2 shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 0.0) -> Parity:
-    """Hold `candidate` against `reference`; a tolerance of 0 asks for equal bits.
+    """Compare two records; a tolerance of 0 requires equal bits.
 
-    A gradient's error is relative to its own norm or to a hundredth of the whole gradient's, whichever is larger, so
-    that the rounding of a gradient that is zero in exact arithmetic does not count as a difference.
+    A gradient's error is relative to its own norm or to a hundredth of the norm of all gradients,
+    whichever is larger. So rounding in a gradient that is zero in exact arithmetic does not count
+    as a difference.
     """
     norms = [
         gradient.norm().item() for gradient in reference.gradients.values() if gradient is not None
@@ -110,14 +124,10 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
     found += _compare_all("gradient", reference.gradients, candidate.gradients, floor=floor)
     found += _compare_all("buffer", reference.buffers, candidate.buffers, floor=0.0)
-    found += [
-        Difference(
-            "generator",
-            name,
-            0.0 if _same_state(state, candidate.generators.get(name)) else math.inf,
-        )
-        for name, state in reference.generators.items()
-    ]
+    for name, state in reference.generators.items():
+        same = _same_state(state, candidate.generators.get(name))
+        found.append(Difference("generator", name, 0.0 if same else math.inf))
+
     return Parity(
         worst=max(difference.error for difference in found),
         differences=tuple(difference for difference in found if not difference.error <= tolerance),
@@ -144,9 +154,9 @@ def _compare_all(
 def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:
     if reference is None and candidate is None:
         return 0.0
-    if reference is None or candidate is None or reference.shape != candidate.shape:
+    if reference is None or candidate is None:
         return math.inf
-    if reference.dtype != candidate.dtype:
+    if reference.shape != candidate.shape or reference.dtype != candidate.dtype:
         return math.inf
     if torch.equal(reference, candidate) or (reference.isnan() & candidate.isnan()).all():
         return 0.0
@@ -173,8 +183,5 @@ def _same_state(reference: Any, candidate: Any) -> bool:
         return isinstance(candidate, Tensor) and torch.equal(reference, candidate)
     if isinstance(reference, tuple):
         return isinstance(candidate, tuple) and all(map(_same_state, reference, candidate))
-    return (
-        bool((reference == candidate).all())
-        if hasattr(reference, "all")
-        else bool(reference == candidate)
-    )
+    equal = reference == candidate
+    return bool(equal.all() if hasattr(reference, "all") else equal)

@@ -1,9 +1,11 @@
-"""Compiled code with a bound on what it keeps for backward, and with random numbers that are drawn once.
+"""Compile functions under an activation memory budget, recomputing no random operation.
 
-The bound holds while `Compiled` compiles a graph, which one thread does at a time, and for that graph. With a bound,
-torch 2.11 and 2.13 may compute what draws again in backward, without the generator's state and so with other numbers;
-here it is kept. Importing this takes seconds. Private names of torch's compiler stay in this module. Proof:
-`python -m pytest tests/test_memory_budget.py`.
+The budget is set while `Compiled` compiles a graph, which one thread does at a time, and applies to
+that graph. Under a budget, torch 2.11 and 2.13 may recompute a random operation in backward without
+the generator's state, and so with other random numbers; here its output is always saved. Importing
+this module takes seconds. Private names of torch's compiler are used in this module only.
+
+Proof: `python -m pytest tests/test_memory_budget.py`.
 """
 
 import functools
@@ -29,14 +31,17 @@ from .compiled import BudgetUnsafe, CompileFailed, with_own_code
 from .operations import EXPENSIVE, draws
 
 BACKENDS = ("inductor", "aot_eager")
-SMALLEST = 1e-6  # at 0.0 itself torch keeps the inputs alone, whatever is marked as kept
+
+# At a budget of exactly 0.0, torch saves only the inputs, whichever nodes are marked to be saved.
+SMALLEST = 1e-6
+
 Parts = tuple[GraphModule, GraphModule]
 
 
 class Compiled:
-    """A function that runs compiled; each graph of it may keep `budget` of the bytes that it would keep without.
+    """Compiled function whose graphs each save at most a share `budget` of their usual bytes.
 
-    `name` goes into messages. `num_graphs` counts what was compiled so far.
+    `name` is the function's name in messages. `num_graphs` counts the graphs compiled so far.
     """
 
     def __init__(
@@ -44,22 +49,28 @@ class Compiled:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(
-                f"backend must be one of {', '.join(BACKENDS)}, which know budgets; got {backend!r}"
+                f"backend must be one of {', '.join(BACKENDS)}, which support budgets; got "
+                f"{backend!r}"
             )
-        self.function, self.budget, self.backend, self.name = function, budget, backend, name
+        self.function = function
+        self.budget = budget
+        self.backend = backend
+        self.name = name
         self.num_graphs = 0
         self._run = torch.compile(with_own_code(function, name=name), backend=self._compile_graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch._C._len_torch_dispatch_stack()
-        ):  # 2.11 and 2.13 would never run this code compiled again
+        # After a call under a dispatch mode, torch 2.11 and 2.13 would never run this code compiled
+        # again.
+        if torch._C._len_torch_dispatch_stack():
             return self.function(*args, **kwargs)
         try:
             return self._run(*args, **kwargs)
         except TorchDynamoException as failure:
             cause = getattr(failure, "inner_exception", failure)
-            raise cause if isinstance(cause, BudgetUnsafe) else self._explained(cause) from failure
+            if isinstance(cause, BudgetUnsafe):
+                raise cause from failure
+            raise self._explained(cause) from failure
 
     def _compile_graph(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.num_graphs += 1
@@ -67,29 +78,29 @@ class Compiled:
             if self.backend == "inductor":
                 with inductor_config.patch(custom_partitioner_fn=DrawingOnce()):
                     return lookup_backend("inductor")(graph, inputs)
-            as_it_is = {
+            options = {
                 "fw_compiler": boxed_nop,
                 "bw_compiler": boxed_nop,
                 "keep_inference_input_mutations": True,
             }
-            return aot_autograd(partition_fn=partition, **as_it_is)(graph, inputs)
+            return aot_autograd(partition_fn=partition, **options)(graph, inputs)
 
     def _explained(self, cause: Exception) -> CompileFailed:
-        first = (str(cause).strip().splitlines() or ["no message"])[0]
+        first_line = (str(cause).strip().splitlines() or ["no message"])[0]
         return CompileFailed(
-            f"{self.backend} can't compile {self.name}: {type(cause).__name__}: {first}; leave the block out with "
-            "blocks=, or take recompute_blocks, which needs no compiler"
+            f"{self.backend} can't compile {self.name}: {type(cause).__name__}: {first_line}; "
+            "leave the block out with blocks=, or use recompute_blocks, which needs no compiler"
         )
 
 
 class DrawingOnce(CustomPartitionerFn):
-    """`partition`, as inductor takes it."""
+    """Adapter that passes `partition` to inductor."""
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Parts:
         return partition(gm, joint_inputs, **options)
 
     def uuid(self) -> str:
-        """What compiled code is cached under, beside the budget."""
+        """Return the part of the compiler's cache key that identifies this partitioner."""
         return _fingerprint()
 
 
@@ -99,26 +110,35 @@ def _fingerprint() -> str:
 
 
 def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> Parts:
-    """Forward and backward within the budget that is set; an operation that draws is in one of them alone."""
-    budget, drawing = functorch_config.activation_memory_budget, keep_what_draws(joint)
+    """Split a joint graph into forward and backward under the budget that is set.
+
+    Raise `BudgetUnsafe` if a random operation ends up in both.
+    """
+    budget = functorch_config.activation_memory_budget
+    drawing = keep_what_draws(joint)
     if drawing and budget < 1:
         budget = 1.0 if _is_a_tuple_alone(joint, drawing) else max(budget, SMALLEST)
     with functorch_config.patch(activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
-    twice = {node.name for node in drawing_nodes(forward)} & {
-        node.name for node in drawing_nodes(backward)
-    }
-    if twice := twice | _drawing_within(backward):
+
+    in_forward = {node.name for node in drawing_nodes(forward)}
+    in_backward = {node.name for node in drawing_nodes(backward)}
+    recomputed = (in_forward & in_backward) | _drawing_within(backward)
+    if recomputed:
         raise BudgetUnsafe(
-            f"at budget {budget:g} the compiler runs {', '.join(sorted(twice))} again in backward with other random "
-            "numbers, and gradients would be wrong; take what draws out of the blocks, or use recompute_blocks"
+            f"at budget {budget:g} the compiler runs {', '.join(sorted(recomputed))} again in "
+            "backward with other random numbers, and gradients would be wrong; move the random "
+            "operations out of the blocks, or use recompute_blocks"
         )
     return forward, backward
 
 
 def keep_what_draws(joint: GraphModule) -> list[Node]:
-    """Mark every operation that draws as one to keep. Those in regions that the user recomputes are left alone: torch
-    hands the generator's state on for them."""
+    """Mark every random operation to be saved, and return these nodes.
+
+    Those in regions that the user recomputes are not marked: torch restores the generator's state
+    for them.
+    """
     drawing = [node for node in drawing_nodes(joint) if node.meta.get("recompute") is None]
     for node in drawing:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -126,6 +146,7 @@ def keep_what_draws(joint: GraphModule) -> list[Node]:
 
 
 def drawing_nodes(graph: GraphModule) -> list[Node]:
+    """List the nodes that draw random numbers."""
     return [
         node
         for node in graph.graph.nodes
@@ -134,18 +155,23 @@ def drawing_nodes(graph: GraphModule) -> list[Node]:
 
 
 def _drawing_within(backward: GraphModule) -> set[str]:
-    """What draws in regions that are compiled as one (`nested_compile_region`), which torch divides by itself."""
+    """Return the random operations in nested compile regions, which torch partitions by itself."""
     regions = [
-        part for name, part in backward.named_modules() if name and isinstance(part, GraphModule)
+        submodule
+        for name, submodule in backward.named_modules()
+        if name and isinstance(submodule, GraphModule)
     ]
     return {node.name for region in regions for node in drawing_nodes(region)}
 
 
 def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:
-    """Torch 2.11 and 2.13 fail on a kept operation of several outputs where they have nothing else to choose from.
-    There is no costly operation then, so nothing that a budget is for."""
-    several = any(isinstance(node.meta.get("val"), tuple | list) for node in drawing)
-    return several and not any(
+    """Return whether a saved random operation has several outputs and no other choice exists.
+
+    Torch 2.11 and 2.13 fail on such a graph. It has no expensive operation, so a budget would save
+    nothing in it.
+    """
+    has_several_outputs = any(isinstance(node.meta.get("val"), tuple | list) for node in drawing)
+    return has_several_outputs and not any(
         _is_call(node) and node.target in EXPENSIVE for node in joint.graph.nodes
     )
 

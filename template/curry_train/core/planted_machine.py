@@ -1,14 +1,19 @@
-"""A machine that goes wrong in all the ways that spoil timings, and whose time is an account of the work given to it.
+"""Simulated machine with a faulty clock, to test timings against known figures.
 
-It slows down as it goes, is slow before it is warm, stalls now and then, and answers before it has done the work. What
-a right measurement says of it is known, whoever else is busy on the real one.
+It slows down over time, is slow before it is warm, stalls now and then, and returns from a launch
+before the work is done. Its time depends only on the work given to it, so the right result of a
+measurement is known, whatever else runs on the real machine.
+
 Proof: `python -m pytest tests/test_bench.py`.
 """
 
 
 class PlantedMachine:
-    """`launch` hands it work, `wait` lets it finish, `clock` reads its time. `steps` is all the work to come and
-    `cold_steps` what is slow at first, both in units of `unit`."""
+    """Simulated machine: `launch` queues work, `wait` finishes it, `clock` reads the time.
+
+    `steps` is the amount of work to come in all and `cold_steps` the amount that is slow at first,
+    both in units of `unit`.
+    """
 
     def __init__(
         self,
@@ -22,14 +27,20 @@ class PlantedMachine:
         stall_steps: float = 50.0,
     ) -> None:
         self.drift = drift
-        self._unit, self._steps, self._cold_steps, self._cold = unit, steps, cold_steps, cold
-        self._stall_every, self._stall = stall_every, stall_steps * unit
+        self._unit = unit
+        self._steps = steps
+        self._cold_steps = cold_steps
+        self._cold = cold
+        self._stall_every = stall_every
+        self._stall = stall_steps * unit
         self._launch = 0.001 * unit
-        self._queued = self._done = self._time = 0.0
+        self._queued = 0.0
+        self._done = 0.0
+        self._time = 0.0
         self._num_waits = 0
 
     def launch(self, amount: float) -> None:
-        """Takes next to no time of whoever asks."""
+        """Queue work; the call itself takes almost no time."""
         self._queued += amount
         self._time += self._launch
 
@@ -50,5 +61,5 @@ class PlantedMachine:
         return self._time
 
     def drift_of(self, steps: float) -> float:
-        """How much slower it gets over so much work."""
+        """Return how much slower the machine gets over so many steps, as a share."""
         return self.drift * steps / self._steps

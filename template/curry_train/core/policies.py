@@ -1,4 +1,6 @@
-"""What a block keeps under selective recompute: policies by name, by a list of operations, or as torch takes them.
+"""Policies of selective recompute: which outputs of a block are saved.
+
+A policy is given by name, by a list of operations, or as a function in torch's form.
 
     make_policy("every_second_matmul")
     make_policy(["aten.mm", "aten.addmm"])
@@ -16,32 +18,39 @@ from .operations import Operation
 
 
 class PolicyError(ValueError):
-    """A policy that would not do what it is there for."""
+    """A policy that is unknown or would not save memory as intended."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Which outputs a block keeps: those of `save`, of the operations in `alternate` every second one, and those of the
-    calls that `calls` names by family and place, such as `("matmul", 0)` for the first matrix product of the block.
-
-    `choose` is a policy as torch takes it, `choose(context, operation, *args, **kwargs)`; the first run alone asks it.
-    """
+    """Rule for which outputs a block saves under selective recompute."""
 
     name: str
+
+    # Operations whose outputs are saved.
     save: frozenset[Operation] = frozenset()
+
+    # Operations of which every second output is saved.
     alternate: frozenset[Operation] = frozenset()
+
+    # A policy in torch's form, `choose(context, operation, *args, **kwargs)`. It is called in the
+    # first run only.
     choose: Callable[..., Any] | None = None
+
+    # Calls whose outputs are saved, by family and index: `("matmul", 0)` is the first matrix
+    # product of the block.
     calls: frozenset[tuple[str, int]] = frozenset()
 
     def __post_init__(self) -> None:
         for operation in self.save | self.alternate:
             if operations.writes_in_place(operation):
                 raise PolicyError(
-                    f"{operation} writes in place, and what it wrote to can't be kept: leave it out"
+                    f"{operation} writes in place, and a tensor that is written into can't be "
+                    "saved: leave it out"
                 )
 
     def __reduce__(self) -> Any:
-        """Operations can't be pickled, their names can."""
+        """Pickle by the names of the operations, because operations can't be pickled."""
         named = POLICIES.get(self.name)
         if named == self:
             return make_policy, (self.name,)
@@ -61,25 +70,29 @@ POLICIES = {
     )
 }
 FIGURES = (
-    "On the built-in transformer keeping all but products and attention holds 144% of what no recompute holds, and "
-    "computes 72% of a forward again; 'save_expensive' holds 58%, and computes no product again"
+    "On the built-in transformer keeping all but products and attention holds 144% of what no "
+    "recompute holds, and recomputes 72% of a forward; 'save_expensive' holds 58%, and recomputes "
+    "no product"
 )
+
+# Names of policies that people have written which save the cheap operations.
 BACKWARDS = (
     "recompute_matmuls",
     "save_norms",
     "save_activations",
     "save_pointwise",
-)  # seen in the wild
+)
 
 
 def make_policy(policy: Any) -> Policy:
-    """A policy by name, by a list of operations, or a function as torch takes it."""
+    """Make a policy from a name, a list of operations, or a function in torch's form."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
         if policy in BACKWARDS:
             raise PolicyError(
-                f"{policy!r} keeps what is cheap to compute, which is the wrong way round. {FIGURES}"
+                f"{policy!r} saves the outputs that are cheap to recompute, which is the wrong way "
+                f"round. {FIGURES}"
             )
         if policy not in POLICIES:
             raise PolicyError(f"no policy is called {policy!r}; {did_you_mean(policy, POLICIES)}")

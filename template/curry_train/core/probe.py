@@ -1,4 +1,4 @@
-"""One step, run as often as it takes: from the same random numbers, with places holding what they are told to hold.
+"""Run one step repeatedly, from the same random numbers and from chosen attribute values.
 
 Proof: `python -m pytest tests/test_snn_timesteps_refusals.py`.
 """
@@ -23,17 +23,24 @@ BROKEN = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError,
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step came to, beside what it left behind in places."""
+    """Result of one step, without what it leaves behind in places."""
 
+    # The leaves of the output and the state, and their structure.
     values: list[Any]
     shape: TreeSpec
+
+    # Identities of the parameters and traced values that a backward from here would reach.
     reached: set[int]
+
+    # The random generators after the step.
     generators: Generators
     state: Any
-    made: list[Any]  # of the state, less what was only handed on
+
+    # The leaves of the state that the step made, without those that it only passed through.
+    made: list[Any]
 
     def is_as(self, other: "Outcome", *, exact: bool) -> bool:
-        """Whether it is the same; values count only where a step repeats them at all."""
+        """Return whether two outcomes are the same; without `exact`, values are not compared."""
         same = self.shape == other.shape and self.reached == other.reached
         same = same and self.generators.are_as(other.generators)
         return same and (not exact or all(map(_equal, self.values, other.values)))
@@ -41,7 +48,7 @@ class Outcome:
 
 @dataclass
 class Probe:
-    """Runs one step as often as it takes, each time from the same random numbers."""
+    """Runs one step repeatedly, each time from the same random numbers."""
 
     step: Step
     timesteps: Sequence[Any]
@@ -57,39 +64,40 @@ class Probe:
                 raise ValueError(f"{name} has no parameters yet: run one batch through it first")
         self.places = places_of(self.step)
         self.parameters = {
-            (".".join(part for part in (root, name) if part)): parameter
+            f"{root}.{name}" if root else name: parameter
             for root, module in roots_of(self.step).items()
             for name, parameter in module.named_parameters()
         }
 
     def keep(self) -> KeptPlaces:
-        """What places hold now."""
+        """Record the current values of all places."""
         return keep(self.places, copies=self.copies)
 
     def run(self, index: int, state: Any) -> Outcome:
-        x, state = _copies(self.timesteps[min(index, len(self.timesteps) - 1)]), _copies(state)
+        """Run one timestep on copies of its input and state."""
+        x = _copies(self.timesteps[min(index, len(self.timesteps) - 1)])
+        state = _copies(state)
         with generators_kept(), torch.enable_grad():
-            output, after = take_step(self.step, x, state)
-            generators = Generators([*tree_leaves(x), *tree_leaves(after)])
-        for what, given in (("input", x), ("state", state)):
-            if any(version_of(leaf) for leaf in tree_leaves(given)):
+            output, new_state = take_step(self.step, x, state)
+            generators = Generators([*tree_leaves(x), *tree_leaves(new_state)])
+
+        for role, argument in (("input", x), ("state", state)):
+            if any(version_of(leaf) for leaf in tree_leaves(argument)):
                 raise ValueError(
-                    f"step writes into the {what} that it is given, which is needed again in backward: make a new "
-                    "tensor (v = v * decay, not v *= decay)"
+                    f"step writes into the {role} that it is given, which is needed again in "
+                    "backward: make a new tensor (v = v * decay, not v *= decay)"
                 )
-        leaves, shape = tree_flatten((output, after))
-        wanted = {id(parameter) for parameter in self.parameters.values()} | self.traced.keys()
-        reached = _leaves_of_graph(leaves) & wanted
-        values = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        made = [
-            leaf
-            for leaf in tree_leaves(after)
-            if not any(leaf is given for given in tree_leaves(state))
-        ]
-        return Outcome(values, shape, reached, generators, after, made)
+
+        leaves, shape = tree_flatten((output, new_state))
+        candidates = {id(parameter) for parameter in self.parameters.values()}
+        candidates |= self.traced.keys()
+        reached = _leaves_of_graph(leaves) & candidates
+        given_leaves = {id(leaf) for leaf in tree_leaves(state)}
+        made = [leaf for leaf in tree_leaves(new_state) if id(leaf) not in given_leaves]
+        return Outcome(_copies(leaves), shape, reached, generators, new_state, made)
 
     def run_from(self, base: KeptPlaces, values: dict[Key, Any]) -> Outcome:
-        """One step where places hold what `base` has, less some other values."""
+        """Run the first timestep with places restored to `base`, except for `values`."""
         base.put_back()
         for place in self.places:
             for name in place.names():
@@ -99,7 +107,7 @@ class Probe:
         return self.run(0, self.state)
 
     def matters(self, base: KeptPlaces, values: dict[Key, Any], plain: Outcome) -> bool:
-        """Whether a step with other values comes to something else, or can't be run."""
+        """Return whether a step with other values gives another outcome, or fails."""
         try:
             return not self.run_from(base, values).is_as(plain, exact=self.exact)
         except BROKEN:
@@ -108,13 +116,12 @@ class Probe:
             base.put_back()
 
     def is_traced(self, base: KeptPlaces, keys: list[Key]) -> bool:
-        """Whether autograd finds a way from the step's result to the values of these keys."""
+        """Return whether the graph of the step's result reaches the values of these keys."""
         values = base.rebuilt(keys, self._trace)
         try:
             return not self.traced.keys().isdisjoint(self.run_from(base, values).reached)
-        except (
-            RuntimeError
-        ):  # a value that requires grad is refused in places that a plain one is not
+        except RuntimeError:
+            # Some operations refuse a value only because it requires grad.
             return False
         finally:
             self.traced = {}
@@ -125,7 +132,9 @@ class Probe:
             return value
         leaf = value.detach().clone().requires_grad_()
         self.traced[id(leaf)] = leaf
-        return leaf.clone()  # which may be written into, where a leaf may not
+
+        # The step may write into a clone, but not into a leaf that requires grad.
+        return leaf.clone()
 
 
 def _copies(tree: Any) -> Any:
@@ -139,7 +148,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _leaves_of_graph(leaves: list[Any]) -> set[int]:
-    """The tensors that require grad, by identity, that a backward from these would reach."""
+    """Return the identities of the tensors that a backward from these leaves would reach."""
     found = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
     waiting = [
         leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
@@ -149,7 +158,8 @@ def _leaves_of_graph(leaves: list[Any]) -> set[int]:
         node = waiting.pop()
         if (variable := getattr(node, "variable", None)) is not None:
             found.add(id(variable))
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        waiting += new
+        new_nodes = {following for following, _ in node.next_functions if following is not None}
+        new_nodes -= seen
+        seen |= new_nodes
+        waiting += new_nodes
     return found

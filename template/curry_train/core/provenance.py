@@ -1,4 +1,4 @@
-"""Where a recorded figure comes from: command, date, device and versions, at the head of every JSON that is written.
+"""Provenance of recorded figures: command, date, device and versions, for each JSON file.
 
 Proof: `python -m pytest tests/test_cli.py`.
 """
@@ -15,13 +15,13 @@ import torch
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """The facts without which a figure can't be compared with another."""
+    """Return the facts that are needed to compare a figure with another."""
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})"
     return {
         "command": shlex.join(["python", *_as_typed(sys.orig_argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu ({platform.machine()})",
+        "device": name,
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
@@ -29,7 +29,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def write_json(path: str, data: dict[str, Any]) -> None:
-    """Write to a file, or to standard output where the path is `-`."""
+    """Write JSON to a file, or to standard output if the path is `-`."""
     text = json.dumps(data, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
@@ -38,7 +38,7 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 
 def _as_typed(arguments: list[str]) -> list[str]:
-    """Without the folders of this machine."""
+    """Make absolute paths below the current folder relative to it."""
     here = Path.cwd()
     paths = (Path(argument) for argument in arguments)
     return [

@@ -1,4 +1,4 @@
-"""The overhead of a technique in a figure that a busy machine does not change: calls of Python functions in one step.
+"""Count the Python calls of one step, a measure of overhead that ignores machine load.
 
 Proof: `python -m pytest tests/test_measure.py`.
 """
@@ -16,22 +16,28 @@ from .workload import Case
 
 
 def python_calls(case: Case, change: Callable[[nn.Module, Case], Any]) -> int:
-    """Calls in one step of a model that `change` has changed, at batch size 1 and on the CPU, where backward stays in
-    this thread; a first step has done what is done once."""
+    """Count the Python calls in one step of a model after `change` is applied to it.
+
+    The step runs at batch size 1 and on the CPU, where backward stays in this thread. A first step
+    that is not counted does the work that happens only once.
+    """
     case = replace(case, device=torch.device("cpu"), batch_size=1)
-    module, batch, counted = case.build(), case.batch(), [0]
+    module = case.build()
+    batch = case.batch()
+    num_calls = 0
     with seeded(case.seed):
         change(module, case)
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        counted[0] += event == "call"
+        nonlocal num_calls
+        num_calls += event == "call"
 
     with untouched(module):
         case.workload.mean_loss(module, batch).backward()
-        before = sys.getprofile()
+        previous = sys.getprofile()
         sys.setprofile(count)
         try:
             case.workload.mean_loss(module, batch).backward()
         finally:
-            sys.setprofile(before)
-    return counted[0]
+            sys.setprofile(previous)
+    return num_calls

@@ -1,4 +1,4 @@
-"""What is said on the way where the end says it better: loggers that are silent for a while.
+"""Temporarily silence loggers.
 
 Proof: `python -m pytest tests/test_quiet.py`.
 """
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def unheard(*names: str) -> Iterator[None]:
-    """These loggers say nothing inside."""
+    """Disable these loggers inside the context."""
     loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
+    were_disabled = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
     try:
         yield
     finally:
-        for logger, was in zip(loggers, before, strict=True):
-            logger.disabled = was
+        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+            logger.disabled = was_disabled

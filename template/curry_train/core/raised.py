@@ -1,4 +1,6 @@
-"""What the user's code raised, and the line of theirs it came from: the last one that is neither installed nor ours.
+"""Describe an error from the user's code, with the line of their code that it came from.
+
+That is the last line of the traceback that is in no installed package and not in this one.
 
 Proof: `python -m pytest tests/test_workload.py`.
 """
@@ -16,29 +18,42 @@ INSTALLED = {"site-packages", "dist-packages"}
 
 
 def describe_raised(error: Exception, *, called: Callable[..., Any] | None = None) -> str:
-    """`TypeError: what it said (model.py:12)`; `called` is what of theirs was called, which may never have run."""
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    """Format an error as `TypeError: its message (model.py:12)`.
+
+    `called` is the user's function that was called, for an error in the call itself, before any
+    line of the function ran.
+    """
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
     place = _place(error, called)
-    return f"{type(error).__name__}: {said}" + (f" ({place})" if place else "")
+    return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
 
 
 def _place(error: Exception, called: Callable[..., Any] | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return _short(error.filename, error.lineno)
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    user_lines = [line for line in lines if _is_theirs(line[0])]
+    if user_lines:
+        return _short(*user_lines[-1])
+
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
-    begins = [(code.co_filename, code.co_firstlineno)] if code is not None else []
-    inside = [line for line in lines if any(line[0] == file for file, _ in begins)]
-    theirs = [line for line in lines if _is_theirs(line[0])] or inside or begins
-    return _short(*theirs[-1]) if theirs else ""
+    if code is None:
+        return ""
+    in_called_file = [line for line in lines if line[0] == code.co_filename]
+    if in_called_file:
+        return _short(*in_called_file[-1])
+    return _short(code.co_filename, code.co_firstlineno)
 
 
 def _is_theirs(file: str) -> bool:
     path = Path(file).resolve()
-    known = file.startswith("<") or path.is_relative_to(OURS) or path.is_relative_to(LIBRARY)
-    return not known and INSTALLED.isdisjoint(path.parts)
+    if file.startswith("<") or path.is_relative_to(OURS) or path.is_relative_to(LIBRARY):
+        return False
+    return INSTALLED.isdisjoint(path.parts)
 
 
 def _short(file: str, line: int | None) -> str:
-    path, here = Path(file).resolve(), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    path = Path(file).resolve()
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return f"{path}:{line}"

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks of this machine, and get back what each rank returned.
+"""Run a function on several local gloo ranks and return the result of each rank.
 
 Proof: `python -m pytest tests/test_ranks.py`.
 """
@@ -19,16 +19,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Lines of a failed rank's log that go into the error.
 LAST_LINES = 12
-PYTHON: str | os.PathLike[str] = sys.executable  # which the ranks run under
+
+# The interpreter that runs the ranks.
+PYTHON: str | os.PathLike[str] = sys.executable
 
 
 def run_on_ranks(
     target: str, *, num_ranks: int = 2, timeout: float = 180.0, **arguments: Any
 ) -> list[Any]:
-    """Call the function that `load_function` finds on every rank; arguments and results travel as JSON.
+    """Call a function on every rank and return the results; both pass as JSON.
 
-    The ranks import from where this process imports. A rank that fails ends the others, and its last words are told.
+    `target` is in the form that `load_function` takes, and the ranks have this process's import
+    path. If a rank fails, the others are killed, and the error quotes the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = [
@@ -45,23 +49,25 @@ def run_on_ranks(
             raise RuntimeError(f"{target} on {num_ranks} ranks did not end within {timeout:.0f} s")
         results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
         if any(rank.returncode for rank in ranks) or not all(path.exists() for path in results):
-            said = "; ".join(
-                filter(None, (_last_words(Path(folder), rank) for rank in range(num_ranks)))
-            )
-            raise RuntimeError(f"{target} on {num_ranks} ranks failed: {said}")
+            reports = [_last_words(Path(folder), rank) for rank in range(num_ranks)]
+            reason = "; ".join(report for report in reports if report)
+            raise RuntimeError(f"{target} on {num_ranks} ranks failed: {reason}")
         return [json.loads(path.read_text()) for path in results]
 
 
 def _start(rank: int, num_ranks: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process with the variables that torchrun would set; starting torchrun itself takes as long as a rank."""
-    places = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": num_ranks,
-        "LOCAL_WORLD_SIZE": num_ranks,
+    """Start a process with the environment variables that torchrun would set.
+
+    Starting torchrun itself would take as long as starting a rank.
+    """
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
     }
-    environment = os.environ | {name: str(value) for name, value in places.items()}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     with Path(arguments[-1], f"{rank}.log").open("wb") as log:
         command = [PYTHON, "-m", str(__spec__.name), *arguments]
         return subprocess.Popen(
@@ -70,7 +76,7 @@ def _start(rank: int, num_ranks: int, arguments: Sequence[str]) -> subprocess.Po
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
-    """Whether every rank ended, or one failed, in time."""
+    """Wait until every rank has ended or one has failed; return False after the time limit."""
     while time.monotonic() < until:
         codes = [rank.poll() for rank in ranks]
         if any(codes) or None not in codes:
@@ -80,7 +86,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
 
 
 def _last_words(folder: Path, rank: int) -> str:
-    error, log = folder / f"{rank}.error", folder / f"{rank}.log"
+    error = folder / f"{rank}.error"
+    log = folder / f"{rank}.log"
     if error.exists():
         return f"rank {rank}: {error.read_text()}"
     lines = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
@@ -88,7 +95,7 @@ def _last_words(folder: Path, rank: int) -> str:
 
 
 class GradientSyncs(TorchDispatchMode):
-    """Counts the all-reduces and reduce-scatters that backward passes send out while the mode is on."""
+    """Mode that counts the all-reduces and reduce-scatters of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,12 +103,13 @@ class GradientSyncs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func.__name__.startswith(("allreduce_", "_reduce_scatter")):
-            self.num_calls += torch._C._current_graph_task_id() >= 0  # inside a backward
+            in_backward = torch._C._current_graph_task_id() >= 0
+            self.num_calls += in_backward
         return func(*args, **(kwargs or {}))
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `package.module:function` or `path/to/file.py:function` names."""
+    """Load a function given as `package.module:function` or `path/to/file.py:function`."""
     module, _, function = target.rpartition(":")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), function)
@@ -116,7 +124,8 @@ def load_function(target: str) -> Callable[..., Any]:
 
 def _rank_main(target: str, arguments: str, folder: str) -> None:
     torch.set_num_threads(1)
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    num_ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=num_ranks
     )
@@ -129,9 +138,10 @@ def _rank_main(target: str, arguments: str, folder: str) -> None:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0
-    )  # torch 2.13 aborts about one in four ends of a process that used DDP on gloo; 2.11 did not in 15
+
+    # With torch 2.13, a process that used DDP on gloo aborts at about one in four ordinary exits;
+    # with 2.11 it did not in 15.
+    os._exit(0)
 
 
 if __name__ == "__main__":

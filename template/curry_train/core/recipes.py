@@ -1,9 +1,11 @@
-"""How a tensor that autograd wants to keep is computed again from what autograd keeps anyway.
+"""Recompute a saved tensor from other tensors that autograd saves anyway.
 
-`silu(gate) * up` is the product of two tensors that its own node has saved, so whoever needs it in backward can have it
-made again from there; the same holds for a normalization of its input. `Keeper` is the pair of saved-tensor hooks that
-does this; names of autograd's nodes and of what they save are in this file alone. Proof:
-`python -m pytest tests/test_recipes.py`.
+`silu(gate) * up` is the product of two tensors that its own autograd node saves, so backward can
+compute it again from these; in the same way, a normalization is computed again from its input.
+`Keeper` holds the pair of saved-tensor hooks that does this. The names of autograd's nodes and of
+their saved attributes are used in this module only.
+
+Proof: `python -m pytest tests/test_recipes.py`.
 """
 
 from collections.abc import Callable, Container
@@ -16,7 +18,8 @@ from torch.nn import functional as F
 
 from .replay import AGAIN, REPLAY, autocast_as, check_unchanged
 
-# Elementwise operations by the name of their node, as a function of that node. What a node did not save is None.
+# For elementwise operations: the name of the node, and a function that computes the output from the
+# node. Tensors that a node did not save are None.
 RECIPES: dict[str, Callable[[Any], Tensor]] = {
     "MulBackward0": lambda node: node._saved_self * node._saved_other,
     "SiluBackward0": lambda node: F.silu(node._saved_self),
@@ -33,26 +36,31 @@ RECIPES: dict[str, Callable[[Any], Tensor]] = {
 
 
 def _signed(dimension: int) -> int:
-    """Torch hands a negative dimension out as an unsigned number."""
+    """Convert a dimension back to a signed number; torch returns negative ones as unsigned."""
     return dimension - 2**64 if dimension >= 2**63 else dimension
 
 
 NEEDS_BOTH = {"MulBackward0"}
 CAST = "ToCopyBackward0"
 DEPTH = "curry_train_depth"
-DEEPEST = 4  # recipes upon recipes, so that a long chain of products is not computed again for each of its links
+
+# Recipes that may depend on each other in a row. Without a limit, a long chain of products would be
+# computed again for each of its members.
+DEEPEST = 4
 
 
 class Kept:
-    """A tensor that stays. Hooks switch autograd's own check for changes in place off, so it is done here."""
+    """A tensor that is saved as it is, and checked for changes in place.
+
+    Saved-tensor hooks switch off autograd's own check.
+    """
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = (
-            tensor.detach(),
-            tensor._version,
-        )  # detached: it may be its own node's output
+        # Detached, because the tensor may be the output of the node that saves it.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
 
     def value(self) -> Tensor:
         check_unchanged(self.tensor, self.version)
@@ -60,30 +68,32 @@ class Kept:
 
 
 class Made:
-    """A tensor that is made again by `make`, as a view of what that returns."""
+    """A tensor that `make` computes again in backward, or a view of that result."""
 
     __slots__ = ("make", "shape", "strides", "view")
 
     def __init__(self, tensor: Tensor, base: Tensor, make: Callable[[], Tensor]) -> None:
         self.make = make
-        self.shape, self.strides = base.shape, base.stride()
-        self.view = (
-            None if base is tensor else (tensor.shape, tensor.stride(), tensor.storage_offset())
-        )
+        self.shape = base.shape
+        self.strides = base.stride()
+        self.view = None
+        if base is not tensor:
+            self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def value(self) -> Tensor:
         with torch.no_grad(), autocast_as([]):
             made = self.make()
         if made.shape != self.shape or made.stride() != self.strides:
             raise RuntimeError(
-                f"a tensor of shape {tuple(self.shape)} and strides {self.strides} came back as {tuple(made.shape)}, "
-                f"{made.stride()}: its block computes something else the second time; take it out of the regions"
+                f"a tensor of shape {tuple(self.shape)} and strides {self.strides} was recomputed "
+                f"as {tuple(made.shape)}, {made.stride()}: its block computes something else the "
+                "second time; take it out of the regions"
             )
         return made if self.view is None else made.as_strided(*self.view)
 
 
 class Keeper:
-    """Hooks for what is saved while a block runs: a recipe where there is one, the tensor where there is none."""
+    """Saved-tensor hooks of a block that save a recipe if there is one, else the tensor."""
 
     def __init__(self, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
         self.note = note
@@ -93,7 +103,9 @@ class Keeper:
 
     def pack(self, tensor: Tensor) -> Kept | Made:
         base = tensor if tensor._base is None else tensor._base
-        # A version above 0: changed in place since its node made it, so that the node would make another value.
+
+        # If the version is above 0, the tensor was changed in place after its node made it, and the
+        # node would compute another value.
         if base.grad_fn is not None and base._version == 0 and base.dtype == tensor.dtype:
             made = _recipe(tensor, base)
             if made is not None:
@@ -117,16 +129,14 @@ EXPENSIVE_NODES = (
 
 
 def can_be_made(node: Any, kept: Container[Any]) -> bool:
-    """Whether the output of a node follows from outputs that are kept by cheap operations alone."""
+    """Return whether cheap operations alone can compute a node's output from saved outputs."""
     if node.name().startswith(EXPENSIVE_NODES):
         return False
     makers = [maker for maker, _ in node.next_functions if maker is not None]
-    return (
-        all(
-            maker in kept or hasattr(maker, "variable") or can_be_made(maker, kept)
-            for maker in makers
-        )
-        and makers != []
+    if not makers:
+        return False
+    return all(
+        maker in kept or hasattr(maker, "variable") or can_be_made(maker, kept) for maker in makers
     )
 
 
@@ -142,14 +152,18 @@ def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
     if AGAIN in node.metadata:
         return None
     if node.name() == CAST:
-        source, dtype = _source_of_cast(node), base.dtype
+        source = _source_of_cast(node)
+        dtype = base.dtype
         return None if source is None else Made(tensor, base, lambda: source().to(dtype))
     recipe = RECIPES.get(node.name())
-    makers = [maker for maker, _ in node.next_functions]
-    if recipe is None or (
-        node.name() in NEEDS_BOTH and None in makers
-    ):  # a factor is saved for the other's gradient
+    if recipe is None:
         return None
+
+    # A factor is saved only if the other one needs a gradient.
+    makers = [maker for maker, _ in node.next_functions]
+    if node.name() in NEEDS_BOTH and None in makers:
+        return None
+
     depth = 1 + max(maker.metadata.get(DEPTH, 0) for maker in makers if maker is not None)
     if depth > DEEPEST:
         return None
@@ -158,7 +172,10 @@ def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
 
 
 def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
-    """How the tensor that a cast read can be had in backward: it is a weight, or a replay's output."""
+    """Return a function that gives a cast's input in backward, or None.
+
+    There is one if the input is a weight or the output of a replay.
+    """
     maker = node.next_functions[0][0]
     if maker is None:
         return None

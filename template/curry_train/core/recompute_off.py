@@ -1,10 +1,12 @@
-"""Recompute switched off for a while, whoever switched it on: this project, a library, or the model itself.
+"""Temporarily switch off recompute, whether this project, a library or the model applied it.
 
     with recompute_off(model):
-        loss(model, batch).backward()    # every activation is kept, and no module runs twice
+        loss(model, batch).backward()    # every activation is saved, and no module runs twice
 
-All of them end in two functions of `torch.utils.checkpoint`, so that is where it is done, for the whole process. What
-is compiled already stays as it was compiled. Proof: `python -m pytest tests/test_grad_flow_recompute.py`.
+All of them call two functions of `torch.utils.checkpoint`, so those are replaced, for the whole
+process. Code that is compiled already does not change.
+
+Proof: `python -m pytest tests/test_grad_flow_recompute.py`.
 """
 
 import contextlib
@@ -17,11 +19,12 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from .checkpointed import Options
 
-NOT_REENTRANT, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+NOT_REENTRANT = "_checkpoint_without_reentrant_generator"
+REENTRANT = "CheckpointFunction"
 
 
 class _Plain:
-    """In place of the autograd function of reentrant checkpointing."""
+    """Replacement for the autograd function of reentrant checkpointing."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -29,13 +32,16 @@ class _Plain:
 
 
 def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
-    """In place of the generator that torch runs up to its `yield` before the function, and to its end after it."""
+    """Replacement for the generator that torch runs around a non-reentrant checkpoint."""
     yield
 
 
 @contextlib.contextmanager
 def recompute_off(model: nn.Module) -> Iterator[None]:
-    """Keep all activations of forwards in here. Random numbers, statistics and figures are the same either way."""
+    """Save all activations of forwards inside the context.
+
+    Random numbers, statistics and results are the same as with recompute.
+    """
     before = {name: getattr(torch_checkpoint, name) for name in (NOT_REENTRANT, REENTRANT)}
     options = [
         (module, name, value)
@@ -44,11 +50,9 @@ def recompute_off(model: nn.Module) -> Iterator[None]:
         if isinstance(value, Options) and value.enabled
     ]
     try:
-        for (
-            module,
-            name,
-            value,
-        ) in options:  # a reentrant block takes a forward in grad mode for its second one
+        # Our own options are disabled too: a reentrant block takes a forward in grad mode for its
+        # second one.
+        for module, name, value in options:
             module.__dict__[name] = replace(value, enabled=False)
         setattr(torch_checkpoint, NOT_REENTRANT, _nothing_around)
         setattr(torch_checkpoint, REENTRANT, _Plain)

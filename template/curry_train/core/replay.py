@@ -1,7 +1,8 @@
-"""A call of a module of which only the input is kept: what backward needs of it comes from one more call.
+"""Checkpoint one cheap module, and recompute its output too if backward needs it.
 
-This is checkpointing for one cheap module, whose output may be made again as well. Proof:
-`python -m pytest tests/test_recipes.py`.
+Only the input of the call is saved. Everything else comes from a second call in backward.
+
+Proof: `python -m pytest tests/test_recipes.py`.
 """
 
 import contextlib
@@ -17,29 +18,35 @@ from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 
 REPLAY = "curry_train_replay"
-AGAIN = "curry_train_again"  # on the nodes that lead into a call that is checkpointed, which gives what it saved once
+
+# Set on nodes that lead into a checkpointed call, which returns each saved tensor only once.
+AGAIN = "curry_train_again"
 
 
 class Replay:
-    """One call of a module of which nothing but the input is kept: what it saved, and its output, are made again by
-    one more call when backward asks for the first of them.
+    """One call of a module that saves only its input.
 
-    What autograd has saved of the call holds it, and whoever uses its output: they let go of it in backward. Nodes live
-    as long as the loss, so they must not.
+    When backward needs a tensor that the call saved, or its output, a second call recomputes all of
+    them. The object is kept alive by the tensors that autograd saved from the call and by the users
+    of its output, which release it in backward. Nodes must not hold it, because they live as long
+    as the loss.
     """
 
     def __init__(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.run, self.inputs = run, (args, kwargs)
+        self.run = run
+        self.inputs = (args, kwargs)
         self.versions: list[tuple[Tensor, int]] = []
-        self.autocast, self.modes = autocast_now(), function_modes()
-        self.num_saved, self.num_uses = 0, 0
+        self.autocast = autocast_now()
+        self.modes = function_modes()
+        self.num_saved = 0
+        self.num_uses = 0
         self.saved: dict[int, Tensor] = {}
         self.output: Tensor | None = None
 
     def first(self) -> Any:
-        """The first call; its output knows how it is made again."""
+        """Make the first call, and mark its output so that it can be recomputed."""
         args, kwargs = self.inputs
         tree_map(self._watch, self.inputs)
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -47,11 +54,12 @@ class Replay:
         fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
         if fresh and not any(output is tensor for tensor, _ in self.versions):
             setattr(output, REPLAY, self)
-            output.grad_fn.metadata[REPLAY] = weakref.ref(self)  # casts of the output find it here
+            # Recipes for casts of the output look it up here.
+            output.grad_fn.metadata[REPLAY] = weakref.ref(self)
         return output
 
     def use(self) -> Callable[[], Tensor]:
-        """How somebody gets the output in backward; it is let go of with the last that asked for it."""
+        """Return a function that gives the output in backward; the last use releases the output."""
         self.num_uses += 1
         return self._take
 
@@ -98,12 +106,12 @@ class Replay:
             output = self.run(*args, **kwargs)
         if len(saved) != self.num_saved:
             raise RuntimeError(
-                f"saved {self.num_saved} tensors the first time and {len(saved)} the second: not pure"
+                f"a module saved {self.num_saved} tensors the first time and {len(saved)} the "
+                "second: it computes something else when it is recomputed; take it out of the "
+                "regions"
             )
-        self.saved, self.output = (
-            dict(enumerate(saved)),
-            output.detach() if isinstance(output, Tensor) else None,
-        )
+        self.saved = dict(enumerate(saved))
+        self.output = output.detach() if isinstance(output, Tensor) else None
 
 
 def _cut(leaf: Any) -> Any:
@@ -111,11 +119,12 @@ def _cut(leaf: Any) -> Any:
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
-    """What autograd says of saved tensors, where hooks have taken them out of its hands."""
+    """Raise if a saved tensor was changed in place, as autograd does for tensors without hooks."""
     if tensor._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace operation: it is "
-            f"at version {tensor._version}, and {version} was kept; write the result to another tensor"
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an "
+            f"inplace operation: it is at version {tensor._version}, and {version} was saved; "
+            "write the result to another tensor"
         )
 
 
@@ -123,7 +132,7 @@ Autocast = list[tuple[str, torch.dtype]]
 
 
 def autocast_now() -> Autocast:
-    """The kinds of device for which autocast is on, and to which dtype."""
+    """Return the device types for which autocast is on, with their dtypes."""
     return [
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cuda", "cpu")
@@ -133,7 +142,7 @@ def autocast_now() -> Autocast:
 
 @contextlib.contextmanager
 def autocast_as(state: Autocast) -> Iterator[None]:
-    """Autocast as it was then, whatever it is now."""
+    """Set autocast to a recorded state inside the context."""
     now = autocast_now()
     if now == state:
         yield
@@ -147,15 +156,16 @@ def autocast_as(state: Autocast) -> Iterator[None]:
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """The function modes that are on, such as `with torch.device(...)`."""
+    """Return the active function modes, such as `with torch.device(...)`."""
     return list(_get_current_function_mode_stack())
 
 
 @contextlib.contextmanager
 def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
-    """Those modes on that were on then: torch runs backward without the ones that `backward` itself is called in.
+    """Enter recorded function modes that are not active now.
 
-    A default device is entered anew, since its context remembers one place that it came from.
+    Torch runs backward without the modes in which `backward` is called. For a default device a new
+    context is entered, because a context can restore only one previous state.
     """
     now = function_modes()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Sizes of memory as people type them, `24GiB` or `512MB`, and as they read them.
+"""Parse and format memory sizes such as `24GiB` or `512MB`.
 
 Proof: `python -m pytest tests/test_sizes.py`.
 """
@@ -16,11 +16,14 @@ _SIZE = re.compile(r"(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)", re.ASCI
 
 
 def parse_bytes(text: str) -> int:
-    """Whole bytes of a size such as `24GiB` (2**30 each), `24GB` (10**9 each), `1.5 MiB` or `512B`."""
+    """Parse a size such as `24GiB` (2**30 each), `24GB` (10**9 each), `1.5 MiB` or `512B`.
+
+    The result is in whole bytes.
+    """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ValueError(
-            f"{text!r} is no size of memory: write a number and a unit, such as 24GiB or 512MiB"
+            f"{text!r} is not a memory size: write a number and a unit, such as 24GiB or 512MiB"
         )
     number, unit = found["number"], found["unit"]
     if not unit and Fraction(number) > 0:
@@ -32,17 +35,25 @@ def parse_bytes(text: str) -> int:
     size = int(Fraction(number) * _BY_LOWER_CASE.get(unit.lower(), 1))
     if size < 1:
         raise ValueError(
-            f"{text!r} is no size of memory: it must be more than nothing, such as 24GiB or 512MiB"
+            f"{text!r} is not a memory size: it must be at least 1 byte, such as 24GiB or 512MiB"
         )
     return size
 
 
 def format_bytes(size: int) -> str:
-    """Three digits or more in the largest binary unit that leaves at least 1: `1.50 GiB`, `512 MiB`."""
-    number, unit = float(size), "B"
+    """Format a size to at least three digits in the largest binary unit: `1.50 GiB`, `512 MiB`."""
+    number = float(size)
+    unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(number) < 1024:
             break
-        number, unit = number / 1024, larger
-    digits = 0 if unit == "B" or abs(number) >= 100 else 1 if abs(number) >= 10 else 2
+        number /= 1024
+        unit = larger
+
+    if unit == "B" or abs(number) >= 100:
+        digits = 0
+    elif abs(number) >= 10:
+        digits = 1
+    else:
+        digits = 2
     return f"{number:.{digits}f} {unit}"

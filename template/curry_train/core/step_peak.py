@@ -1,8 +1,10 @@
-"""The fullest moment of a whole training step: what is there before it, and the most that it adds.
+"""Measure the peak memory of a whole training step, with the tensors that stay through it.
 
     peak_of_step(step, [*model.parameters(), *model.buffers(), *batch], torch.device("cpu"))
 
-Beside it, other models may be alive: they do not count. Proof: `python -m pytest tests/test_bench_steps.py -k peak`.
+Other models that are alive meanwhile do not count.
+
+Proof: `python -m pytest tests/test_bench_steps.py -k peak`.
 """
 
 import gc
@@ -13,20 +15,23 @@ from torch import Tensor
 
 from .measure import LiveStorages
 
-BLOCK = 512  # bytes, of which the allocator of CUDA gives whole ones
+# CUDA's allocator hands out memory in multiples of this many bytes.
+BLOCK = 512
 
 
 def peak_of_step(step: Callable[[], object], there: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes. `there` are the tensors that stay through the step; on the CPU the step runs slower than by itself.
+    """Return the peak bytes of a step, including `there`, the tensors that stay through it.
 
-    Not yet measured on CUDA.
+    On the CPU the step runs slower than without the measurement. Not yet measured on CUDA.
     """
     before = bytes_of(there, device)
     if device.type != "cuda":
         with LiveStorages() as storages:
             step()
         return before + storages.bytes_peak
-    gc.collect()  # what would be freed meanwhile counts as there
+
+    # Garbage that is collected during the step would lower the figure.
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     allocated = torch.cuda.memory_allocated(device)
@@ -36,9 +41,8 @@ def peak_of_step(step: Callable[[], object], there: Iterable[Tensor], device: to
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Of what lies on the device; a storage that several share counts once."""
+    """Return the bytes of the tensors on the device; a shared storage counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
     block = BLOCK if device.type == "cuda" else 1
-    return sum(
-        {storage._cdata: -(-storage.nbytes() // block) * block for storage in storages}.values()
-    )
+    rounded = {storage._cdata: -(-storage.nbytes() // block) * block for storage in storages}
+    return sum(rounded.values())

@@ -1,6 +1,8 @@
-"""Stepping through time: the plain loop, what it takes and what it keeps, and the modules that have one.
+"""Run the plain loop over timesteps, and find the modules that have one.
 
-A step is `step(x_t, state) -> (output_t, state)`. Proof: `python -m pytest tests/test_snn_timesteps_contract.py`.
+A step is `step(x_t, state) -> (output_t, state)`.
+
+Proof: `python -m pytest tests/test_snn_timesteps_contract.py`.
 """
 
 import inspect
@@ -20,12 +22,14 @@ OUTPUTS = ("stack", "sum", "mean", "last")
 def run_timesteps(
     step: Step, inputs: Any, state: Any, *, time_dim: int = 0, outputs: str = "stack"
 ) -> tuple[Any, Any]:
-    """The plain loop: `state` goes in and comes out, beside the outputs of all timesteps.
+    """Run the plain loop over all timesteps; return the collected outputs and the final state.
 
-    `inputs` is a tensor with time in `time_dim`, or a sequence with one entry for each timestep. `outputs` is what is
-    kept of the steps' outputs: all of them, stacked along `time_dim`; their sum or mean; or the last.
+    `inputs` is a tensor with time in `time_dim`, or a sequence with one entry for each timestep.
+    `outputs` selects what is collected: "stack" for all outputs, stacked along `time_dim`; "sum" or
+    "mean" over time; or only the "last".
     """
-    timesteps, collected = slice_time(inputs, time_dim), Collected(outputs, time_dim)
+    timesteps = slice_time(inputs, time_dim)
+    collected = Collected(outputs, time_dim)
     for x in timesteps:
         output, state = take_step(step, x, state)
         collected.add(output)
@@ -33,30 +37,36 @@ def run_timesteps(
 
 
 def take_step(step: Step, x: Any, state: Any) -> tuple[Any, Any]:
-    made: Any = step(x, state)
-    if not (isinstance(made, tuple | list) and len(made) == 2):
-        kind = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
-        raise ValueError(f"step must return a pair, (output, state), and returned {kind}")
-    return made[0], made[1]
+    """Run one step and check that it returns a pair."""
+    result: Any = step(x, state)
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        is_sequence = isinstance(result, tuple | list)
+        returned = f"{len(result)} values" if is_sequence else type(result).__name__
+        raise ValueError(f"step must return a pair, (output, state), and returned {returned}")
+    return result[0], result[1]
 
 
 def slice_time(inputs: Any, time_dim: Any) -> Sequence[Any]:
-    """One entry for each timestep; at least one."""
+    """Divide inputs into one entry for each timestep; raise if there is none."""
     if type(time_dim) is not int:
         raise ValueError(f"time_dim must be a whole number, got {time_dim!r}")
     if isinstance(inputs, Tensor):
         shape = tuple(inputs.shape)
         if not -inputs.dim() <= time_dim < inputs.dim():
             raise ValueError(
-                f"inputs of shape {shape} have no dimension {time_dim}: time_dim says which one is time"
+                f"inputs of shape {shape} have no dimension {time_dim}: set time_dim to the "
+                "dimension of time"
             )
         if not shape[time_dim]:
             raise ValueError(
-                f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim right?"
+                f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim "
+                "right?"
             )
-        return inputs.unbind(
-            time_dim
-        )  # one gradient of all slices, where each select makes one as large as the input
+
+        # The backward of `unbind` makes one gradient for all slices. Every `select` would make one
+        # that is as large as the input.
+        return inputs.unbind(time_dim)
+
     if (
         not isinstance(inputs, Sequence)
         or isinstance(inputs, str | bytes)
@@ -68,12 +78,13 @@ def slice_time(inputs: Any, time_dim: Any) -> Sequence[Any]:
         )
     if not inputs:
         raise ValueError("inputs are an empty sequence: there is no timestep to run")
+
     return inputs
 
 
 @dataclass
 class Collected:
-    """What is kept of the outputs, summed in the order of time, as a plain loop sums them."""
+    """Outputs collected over time; sums are taken in the order of time, as in a plain loop."""
 
     outputs: str
     time_dim: int
@@ -91,7 +102,8 @@ class Collected:
         elif self.outputs == "last" or self._count == 0:
             if self.outputs != "last" and any(_is_bool(leaf) for leaf in tree_leaves(output)):
                 raise ValueError(
-                    f"the {self.outputs} of truth values is none: return the output as floating point"
+                    f"the {self.outputs} of truth values is not defined: return the output as "
+                    "floating point"
                 )
             self._total = output
         elif isinstance(output, Tensor):
@@ -101,18 +113,23 @@ class Collected:
         self._count += 1
 
     def finish(self) -> Any:
-        """The outputs; nothing is held afterwards, because recomputation holds this object."""
-        every, total, self._all, self._total = self._all, self._total, [], None
+        """Return the collected outputs and release them: recomputation keeps this object alive."""
+        collected = self._all
+        total = self._total
+        self._all = []
+        self._total = None
         if self.outputs == "stack":
-            return tree_map(lambda *leaves: self._stack(leaves), *every)
-        return tree_map(lambda leaf: leaf / self._count, total) if self.outputs == "mean" else total
+            return tree_map(lambda *leaves: self._stack(leaves), *collected)
+        if self.outputs == "mean":
+            return tree_map(lambda leaf: leaf / self._count, total)
+        return total
 
     def _stack(self, leaves: tuple[Any, ...]) -> Any:
-        """An output may have fewer dimensions than the input: time comes last then."""
+        """Stack along `time_dim`, or along the last dimension if the output has too few."""
         if not isinstance(leaves[0], Tensor):
             return leaves
-        most = leaves[0].dim()
-        return torch.stack(leaves, dim=max(-most - 1, min(self.time_dim, most)))
+        num_dims = leaves[0].dim()
+        return torch.stack(leaves, dim=max(-num_dims - 1, min(self.time_dim, num_dims)))
 
 
 def _is_bool(leaf: Any) -> bool:
@@ -120,7 +137,10 @@ def _is_bool(leaf: Any) -> bool:
 
 
 def steppers(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules whose loop is a method `unroll(step, inputs, state, ...)`, by qualified name."""
+    """Find the outermost modules that have a method `unroll(step, inputs, state, ...)`.
+
+    The keys are qualified names.
+    """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(not other or name.startswith(f"{other}.") for other in found)

@@ -1,9 +1,11 @@
-"""Several ways to do a piece of work, timed in turns: a machine that drifts, drifts for all of them alike.
+"""Time several ways of doing work in turns, so that machine drift affects all alike.
 
     plain, ours = time_in_turns([step, our_step], rounds=20, warmup=5, wait=torch.cuda.synchronize)
 
-A round runs each way once. Rounds come in pairs, the second one backwards, and each pair is opened by another way: over
-a cycle every way stands at every place and follows every other one equally often.
+A round runs each way once. Rounds come in pairs, the second in reverse order, and each pair starts
+with another way. Over a cycle every way has every position, and follows every other way, equally
+often.
+
 Proof: `python -m pytest tests/test_bench_turns.py`.
 """
 
@@ -15,10 +17,9 @@ Act = Callable[[], object]
 
 
 def order_of_rounds(num_ways: int) -> Iterator[list[int]]:
-    """The ways by number, round after round, for ever."""
-    zigzag = [
-        (place + 1) // 2 if place % 2 else -(place // 2) for place in range(num_ways)
-    ]  # 0, 1, -1, 2, -2, ...
+    """Yield the order of the ways, by number, for one round after another, without end."""
+    # The offsets are 0, 1, -1, 2, -2, ...
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(num_ways)]
     while True:
         for first in range(num_ways):
             row = [(first + offset) % num_ways for offset in zigzag]
@@ -36,10 +37,11 @@ def time_in_turns(
     before: Act = lambda: None,
     tell: Callable[[int, int], None] = lambda turn, way: None,
 ) -> list[list[float]]:
-    """Seconds of each way, one figure for each round after the warm-up.
+    """Return the seconds of each way, one figure for each round after the warm-up.
 
-    `wait` returns once the device has done all that it was given: the time between two readings is then that of one
-    step and no other's. `before` is called ahead of each step, outside of what is timed; `tell` hears what is next.
+    `wait` must return once the device has finished all of its work, so that the time between two
+    readings is that of one step only. `before` is called before each step and is not timed. `tell`
+    is called before that with the number of the round, negative in the warm-up, and of the way.
     """
     if rounds < 1 or warmup < 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Run a module without leaving a trace: its buffers, gradients and every random generator are put back.
+"""Run a module and restore its buffers, its gradients and every random generator afterwards.
 
 Proof: `python -m pytest tests/test_untouched.py tests/test_measure.py`.
 """
@@ -12,24 +12,26 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-# Function modes have no say: where CUDA stands for the CPU, a device of CUDA's generators still means CUDA.
+# Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
 unwatched = torch._C.DisableTorchFunction
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put torch's, CUDA's, python's and, where it is loaded, numpy's generator back afterwards."""
+    """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
     numpy = sys.modules.get("numpy")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with unwatched():
-        states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+        torch_state = torch.get_rng_state()
+        cuda_states = [torch.cuda.get_rng_state(device) for device in devices]
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
     try:
         yield
     finally:
         with unwatched():
-            torch.set_rng_state(states[0])
-            for device, state in zip(devices, states[1], strict=True):
+            torch.set_rng_state(torch_state)
+            for device, state in zip(devices, cuda_states, strict=True):
                 torch.cuda.set_rng_state(state, device)
         random.setstate(python_state)
         if numpy:
@@ -37,22 +39,20 @@ def generators_kept() -> Iterator[None]:
 
 
 def generator_states(module: nn.Module) -> list[torch.Tensor]:
-    """Torch's generators that a module's operations may draw from."""
-    devices = (
-        {parameter.device for parameter in module.parameters()}
-        if torch.cuda.is_initialized()
-        else set()
-    )
+    """Return the states of torch's generators that a module's operations may draw from."""
+    devices: set[torch.device] = set()
+    if torch.cuda.is_initialized():
+        devices = {parameter.device for parameter in module.parameters()}
     with unwatched():
         return [
             torch.get_rng_state(),
-            *(torch.cuda.get_rng_state(place) for place in devices if place.type == "cuda"),
+            *(torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"),
         ]
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed every generator, and put them back afterwards."""
+    """Seed every generator inside the context, and restore them on exit."""
     with generators_kept():
         torch.manual_seed(seed)
         random.seed(seed)
@@ -63,7 +63,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Put every buffer back afterwards, its value and, where forward assigns another tensor, the tensor itself."""
+    """Restore every buffer on exit: its value, and the tensor itself if forward replaced it."""
     owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
     before = [(owner, name, owner._buffers[name]) for owner, name in owners]
     values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in before]
@@ -72,14 +72,14 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for (owner, name, buffer), value in zip(before, values, strict=True):
-                owner._buffers[name] = (
-                    buffer if buffer is None or value is None else buffer.copy_(value)
-                )
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+                owner._buffers[name] = buffer
 
 
 @contextlib.contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Start without gradients; put buffers and generators back and drop the gradients afterwards."""
+    """Start without gradients; on exit restore buffers and generators and drop the gradients."""
     module.zero_grad(set_to_none=True)
     try:
         with generators_kept(), buffers_kept(module):
@@ -90,7 +90,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def heap_kept() -> Iterator[None]:
-    """Each measurement collects garbage first; what was there before all of them need not be gone through each time."""
+    """Exclude existing objects from garbage collection, which every measurement runs first."""
     if gc.get_freeze_count():
         yield
         return

@@ -1,6 +1,6 @@
-"""What a gate is and what it answers: one claim, measured on one case, with both numbers.
+"""Gates and their verdicts: a claim checked on a case, with both figures.
 
-A gate passes on the right implementation and is shown by its tests to fail on wrong ones.
+A gate passes on a right implementation, and its tests show that it fails on wrong ones.
 """
 
 import fnmatch
@@ -16,7 +16,10 @@ from .workload import Case
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of one gate. `passed` is None where the claim does not apply, and `hint` says why."""
+    """Result of one gate.
+
+    If the claim does not apply, `passed` is None and `hint` has the reason.
+    """
 
     gate: str
     passed: bool | None
@@ -27,7 +30,7 @@ class Verdict:
     def __post_init__(self) -> None:
         if not self.passed and not self.hint:
             raise ValueError(
-                f"gate {self.gate}: a verdict that does not hold needs a hint that says what to do"
+                f"gate {self.gate}: a verdict that does not hold needs a hint with what to do"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -35,7 +38,7 @@ class Verdict:
 
 
 class NotApplicable(ValueError):
-    """Found in the middle of a check: the claim is not one about this model, for the reason that is said."""
+    """Raised by a check whose claim does not apply to the model; the message has the reason."""
 
     def __init__(self, why: str, *, required: str) -> None:
         super().__init__(why)
@@ -50,25 +53,26 @@ class Gate:
     check: Callable[[Case], Verdict]
 
     def run(self, case: Case) -> Verdict:
-        """The verdict on a case; a check that breaks on the user's model is a gate that does not hold."""
+        """Check a case; a check that fails on the user's model is a gate that does not hold."""
         try:
             return self.check(case)
         except NoBlocks as error:
             return not_applicable(self.name, required="blocks", why=error.in_short)
         except NotApplicable as error:
             return not_applicable(self.name, required=error.required, why=str(error))
-        except ValueError as error:  # ours, and it says what to do
+        except ValueError as error:
+            # Our own errors state what to do.
             return Verdict(self.name, False, "could not be measured", "to run", str(error))
-        except Exception as error:  # noqa: BLE001 - the user's model may raise anything, and the other gates go on
+        except Exception as error:  # noqa: BLE001
+            # The user's model may raise anything, and the other gates must still run.
             where = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"raised {type(error).__name__}: {error}"
-            return Verdict(
-                self.name, False, said, "to run", f"see {where.filename}, line {where.lineno}"
-            )
+            measured = f"raised {type(error).__name__}: {error}"
+            hint = f"see {where.filename}, line {where.lineno}"
+            return Verdict(self.name, False, measured, "to run", hint)
 
 
 def no_such_gate(pattern: str, names: Sequence[str]) -> str:
-    """What to say of a pattern, such as `recomput` or `recompute/memry`, that matches none of the gates."""
+    """Return the error for a pattern, such as `recompute/memry`, that matches no gate."""
     technique, _, rest = pattern.partition("/")
     meant = nearest(technique, dict.fromkeys(name.partition("/")[0] for name in names))
     if meant and rest:

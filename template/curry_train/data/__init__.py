@@ -1,4 +1,7 @@
-"""Floor 1: samples in an order that is a pure function of a seed and a position. Imports core at most."""
+"""Floor 1: training data in a reproducible order.
+
+The order is a pure function of a seed and a position. Modules here import nothing but core.
+"""
 
 from ..core.lazy import lazy_names
 

@@ -1,4 +1,4 @@
-"""What can be trained on: anything with a length that makes a batch of chosen samples.
+"""The dataset interface: a length, and batches of chosen samples.
 
 Proof: `python -m pytest tests/test_data_tokens.py`.
 """
@@ -20,7 +20,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """A map-style dataset, such as one of torch's, whose samples are stacked by `default_collate`."""
+    """A map-style dataset, such as one of torch's, whose samples `default_collate` stacks."""
 
     source: Any
 
@@ -33,7 +33,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Part:
-    """The samples from `start` up to `stop` of a dataset, to train on some and measure on others."""
+    """The samples from `start` up to `stop` of a dataset, for a train and test split."""
 
     dataset: Dataset
     start: int
@@ -42,7 +42,9 @@ class Part:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= len(self.dataset):
             raise ValueError(
-                f"there are no samples {self.start} to {self.stop} in a dataset of {len(self.dataset)}"
+                f"samples {self.start} to {self.stop} are not a range of a dataset of "
+                f"{len(self.dataset)}: start must be at least 0, below stop, and stop at most "
+                f"{len(self.dataset)}"
             )
 
     def __len__(self) -> int:

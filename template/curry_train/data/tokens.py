@@ -1,10 +1,11 @@
-"""Samples of tokens: windows of a text, or documents of different lengths, from memory or from files.
+"""Token datasets: fixed-length stretches of text, or documents, from memory or files.
 
     data = open_tokens("data/*.npy", length=1024, layout=layout)
     data = Tokens([array], length=1024, layout=layout, masks=[answers], documents=[starts])
 
-A sample of `length` tokens has as many targets, each the token that follows. A target is left out of the loss where the
-mask is 0, and past the end of a document that is shorter. Proof: `python -m pytest tests/test_data_tokens.py`.
+A sample of `length` tokens has as many targets, each of them the next token. A target is left out
+of the loss where the mask is 0, and past the end of a shorter document.
+Proof: `python -m pytest tests/test_data_tokens.py`.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,16 @@ from ..core.adapt import IGNORED
 from .layout import Layout
 
 Array = NDArray[Any]
-RAW = numpy.dtype("uint16")  # what a .bin file holds; an .npy file says it itself
+# The dtype of a .bin file; an .npy file records its own.
+RAW = numpy.dtype("uint16")
 
 
 class Tokens:
-    """Arrays of tokens, which samples do not cross. `documents` has for each array where its documents begin; long
-    ones become several samples. `masks` has for each array a 1 for every token that is to be learned."""
+    """A dataset over arrays of tokens; no sample spans two arrays.
+
+    `documents` holds the start positions of the documents in each array; a long document becomes
+    several samples. `masks` holds a 1 for every token of each array that counts in the loss.
+    """
 
     def __init__(
         self,
@@ -39,14 +44,19 @@ class Tokens:
     ) -> None:
         if length < 1:
             raise ValueError(f"length must be at least 1 token, got {length}")
-        self.arrays, self.length, self.layout, self.masks = list(arrays), length, layout, masks
+        self.arrays = list(arrays)
+        self.length = length
+        self.layout = layout
+        self.masks = masks
         self.vocabulary = vocabulary
         self.names = list(names or (f"array {number}" for number in range(len(self.arrays))))
         for number, name in enumerate(self.names):
             if masks is not None and len(masks[number]) != len(self.arrays[number]):
                 raise ValueError(
-                    f"{name} has {len(self.arrays[number])} tokens and its mask {len(masks[number])}: they go together"
+                    f"{name} has {len(self.arrays[number])} tokens, but its mask has "
+                    f"{len(masks[number])}: write a mask of the same length"
                 )
+
         starts = [self._starts(number, documents) for number in range(len(self.arrays))]
         self._starts_of = starts
         self._ends = numpy.cumsum([len(begin) for begin, _ in starts])
@@ -55,45 +65,51 @@ class Tokens:
                 f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True)
             )
             raise ValueError(
-                f"there is no sample of {length} tokens and a target: {sizes or 'no files'}"
+                f"no array is long enough for a sample of {length} tokens and a target: "
+                f"{sizes or 'no files'}; use more text or a shorter length"
             )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def batch(self, samples: Sequence[int]) -> Any:
-        """As long as the longest of these samples."""
-        found = [self._sample(int(sample)) for sample in samples]
-        longest = max(len(tokens) for tokens, _ in found) - 1
-        inputs = torch.zeros(len(found), longest, dtype=torch.int64)
+        """Return a batch of these samples, padded to the longest of them."""
+        rows = [self._sample(int(sample)) for sample in samples]
+        longest = max(len(tokens) for tokens, _ in rows) - 1
+        inputs = torch.zeros(len(rows), longest, dtype=torch.int64)
         targets = torch.full_like(inputs, IGNORED)
-        there = torch.zeros_like(inputs, dtype=torch.bool)
-        for row, (tokens, learned) in enumerate(found):
-            whole = torch.from_numpy(tokens.astype(numpy.int64))
-            size = len(whole) - 1
-            inputs[row, :size], there[row, :size] = whole[:-1], True
-            targets[row, :size] = (
-                whole[1:] if learned is None else whole[1:].masked_fill(~learned, IGNORED)
-            )
-        return self.layout(inputs, targets, there)
+        present = torch.zeros_like(inputs, dtype=torch.bool)
+
+        for row, (tokens, learned) in enumerate(rows):
+            sequence = torch.from_numpy(tokens.astype(numpy.int64))
+            size = len(sequence) - 1
+            inputs[row, :size] = sequence[:-1]
+            present[row, :size] = True
+            row_targets = sequence[1:]
+            if learned is not None:
+                row_targets = row_targets.masked_fill(~learned, IGNORED)
+            targets[row, :size] = row_targets
+        return self.layout(inputs, targets, present)
 
     def _starts(
         self, number: int, documents: Sequence[Array] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Where the samples of an array begin, and where each one's last target ends."""
+        """Return the start of every sample of an array, and the end of its last target."""
         size = len(self.arrays[number])
         if documents is None:
             count = max(0, (size - 1) // self.length)
             begins = range(0, count * self.length, self.length)
             return begins, range(self.length + 1, (count + 1) * self.length + 1, self.length)
+
         edges = numpy.append(numpy.asarray(documents[number], dtype=numpy.int64), size)
         if edges[0] < 0 or (numpy.diff(edges) < 0).any():
             raise ValueError(
-                f"the documents of {self.names[number]} must begin in rising order inside its {size} tokens"
+                f"the documents of {self.names[number]} must begin in rising order inside its "
+                f"{size} tokens"
             )
-        counts = numpy.maximum(
-            0, -((1 - numpy.diff(edges)) // self.length)
-        )  # ceil of a document's targets
+
+        # The number of samples of each document: its targets divided by the length, rounded up.
+        counts = numpy.maximum(0, -((1 - numpy.diff(edges)) // self.length))
         first: Array = numpy.repeat(edges[:-1], counts)
         within = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
         starts: Any = first + within * self.length
@@ -103,15 +119,17 @@ class Tokens:
         number = int(numpy.searchsorted(self._ends, sample, side="right"))
         begins, ends = self._starts_of[number]
         place = sample - (int(self._ends[number - 1]) if number else 0)
-        part = slice(int(begins[place]), int(ends[place]))
-        tokens = self.arrays[number][part]
+        span = slice(int(begins[place]), int(ends[place]))
+        tokens = self.arrays[number][span]
         if self.vocabulary is not None and (largest := int(tokens.max())) >= self.vocabulary:
             raise ValueError(
-                f"{self.names[number]} has token {largest} at {part.start + int(tokens.argmax())}, and the model knows "
-                f"{self.vocabulary}: it was written for another vocabulary"
+                f"{self.names[number]} has token {largest} at "
+                f"{span.start + int(tokens.argmax())}, but the model's vocabulary has "
+                f"{self.vocabulary} tokens: use text that was tokenized for this model"
             )
-        mask = None if self.masks is None else self.masks[number][part][1:]
-        return tokens, None if mask is None else torch.from_numpy(mask.astype(bool))
+        if self.masks is None:
+            return tokens, None
+        return tokens, torch.from_numpy(self.masks[number][span][1:].astype(bool))
 
 
 def open_tokens(
@@ -123,27 +141,32 @@ def open_tokens(
     mask: bool = False,
     **options: Any,
 ) -> Tokens:
-    """The files of a glob, memory-mapped: `.npy`, or `.bin` of unsigned 16-bit numbers. Beside `a.npy` stand, where
-    asked for, `a.documents.npy` and `a.mask.npy`; `options` are those of `Tokens`."""
+    """Open the token files that match a glob, memory-mapped.
+
+    They are `.npy` files, or `.bin` files of unsigned 16-bit numbers. With `documents` and `mask`,
+    `a.documents.npy` and `a.mask.npy` are opened with `a.npy`. `options` are those of `Tokens`.
+    """
     root = Path(Path(pattern).anchor or ".")
-    paths = [
-        path
-        for path in sorted(root.glob(str(Path(pattern).relative_to(root))))
-        if not _beside(path)
-    ]
+    matches = sorted(root.glob(str(Path(pattern).relative_to(root))))
+    paths = [path for path in matches if not _beside(path)]
     if not paths:
         raise ValueError(
             f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)"
         )
+
     arrays = [_mapped(path) for path in paths]
+    document_starts = None
+    if documents:
+        document_starts = [_mapped(path.with_suffix(".documents.npy")) for path in paths]
+    masks = None
+    if mask:
+        masks = [_mapped(path.with_suffix(".mask.npy")) for path in paths]
     return Tokens(
         arrays,
         length=length,
         layout=layout,
-        documents=[_mapped(path.with_suffix(".documents.npy")) for path in paths]
-        if documents
-        else None,
-        masks=[_mapped(path.with_suffix(".mask.npy")) for path in paths] if mask else None,
+        documents=document_starts,
+        masks=masks,
         names=[str(path) for path in paths],
         **options,
     )
@@ -155,19 +178,20 @@ def _beside(path: Path) -> bool:
 
 def _mapped(path: Path) -> Array:
     if not path.is_file():
-        raise ValueError(f"{path} is not there: it goes with the token file beside it")
+        raise ValueError(f"{path} does not exist: write it next to its token file")
+    array: Array
     try:
-        array = (
-            numpy.memmap(path, dtype=RAW, mode="r")
-            if path.suffix == ".bin"
-            else numpy.load(path, mmap_mode="r")
-        )
+        if path.suffix == ".bin":
+            array = numpy.memmap(path, dtype=RAW, mode="r")
+        else:
+            array = numpy.load(path, mmap_mode="r")
     except ValueError as error:
         raise ValueError(
             f"{path} holds no array that can be mapped ({error}): write it with numpy.save"
         ) from error
     if array.ndim != 1 or array.dtype.kind not in "uib":
         raise ValueError(
-            f"{path} holds {array.dtype} of shape {array.shape}: tokens are one row of whole numbers"
+            f"{path} holds {array.dtype} of shape {array.shape}: tokens must be a one-dimensional "
+            f"array of whole numbers"
         )
     return array

@@ -1,4 +1,4 @@
-"""Floor 3: the claims, one file per technique. `discover` finds the gates of the techniques that are here."""
+"""Gates, one module per technique; `discover` lists the gates of the installed techniques."""
 
 import importlib
 import pkgutil
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def discover() -> tuple["Gate", ...]:
-    """Every gate of every technique in this package, in the order of the files."""
+    """List every gate in this package, in the order of the files."""
     modules = [
         importlib.import_module(f"{__name__}.{found.name}")
         for found in pkgutil.iter_modules(__path__)

@@ -1,7 +1,9 @@
-"""A benchmark says how long a step takes, and nothing of what the machine did; and what it times is training.
+"""Gates of the benchmark's timings: step times exclude machine effects, and steps train.
 
-Each gate takes the technique as an argument, so that its tests can plant a wrong one. How steps are timed is checked on
-a planted machine, whose clock is an account of the work given to it: the answer does not depend on who else is busy.
+Each gate takes the technique as an argument, so that its tests can plant a wrong one. The timing
+is checked on a planted machine whose clock counts the work given to it, so the result does not
+depend on the load of the real machine.
+
 Proof: `python -m pytest tests/test_bench.py`.
 """
 
@@ -33,9 +35,11 @@ Time = Callable[..., list[list[float]]]
 Ratios = Callable[[Sequence[float], Sequence[float]], Ratio]
 Summary = Callable[[Sequence[float]], Spread]
 
-ROUNDS, WARMUP = 12, 3
+ROUNDS = 12
+WARMUP = 3
 EACH_ROUND = 3  # steps: one, and two at once
-SWAPS, OFTEN = 400, 0.92  # 95%, less three standard errors of so many draws
+SWAPS = 400
+OFTEN = 0.92  # 95%, less three standard errors of SWAPS draws
 RATE = 1e-3
 
 
@@ -46,8 +50,11 @@ def twice(
     ratio: Ratios = paired_ratio,
     summary: Summary = spread_of,
 ) -> Verdict:
-    """A step that is taken twice takes 2.00 times as long, on a machine that slows down by a third, is slow at first,
-    stalls now and then, and answers before it is done."""
+    """Measure a doubled step as 2.00 times a single one, on an adversarial planted machine.
+
+    The machine slows down by a third, is slow during warm-up, stalls now and then, and returns from
+    a launch before the work is done.
+    """
     step = TrainingStep(case)
     work = [_work_of(step, 1), _work_of(step, 2)]
     machine = PlantedMachine(
@@ -58,74 +65,110 @@ def twice(
     )
     ways = [lambda amount=amount: machine.launch(amount) for amount in work]
     once, double = time(ways, rounds=ROUNDS, warmup=WARMUP, clock=machine.clock, wait=machine.wait)
-    found, spread = ratio(double, once), summary(once)
-    wide = spread.upper / spread.lower - 1 if spread.lower else float("inf")
-    off, allowed = abs(found.median - 2), 2 * machine.drift_of(EACH_ROUND)
+
+    found = ratio(double, once)
+    spread = summary(once)
+    relative_spread = spread.upper / spread.lower - 1 if spread.lower else float("inf")
+    error = abs(found.median - 2)
+    allowed = 2 * machine.drift_of(EACH_ROUND)
+
     hint = ""
-    if off > allowed:
-        hint = "wait for the device before and after each step, take turns, and hold each round against itself"
-    elif wide > machine.drift:
-        hint = "leave the warm-up out, and tell the tenths of the steps: one stall is no spread"
-    measured = f"{found.median:.3f} times; steps spread over {wide:.0%}"
-    required = f"2 within {allowed:.3f}; {machine.drift:.0%} at most"
+    if error > allowed:
+        hint = (
+            "wait for the device before and after each step, alternate the steps, and compare "
+            "them within each round"
+        )
+    elif relative_spread > machine.drift:
+        hint = (
+            "exclude the warm-up, and report the tenths of the steps: one stall is not the spread"
+        )
+    measured = f"{found.median:.3f} times; steps spread over {relative_spread:.0%}"
+    required = f"2 within {allowed:.3f}; spread at most {machine.drift:.0%}"
     return Verdict("bench/twice", not hint, measured, required, hint)
 
 
 def same(case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio) -> Verdict:
-    """A step against itself, timed for real: whichever of the two is called ours in each round, no difference is seen
-    in 95% of all cases; and what takes longer in every round is seen to be slower."""
+    """Compare a step with itself on the real machine.
+
+    Swapping the two steps of a round at random must show no difference in 95% of all cases, and a
+    step that takes longer in every round must be detected as slower.
+    """
     steps = [TrainingStep(case)]
     steps[0]()
     steps.append(TrainingStep(case, like=steps[0]))
     ours, theirs = time(steps, rounds=ROUNDS, warmup=1, wait=steps[0].wait)
-    pairs, draw, unseen = list(zip(ours, theirs, strict=True)), random.Random(case.seed), 0
-    for _ in range(
-        SWAPS
-    ):  # where nothing differs, each round could as well have come out the other way
-        swapped = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs]
-        unseen += not _sees(ratio([one for one, _ in swapped], [other for _, other in swapped]))
-    longer = 1.1 * max(other / one for one, other in pairs)
-    seen = _sees(ratio([longer * one for one, _ in pairs], [other for _, other in pairs]))
-    here = ratio(ours, theirs)
-    span = "no interval" if here.lower is None else f"{here.lower:.2f} to {here.upper:.2f}"
-    measured = f"{unseen / SWAPS:.1%} unseen; {longer:.2f} times {'seen' if seen else 'unseen'}; here {span}"
-    hint = (
-        ""
-        if unseen >= OFTEN * SWAPS and seen
-        else "take the interval from the ranks of the rounds' ratios"
+
+    # The two steps are the same, so each round could as well have come out the other way round.
+    pairs = list(zip(ours, theirs, strict=True))
+    generator = random.Random(case.seed)
+    num_equal = 0
+    for _ in range(SWAPS):
+        swapped = [pair if generator.random() < 0.5 else pair[::-1] for pair in pairs]
+        num_equal += not _sees(ratio([one for one, _ in swapped], [other for _, other in swapped]))
+
+    factor = 1.1 * max(other / one for one, other in pairs)
+    detected = _sees(ratio([factor * one for one, _ in pairs], [other for _, other in pairs]))
+
+    unswapped = ratio(ours, theirs)
+    interval = "no interval"
+    if unswapped.lower is not None:
+        interval = f"{unswapped.lower:.2f} to {unswapped.upper:.2f}"
+    measured = (
+        f"no difference in {num_equal / SWAPS:.1%}; {factor:.2f} times as long "
+        f"{'detected' if detected else 'missed'}; measured ratio {interval}"
     )
-    return Verdict("bench/same", not hint, measured, f"{OFTEN:.0%} at least; seen", hint)
+    hint = ""
+    if num_equal < OFTEN * SWAPS or not detected:
+        hint = "compute the interval from the ranks of the rounds' ratios"
+    required = f"no difference in at least {OFTEN:.0%}; detected"
+    return Verdict("bench/same", not hint, measured, required, hint)
 
 
 def whole_step(
     case: Case, *, make: MakeStep = TrainingStep, measure: Measure = measure_levers
 ) -> Verdict:
-    """Two of the steps that are timed, with a learning rate, leave the weights where a loop by hand does. Without one,
-    as they are timed, weights stay; and so do random generators after a whole benchmark."""
+    """Compare two timed steps with a training loop written out by hand.
+
+    With a learning rate the weights must equal those of the loop. With a learning rate of 0, as
+    steps are timed, the weights must not change. A whole benchmark must not change the state of the
+    random generators.
+    """
     reference = _by_hand(case)
     tolerance = 0.0 if compare(reference, _by_hand(case)).bit_equal else OUTER_BOUND[case.dtype]
-    step, resting = make(case, learning_rate=RATE), make(case)
-    before = replace(_state(resting.model, torch.zeros(())), buffers={})
+
+    step = make(case, learning_rate=RATE)
     with seeded(case.seed):
         for _ in range(2):
             value = step()
+    trained = compare(reference, _state(step.model, torch.tensor(value.loss)), tolerance=tolerance)
+
+    timed = make(case)
+    before = replace(_state(timed.model, torch.zeros(())), buffers={})
     with seeded(case.seed):
         for _ in range(2):
-            resting()
-    trained = compare(reference, _state(step.model, torch.tensor(value.loss)), tolerance=tolerance)
-    stayed = compare(before, replace(_state(resting.model, torch.zeros(())), buffers={}))
+            timed()
+    unchanged = compare(before, replace(_state(timed.model, torch.zeros(())), buffers={}))
+
     start = record(nn.Identity(), torch.zeros(()))
     measure(case, rounds=1, warmup=0)
-    left = compare(start, record(nn.Identity(), torch.zeros(())))
-    measured = f"{trained.describe(most=1)}; timed {stayed.describe(most=1)}; generators {left.describe(most=1)}"
-    required = f"{'bit-equal' if not tolerance else f'within {tolerance:.0e}'} by hand; weights and generators stay"
+    generators = compare(start, record(nn.Identity(), torch.zeros(())))
+
+    measured = (
+        f"{trained.describe(most=1)}; timed {unchanged.describe(most=1)}; "
+        f"generators {generators.describe(most=1)}"
+    )
+    equality = f"within {tolerance:.0e}" if tolerance else "bit-equal"
+    required = f"{equality} to the loop by hand; weights and generators unchanged"
     hint = ""
     if not trained.holds:
-        hint = "drop gradients, run forward and backward of every microbatch, divide once, and take the step"
-    elif not stayed.holds:
-        hint = "time with a learning rate of 0: each step then does what the one before it did"
-    elif not left.holds:
-        hint = "seed within a context that puts the generators back"
+        hint = (
+            "drop gradients, run forward and backward of every microbatch, divide once, and take "
+            "the step"
+        )
+    elif not unchanged.holds:
+        hint = "time with a learning rate of 0, so that every step starts from the same weights"
+    elif not generators.holds:
+        hint = "seed inside a context that restores the generators"
     return Verdict("bench/whole-step", not hint, measured, required, hint)
 
 
@@ -143,7 +186,7 @@ def _sees(ratio: Ratio) -> bool:
 
 
 def _work_of(step: TrainingStep, repeats: int) -> float:
-    """FLOPs that so many steps run; their number, where torch has no formula for anything in them."""
+    """Count the FLOPs of `repeats` steps; return `repeats` if torch has no formula for them."""
     with FlopCount() as count:
         for _ in range(repeats):
             step()
@@ -151,8 +194,9 @@ def _work_of(step: TrainingStep, repeats: int) -> float:
 
 
 def _by_hand(case: Case) -> StepRecord:
-    """The weights after two optimizer steps as anybody would write them, and the second loss."""
-    module, batch = case.build(), case.batch()
+    """Take two optimizer steps in a plain loop; record the weights and the second loss."""
+    module = case.build()
+    batch = case.batch()
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     for group in optimizer.param_groups:
         group["lr"] = RATE
@@ -166,7 +210,7 @@ def _by_hand(case: Case) -> StepRecord:
 
 
 def _state(module: nn.Module, loss: Tensor) -> StepRecord:
-    """Weights in the place of gradients."""
+    """Record weights and buffers, with the weights in the field for gradients."""
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     return StepRecord(loss, weights, buffers, {})

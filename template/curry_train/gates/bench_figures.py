@@ -1,7 +1,8 @@
-"""What a benchmark says of memory and FLOPs is what a step takes and what the model computes.
+"""Gates of the benchmark's memory and FLOP figures: they equal independent counts.
 
-Each gate takes the benchmark as an argument, so that its tests can plant a wrong one. Proof:
-`python -m pytest tests/test_bench.py`.
+Each gate takes the benchmark as an argument, so that its tests can plant a wrong one.
+
+Proof: `python -m pytest tests/test_bench.py`.
 """
 
 from collections.abc import Callable
@@ -24,16 +25,25 @@ from ..primitives.recompute import recompute_blocks
 
 Measure = Callable[..., Bench]
 
-SCALARS = 16  # bytes at most: the loss and the gradient norm, which a window keeps until its end
-CLOSE = 0.02  # on CUDA, where the allocator rounds and libraries take workspaces
+# Bytes at most: the loss and the gradient norm, which a window holds until its end.
+SCALARS = 16
+# On CUDA, where the allocator rounds up and libraries allocate workspaces.
+CLOSE = 0.02
 FULL = Lever("full", (lambda model, sample: recompute_blocks(model, blocks=sample.blocks),))
 HALVED = Lever("accumulate=2", accumulate=2)
-FIRST, SECOND, THIRD, ROWS = 24, 40, 16, 8  # widths of a chain, and its batch
+# Widths of a chain of layers, and its batch size.
+FIRST = 24
+SECOND = 40
+THIRD = 16
+ROWS = 8
 
 
 def flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
-    """The model's FLOPs are those of a chain counted by hand. Neither recompute nor accumulation makes them more; what
-    recompute runs again is counted as run."""
+    """Compare the model's FLOPs with a count by hand, and across techniques.
+
+    Neither recompute nor accumulation may raise the model's FLOPs; recomputed FLOPs count only as
+    executed FLOPs.
+    """
     gate = "bench/flops"
     by_hand = 2 * ROWS * (2 * FIRST * SECOND + 3 * SECOND * THIRD)  # the batch gets no gradient
     chain = replace(case, workload=_chain(), batch_size=ROWS, blocks=None)
@@ -47,28 +57,30 @@ def flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
     plain = rows[0].model_flops or 0
     if not plain:
         return not_applicable(
-            gate, required="FLOPs", why="torch has a formula for nothing that this model runs"
+            gate, required="FLOPs", why="torch has no FLOP formula for anything this model runs"
         )
-    grown = [f"{row.name} {row.model_flops:,}" for row in rows if row.model_flops != plain]
-    more = {row.name: (row.executed_flops or 0) - plain for row in rows}
+
+    differing = [f"{row.name} {row.model_flops:,}" for row in rows if row.model_flops != plain]
+    recomputed = {row.name: (row.executed_flops or 0) - plain for row in rows}
     held = (
         counted == by_hand
-        and not grown
-        and min(more.values()) >= 0
-        and more.get(HALVED.name, 0) == 0
+        and not differing
+        and min(recomputed.values()) >= 0
+        and recomputed.get(HALVED.name, 0) == 0
     )
-    again = f", full runs {more[FULL.name]:,} again" if FULL.name in more else ""
-    measured = f"chain {counted:,} of {by_hand:,}; plain {plain:,}{again}; other with {', '.join(grown) or 'none'}"
-    hint = (
-        ""
-        if held
-        else "count forward and backward of the plain model, over all microbatches of the step"
+    again = f", full recomputes {recomputed[FULL.name]:,}" if FULL.name in recomputed else ""
+    measured = (
+        f"chain {counted:,} of {by_hand:,}; plain {plain:,}{again}; "
+        f"different with {', '.join(differing) or 'none'}"
     )
-    return Verdict(gate, held, measured, "by hand; the same with every lever", hint)
+    hint = ""
+    if not held:
+        hint = "count forward and backward of the plain model, over all microbatches of the step"
+    return Verdict(gate, held, measured, "as by hand; equal with every lever", hint)
 
 
 def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
-    """The peak of a step, among others that are alive, is the one that its timeline shows for a step by itself."""
+    """Compare the peak of a step beside other configurations with its timeline's peak alone."""
     rows = measure(
         case, [lever for lever in _levers(case) if lever is FULL], rounds=1, warmup=0
     ).rows
@@ -78,19 +90,19 @@ def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
         for row in rows
         if row.outcome == MEASURED
     }
-    cuda = case.device.type == "cuda"
+    is_cuda = case.device.type == "cuda"
     wrong = [
         name
         for name, (found, alone) in pairs.items()
-        if abs(found - alone) > (CLOSE * alone if cuda else 0) + SCALARS
+        if abs(found - alone) > (CLOSE * alone if is_cuda else 0) + SCALARS
     ]
     measured = "; ".join(f"{name} {found:,} of {alone:,}" for name, (found, alone) in pairs.items())
-    required = f"within {CLOSE:.0%}" if cuda else f"equal but for {SCALARS} bytes of loss and norm"
-    hint = (
-        f"{', '.join(wrong)}: an owner is forgotten, or what belongs to another step is counted"
-        if wrong
-        else ""
-    )
+    required = f"equal but for {SCALARS} bytes of loss and norm"
+    if is_cuda:
+        required = f"within {CLOSE:.0%}"
+    hint = ""
+    if wrong:
+        hint = f"{', '.join(wrong)}: an owner is missing, or memory of another step is counted"
     return Verdict("bench/peak", not wrong, measured, required, hint)
 
 
@@ -101,7 +113,7 @@ GATES = (
 
 
 def _levers(case: Case) -> list[Lever]:
-    """Those that apply; full recompute where the model repeats blocks."""
+    """Choose the levers that apply; full recompute needs a model that repeats blocks."""
     levers = [HALVED] if case.batch_size > 1 else []
     try:
         find_blocks(case.build(), case.blocks)

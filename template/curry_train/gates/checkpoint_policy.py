@@ -1,6 +1,7 @@
-"""A checkpoint is whole or not there, comes back to the bit, shows every damage, and runs nothing when it is read.
+"""Gates of checkpoints: atomic commits, bitwise resume, detected damage, safe reading.
 
-Each gate takes the part of the store that it is about, so that its tests can plant a wrong one.
+Each gate takes the component of the store that it checks, so that its tests can plant a wrong one.
+
 Proof: `python -m pytest tests/test_checkpoint_policy.py`.
 """
 
@@ -39,25 +40,24 @@ from ..runs.trial import (
 from ..runs.writing import Writing
 
 NUM_FLIPS = 40
-NUM_FLIPS_OF_MANIFEST = (
-    80  # most of its bits are in hashes, whose change shows in any case; the others are few
-)
+# Most bits of the manifest are in hashes, where any change is detected; only a few are elsewhere.
+NUM_FLIPS_OF_MANIFEST = 80
 NUM_FAILURES = 40
-LARGEST = 2**30  # bytes of a state that is saved, or read, dozens of times in a gate
+# In bytes: a gate writes or reads the state dozens of times.
+LARGEST = 2**30
 KIND = "rollback"
 
 
 def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
-    """A save of step 2 is interrupted at each change that it makes on the disk; step 1 is there before."""
-    gate, required = (
-        "checkpoint-policy/committed",
-        "of each, the newest that counts is whole and is what was saved",
-    )
+    """Interrupt the save of step 2 at each change it makes on the disk, after a save of step 1."""
+    gate = "checkpoint-policy/committed"
+    required = "after each, the newest committed checkpoint is complete and as saved"
     with trained(case, parts) as (state, folder):
         expected = {1: tensors_of(state)}
         if too_large := _too_large(expected[1]):
             return not_applicable(gate, required=required, why=too_large)
-        interruptions, wrong = 0, list[str]()
+        num_interruptions = 0
+        wrong = list[str]()
         with Store(folder / "first") as store:
             _commit_by(store, parts).save(KIND, 1, state)
         for left in range(NUM_FAILURES):
@@ -68,42 +68,38 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
                 _commit_by(store, parts)
                 files.left = left
                 try:
-                    with torch.no_grad():
-                        original = [parameter.clone() for parameter in state.model.parameters()]
-                        for parameter in state.model.parameters():
-                            parameter.add_(1)
+                    with _parameters_changed(state.model):
                         expected[2] = tensors_of(state)
                         store.save(KIND, 2, state)
                     break
                 except (SaveError, Interrupted):
-                    interruptions += 1
+                    num_interruptions += 1
                 finally:
                     files.left = None
-                    with torch.no_grad():
-                        for parameter, value in zip(
-                            state.model.parameters(), original, strict=True
-                        ):
-                            parameter.copy_(value)
             wrong += _judged(case, parts, files.root, expected, f"interrupted at change {left + 1}")
         else:
-            wrong.append(f"it was not done after {NUM_FAILURES} changes")
-    measured = f"{interruptions} interruptions, {len(wrong)} wrong"
-    hint = f"{wrong[0]}: write beside, sync, and rename once the manifest holds" if wrong else ""
-    if not wrong and interruptions < 3:
-        hint = (
-            "the save changes the disk in so few places that it can't be one that syncs and renames"
-        )
+            wrong.append(f"the save did not finish within {NUM_FAILURES} changes")
+
+    measured = f"{num_interruptions} interruptions, {len(wrong)} wrong"
+    hint = ""
+    if wrong:
+        hint = f"{wrong[0]}: write to a temporary folder, sync, write the manifest, and rename"
+    elif num_interruptions < 3:
+        hint = "the save makes fewer than 3 changes on the disk, so it can't sync and rename"
     return Verdict(gate, not hint, measured, required, hint)
 
 
 def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
-    """Saved after one step, loaded into a fresh model and optimizer: the state, and the step that follows."""
-    gate, required = "checkpoint-policy/bitwise", "state and next step equal to the bit"
+    """Load a checkpoint into a fresh model and optimizer; compare the state and the next step."""
+    gate = "checkpoint-policy/bitwise"
+    required = "state and next step equal to the bit"
     with trained(case, parts) as (state, folder):
         with Store(folder) as store:
             saved = store.save(KIND, 1, state)
         expected = tensors_of(state)
-        ahead, after = train_step(case, state), tensors_of(state)
+        next_loss = train_step(case, state)
+        after_next = tensors_of(state)
+
         other = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved.folder, other)
         differing = [
@@ -111,70 +107,80 @@ def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
         ]
         differing += sorted(expected.keys() - tensors_of(other).keys())
 
-        def goes_on(fresh: Any) -> bool:
-            loss = train_step(case, fresh)
-            return torch.equal(ahead, loss) and all(
-                same(held, after.get(name)) for name, held in tensors_of(fresh).items()
-            )
+        other_loss = train_step(case, other)
+        is_next_step_right = torch.equal(next_loss, other_loss) and all(
+            same(held, after_next.get(name)) for name, held in tensors_of(other).items()
+        )
+        comparison = "equal" if is_next_step_right else "not equal"
+        is_only_step_wrong = not differing and not is_next_step_right
+        if is_only_step_wrong and not _repeats(case, parts, folder, saved.folder):
+            is_next_step_right = True
+            comparison = "not repeatable on this device"
 
-        same_step = goes_on(other)
-        told = "equal" if same_step else "not equal"
-        if not differing and not same_step and not _repeats(case, parts, folder, saved.folder):
-            same_step, told = True, "not repeatable on this device"
-    measured = (
-        f"{len(expected) - len(differing)} of {len(expected)} tensors equal, next step {told}"
-    )
+    num_equal = len(expected) - len(differing)
+    measured = f"{num_equal} of {len(expected)} tensors equal, next step {comparison}"
     hint = ""
-    if differing or not same_step:
-        hint = f"not saved, or not put back: {', '.join(differing[:3]) or 'a generator, or state of the model itself'}"
+    if differing or not is_next_step_right:
+        missing = ", ".join(differing[:3]) or "a generator, or state of the model itself"
+        hint = f"not saved, or not restored: {missing}"
     return Verdict(gate, not hint, measured, required, hint)
 
 
 def damage(case: Case, *, parts: Parts = SOUND) -> Verdict:
-    """One bit at a time is flipped in the files of a checkpoint, the manifest and the index among them."""
-    gate, required = "checkpoint-policy/damage", "all found before loading"
-    generator, missed, flips = random.Random(case.seed), list[str](), 0
+    """Flip one bit at a time in the files of a checkpoint, including its manifest and index."""
+    gate = "checkpoint-policy/damage"
+    required = "all detected before loading"
+    generator = random.Random(case.seed)
+    missed = list[str]()
+    num_flips = 0
     with trained(case, parts) as (state, folder):
         if too_large := _too_large(tensors_of(state)):
             return not_applicable(gate, required=required, why=too_large)
+
         with Store(folder) as store:
             saved = store.save(KIND, 1, state)
         reader = SavedRun(folder)
-        paths = sorted((folder / saved.folder).iterdir())
         parts.verify(reader, saved.folder)
-        for path in [
-            *(paths * NUM_FLIPS)[:NUM_FLIPS],
-            *[folder / saved.folder / MANIFEST] * NUM_FLIPS_OF_MANIFEST,
-        ]:
-            place, bit = generator.randrange(path.stat().st_size), generator.randrange(8)
+
+        paths = sorted((folder / saved.folder).iterdir())
+        targets = (paths * NUM_FLIPS)[:NUM_FLIPS]
+        targets += [folder / saved.folder / MANIFEST] * NUM_FLIPS_OF_MANIFEST
+        for path in targets:
+            place = generator.randrange(path.stat().st_size)
+            bit = generator.randrange(8)
             with _flipped(path, place, bit):
-                flips += 1
+                num_flips += 1
                 try:
                     parts.verify(reader, saved.folder)
                 except DamagedCheckpoint:
                     continue
             missed.append(f"bit {bit} of byte {place} of {path.name}")
-    measured = f"{flips - len(missed)} of {flips} flipped bits found"
-    hint = (
-        f"{missed[0]} was not seen: hash every file, and the whole manifest too" if missed else ""
-    )
+
+    measured = f"{num_flips - len(missed)} of {num_flips} flipped bits detected"
+    hint = ""
+    if missed:
+        hint = f"{missed[0]} was not detected: hash every file, and the whole manifest too"
     return Verdict(gate, not missed, measured, required, hint)
 
 
 def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
-    """Checkpoints with right hashes whose index would call a function, or place a tensor in a file elsewhere."""
-    gate, required = "checkpoint-policy/hostile", "all refused, nothing called, nothing changed"
+    """Load forged checkpoints with valid hashes.
+
+    One index calls a function when it is unpickled; the other names a file outside the checkpoint.
+    """
+    gate = "checkpoint-policy/hostile"
+    required = "all refused, nothing called, nothing changed"
     wrong = []
     with trained(case, parts) as (state, folder):
         with Store(folder) as store:
             saved = store.save(KIND, 1, state)
-        metadata = pickle.loads(
-            (folder / saved.folder / METADATA).read_bytes()
-        )  # our own, just written
+        # Unpickling is safe here: this process has just written the file.
+        metadata = pickle.loads((folder / saved.folder / METADATA).read_bytes())
         place = next(iter(metadata.storage_data.values()))
         attacks = {"a call in the index": replace(metadata, planner_data=_Call(folder / "called"))}
         place.relative_path = "../../../elsewhere"
         attacks["a file elsewhere"] = metadata
+
         other = new_state(case, parts, seed=case.seed + 1)
         before = tensors_of(other)
         for name, forged in attacks.items():
@@ -184,17 +190,16 @@ def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
                 wrong.append(f"{name} was loaded")
             except HostileCheckpoint:
                 pass
-            except Exception as error:  # noqa: BLE001 - a reader that breaks later than it should have refused
-                wrong.append(f"{name} led to {type(error).__name__}")
+            except Exception as error:  # noqa: BLE001 - a reader may fail later, with any error
+                wrong.append(f"{name} raised {type(error).__name__}")
+
         if (folder / "called").exists():
             wrong.append("the index's function was called")
         if any(not same(held, before.get(name)) for name, held in tensors_of(other).items()):
             wrong.append("the state was changed")
-    hint = (
-        f"{wrong[0]}: unpickle by an allow-list, and read no file that the manifest does not name"
-        if wrong
-        else ""
-    )
+    hint = ""
+    if wrong:
+        hint = f"{wrong[0]}: unpickle with an allow-list, and read only files in the manifest"
     return Verdict(gate, not wrong, f"{len(attacks)} attacks, {len(wrong)} wrong", required, hint)
 
 
@@ -206,7 +211,23 @@ GATES = (
 )
 
 
+@contextlib.contextmanager
+def _parameters_changed(model: Any) -> Iterator[None]:
+    """Add 1 to every parameter inside the context, which runs without grad mode."""
+    with torch.no_grad():
+        original = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.add_(1)
+        try:
+            yield
+        finally:
+            for parameter, value in zip(model.parameters(), original, strict=True):
+                parameter.copy_(value)
+
+
 class _Call:
+    """Creates a folder when it is unpickled."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -216,16 +237,15 @@ class _Call:
 
 def _too_large(tensors: dict[str, Tensor]) -> str:
     size = sum(tensor.nbytes for tensor in tensors.values())
-    return (
-        f"the state has {size / 2**30:.1f} GiB, and would be written dozens of times"
-        if size > LARGEST
-        else ""
-    )
+    if size <= LARGEST:
+        return ""
+    return f"the state takes {size / 2**30:.1f} GiB, and would be written dozens of times"
 
 
 def _repeats(case: Case, parts: Parts, folder: Path, saved: str) -> bool:
-    """Whether two loads of one checkpoint go on alike."""
-    losses, states = [], []
+    """Whether the step after two loads of one checkpoint is the same."""
+    losses = []
+    states = []
     for _ in range(2):
         fresh = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved, fresh)
@@ -253,7 +273,8 @@ def _judged(case: Case, parts: Parts, root: Path, expected: dict[int, Any], when
     reader = SavedRun(root)
     newest = reader.latest()
     if newest is None:
-        return [f"{when}, nothing is left"]
+        return [f"{when}, no checkpoint is left"]
+
     other = new_state(case, parts, seed=case.seed + 1)
     try:
         reader.load(newest, other)
@@ -263,7 +284,7 @@ def _judged(case: Case, parts: Parts, root: Path, expected: dict[int, Any], when
     mixed = [
         name for name, held in found.items() if not same(held, expected[newest.step].get(name))
     ]
-    return [f"{when}, step {newest.step} is not what was saved"] if mixed else []
+    return [f"{when}, step {newest.step} differs from what was saved"] if mixed else []
 
 
 @contextlib.contextmanager
@@ -282,7 +303,7 @@ def _flipped(path: Path, place: int, bit: int) -> Iterator[None]:
 
 
 def _forge(reader: SavedRun, folder: str, data: bytes) -> None:
-    """Put another index into a checkpoint, and make the hashes fit: they tell damage, not who wrote."""
+    """Replace the index of a checkpoint and recompute its hashes, which detect damage only."""
     manifest = read_manifest(reader.files, folder)
     entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
     forged = replace(manifest, files={**manifest.files, METADATA: entry})

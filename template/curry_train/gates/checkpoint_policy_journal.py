@@ -1,6 +1,7 @@
-"""An event is in the journal when the call returns, a torn end loses that one alone, and the last attempt counts.
+"""Gates of the run journal: no lost events, torn ends, and attempts.
 
-Each gate takes the part that it is about, so that its tests can plant a wrong one.
+Each gate takes the component that it checks, so that its tests can plant a wrong one.
+
 Proof: `python -m pytest tests/test_run_journal.py`.
 """
 
@@ -24,9 +25,10 @@ MOST_CUTS = 60
 
 
 def complete(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict:
-    """The model's own losses, and one that is not a number, looked for in the file after each call."""
+    """Write the model's losses and a NaN, and look for each in the file when its call returns."""
     losses = [*_own_losses(case), math.nan]
-    there = equal = 0
+    num_present = 0
+    num_equal = 0
     with (
         tempfile.TemporaryDirectory(prefix="journal-gate-") as folder,
         journal(Path(folder)) as writer,
@@ -34,24 +36,29 @@ def complete(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict
         writer.start()
         for step, loss in enumerate(losses, start=1):
             writer.step(step, loss=loss, learning_rate=1e-3)
-            told = _losses_in(Path(folder))
-            there += len(told) == step
-            equal += bool(told) and told[-1] == (loss if math.isfinite(loss) else str(loss))
+            written = _losses_in(Path(folder))
+            expected = loss if math.isfinite(loss) else str(loss)
+            num_present += len(written) == step
+            num_equal += bool(written) and written[-1] == expected
+
     number = len(losses)
     hint = ""
-    if there < number:
+    if num_present < number:
         hint = (
-            "write each event by one append as it happens: what is held back dies with the process"
+            "append each event as it happens: events held back in memory are lost if the process "
+            "is killed"
         )
-    elif equal < number:
+    elif num_equal < number:
         hint = "write figures with all their digits, and NaN as a word"
-    measured = f"{there} of {number} there at once, {equal} of {number} losses to the bit"
+    measured = (
+        f"{num_present} of {number} present at once, {num_equal} of {number} losses to the bit"
+    )
     return Verdict("run-journal/complete", not hint, measured, "all at once, all to the bit", hint)
 
 
 def torn(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict:
-    """Cut at bytes of the last lines, read, and gone on with by the next process."""
-    required = "at each cut all whole events, before and after"
+    """Cut the journal at bytes of its last lines, read it, and continue it in a new process."""
+    required = "all complete events after each cut, before and after continuing"
     wrong = list[str]()
     with tempfile.TemporaryDirectory(prefix="journal-gate-") as folder:
         with journal(Path(folder)) as writer:
@@ -64,13 +71,12 @@ def torn(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict:
         cuts = range(least, len(whole) + 1, max(1, (len(whole) - least) // MOST_CUTS))
         for cut in cuts:
             path.write_bytes(whole[:cut])
-            if said := _goes_on(Path(folder), whole[:cut], journal):
-                wrong.append(f"at byte {cut} of {len(whole)}: {said}")
-    hint = (
-        f"{wrong[0]}; set a torn line aside, and begin the next on a line of its own"
-        if wrong
-        else ""
-    )
+            if problem := _goes_on(Path(folder), whole[:cut], journal):
+                wrong.append(f"at byte {cut} of {len(whole)}: {problem}")
+
+    hint = ""
+    if wrong:
+        hint = f"{wrong[0]}; skip a torn line, and start the next event on a new line"
     return Verdict(
         "run-journal/torn", not wrong, f"{len(cuts)} cuts, {len(wrong)} wrong", required, hint
     )
@@ -82,34 +88,34 @@ def attempts(
     journal: Callable[[Path], Any] = Journal,
     read: Callable[[Path], History] = read_history,
 ) -> Verdict:
-    """A run that went back, was killed, and was resumed: what counts is what was trained last."""
+    """Read the journal of a run with a rollback and a resume: a step's last loss counts."""
     losses = _own_losses(case)
-    again = [loss + 1 for loss in losses]
+    losses_after_rollback = [loss + 1 for loss in losses]
     with tempfile.TemporaryDirectory(prefix="journal-gate-") as folder:
         with journal(Path(folder)) as writer:
             writer.start()
             _write(writer, losses, range(1, 6))
             writer.rollback(2, from_step=5, reason="planted")
-            _write(writer, again, range(3, 5))
+            _write(writer, losses_after_rollback, range(3, 5))
         with journal(Path(folder)) as writer:
             writer.resume(3)
             _write(writer, losses, range(4, NUM_STEPS + 1))
         history = read(Path(folder))
-        expected = [*losses[:2], again[2], *losses[3:]]
+        expected = [*losses[:2], losses_after_rollback[2], *losses[3:]]
         found = list(history.steps.values["loss"])
-        opened = [(one.number, one.kind, one.step) for one in history.attempts]
-    right = (
-        sum(loss == other for loss, other in zip(found, expected, strict=False))
-        if len(found) == NUM_STEPS
-        else 0
-    )
-    held = right == NUM_STEPS and opened == [(1, "start", 0), (2, "rollback", 2), (3, "resume", 3)]
-    hint = (
-        ""
-        if held
-        else "open a new attempt at each resume and rollback; of two losses of a step the later counts"
-    )
-    measured = f"{right} of {NUM_STEPS} losses are the last, {len(opened)} attempts"
+        attempts = [(attempt.number, attempt.kind, attempt.step) for attempt in history.attempts]
+
+    num_right = 0
+    if len(found) == NUM_STEPS:
+        num_right = sum(loss == other for loss, other in zip(found, expected, strict=False))
+    expected_attempts = [(1, "start", 0), (2, "rollback", 2), (3, "resume", 3)]
+    held = num_right == NUM_STEPS and attempts == expected_attempts
+    hint = ""
+    if not held:
+        hint = (
+            "start a new attempt at each resume and rollback; of two losses of a step use the later"
+        )
+    measured = f"{num_right} of {NUM_STEPS} losses are the last, {len(attempts)} attempts"
     return Verdict(
         "run-journal/attempts", held, measured, f"{NUM_STEPS} of {NUM_STEPS}, 3 attempts", hint
     )
@@ -123,29 +129,30 @@ GATES = (
 
 
 def _losses_in(folder: Path) -> list[Any]:
-    """As another process reads them; NaN is a word."""
+    """Read the losses as another process would; NaN is a word."""
     try:
         return [event.facts["loss"] for event in JournalReading(folder) if event.kind == "step"]
-    except JournalError:  # nothing is in it yet
+    except JournalError:  # the journal is still empty
         return []
 
 
 def _goes_on(folder: Path, left: bytes, journal: Callable[[Path], Any]) -> str:
-    """What is wrong with a journal of which this was left, once another process has written two events."""
-    whole = left.count(b"\n")
+    """Continue a cut journal with two events in another process; return the problem, if any."""
+    num_complete = left.count(b"\n")
     try:
-        read = sum(1 for _ in JournalReading(folder))
+        num_read = sum(1 for _ in JournalReading(folder))
         with journal(folder) as writer:
             writer.resume(NUM_STEPS)
             writer.step(NUM_STEPS + 1, loss=1.0, learning_rate=1e-3)
         events = list(JournalReading(folder))
     except RunError as error:
         return str(error)
-    if not whole <= read <= whole + 1:  # a line that lacks only its end is whole
-        return f"{read} events were read of {whole}"
+    # A last line that lacks only its newline is complete as well.
+    if not num_complete <= num_read <= num_complete + 1:
+        return f"{num_read} of {num_complete} events were read"
     kinds = [event.kind for event in events if event.kind != "warning"][-2:]
-    if len(events) < read + 2 or kinds != ["resume", "step"]:
-        return f"{len(events)} events are there of {read + 2}"
+    if len(events) < num_read + 2 or kinds != ["resume", "step"]:
+        return f"{len(events)} of {num_read + 2} events are in the journal"
     return ""
 
 

@@ -1,6 +1,7 @@
-"""What stays is what is needed, damage of the newest is passed over, and nothing is written twice.
+"""Gates of checkpoint retention: deletion rules, fallback to an older checkpoint, one write.
 
-Each gate takes the part that it is about, so that its tests can plant a wrong one.
+Each gate takes the component that it checks, so that its tests can plant a wrong one.
+
 Proof: `python -m pytest tests/test_checkpoint_policy_retention.py`.
 """
 
@@ -26,30 +27,36 @@ EVERY_STEP = PolicyConfig(rollback_every=1, recovery_every=1, best_k=1)
 
 
 def retention(case: Case, *, rules: Rules | None = None) -> Verdict:
-    """Random histories of saves, NaN, damage, readers, rollbacks and restarts, with steps of eight and nine digits."""
-    gate, required = (
-        "checkpoint-policy/retention",
-        "in each, the newest good state and the best stay, and no more than asked",
-    )
-    generator, broken = random.Random(case.seed), list[str]()
+    """Apply the retention rules to random histories of a run.
+
+    The histories have saves, NaN, damage, readers, rollbacks and restarts, and steps of eight and
+    nine digits.
+    """
+    gate = "checkpoint-policy/retention"
+    required = "in each, the newest good state and the best are kept, and no more than configured"
+    generator = random.Random(case.seed)
+    broken = list[str]()
     for _ in range(NUM_HISTORIES):
         history, config = random_history(generator)
-        if said := broken_promise(history, config, rules or Rules()):
-            broken.append(said)
+        if problem := broken_promise(history, config, rules or Rules()):
+            broken.append(problem)
+
     hint = ""
     if broken:
-        hint = f"{max(set(broken), key=broken.count)}: count steps as numbers, those of this line only, and never NaN"
+        most_common = max(set(broken), key=broken.count)
+        hint = (
+            f"{most_common}: compare steps as numbers, use only those of this branch of the run, "
+            "and never rank NaN"
+        )
     return Verdict(
         gate, not broken, f"{NUM_HISTORIES} histories, {len(broken)} broken", required, hint
     )
 
 
 def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load_chosen) -> Verdict:
-    """Of two checkpoints a bit is flipped in the newer; a fresh model resumes from latest."""
-    gate, required = (
-        "checkpoint-policy/fallback",
-        "the older state to the bit, and a word on the newer",
-    )
+    """Flip a bit in the newer of two checkpoints and resume a fresh model from `latest`."""
+    gate = "checkpoint-policy/fallback"
+    required = "the older state to the bit, and the newer one reported"
     with trained(case, SOUND) as (state, folder):
         with Store(folder, files=InterruptedFiles(folder)) as store:
             store.save("rollback", 1, state)
@@ -71,25 +78,24 @@ def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load
             )
         found = tensors_of(other)
         wrong = [name for name, held in expected.items() if not same(held, found.get(name))]
-        told = newer.folder in resumed.words
-    named = "damage named" if told else "damage not named"
-    measured = (
-        f"step {other.step}, {len(expected) - len(wrong)} of {len(expected)} tensors equal, {named}"
-    )
+        is_reported = newer.folder in resumed.words
+
+    num_equal = len(expected) - len(wrong)
+    report = "damage reported" if is_reported else "damage not reported"
+    measured = f"step {other.step}, {num_equal} of {len(expected)} tensors equal, {report}"
     hint = ""
     if wrong or other.step != 1:
-        hint = f"{wrong[0] if wrong else 'the step'} is not that of the older: verify before loading, newest first"
-    elif not told:
-        hint = "a run that lost steps must say so: name what was passed over, and why"
+        name = wrong[0] if wrong else "the step"
+        hint = f"{name} is not that of the older one: verify before loading, newest first"
+    elif not is_reported:
+        hint = "report every checkpoint that was skipped, and why: the run has lost steps"
     return Verdict(gate, not hint, measured, required, hint)
 
 
 def once(case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPolicy) -> Verdict:
-    """A step at which a rollback, a recovery and a best-K fall together, against one save by itself."""
-    gate, required = (
-        "checkpoint-policy/once",
-        "1.00 times the bytes, counted as a recovery, and one best-K",
-    )
+    """Compare the bytes of a step that is rollback, recovery and best-K with one plain save."""
+    gate = "checkpoint-policy/once"
+    required = "1.00 times the bytes, counted as a recovery, and one best-K"
     with trained(case, SOUND) as (state, folder):
         state.step = 1
         with Store(folder / "alone", files=InterruptedFiles(folder / "alone")) as store:
@@ -100,22 +106,22 @@ def once(case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPol
             )
         written = {kind: _bytes_in(folder / "run" / kind) for kind in ("rollback", "recovery")}
         run = SavedRun(folder / "run")
-        recoveries, best = len(run.committed("recovery")), len(run.committed("best-k"))
+        num_recoveries = len(run.committed("recovery"))
+        num_best = len(run.committed("best-k"))
+
     ratio = sum(written.values()) / alone
     hint = ""
     if ratio > 1.01:
         hint = "the same bytes are written twice: a recovery holds all that a rollback does"
-    elif not recoveries:
-        hint = "the recovery is missing: what falls together has to be kept as long as the longer of both"
-    elif best != 1:
-        hint = "the best is missing: it holds other bytes, which stay when the recovery goes"
-    return Verdict(
-        gate,
-        not hint,
-        f"{ratio:.2f} times the bytes, {recoveries} recoveries, {best} best-K",
-        required,
-        hint,
-    )
+    elif not num_recoveries:
+        hint = (
+            "the recovery is missing: a save of several kinds has to be kept as long as the "
+            "longest-lived of them"
+        )
+    elif num_best != 1:
+        hint = "the best-K is missing: save it separately, so that it outlives the recovery"
+    measured = f"{ratio:.2f} times the bytes, {num_recoveries} recoveries, {num_best} best-K"
+    return Verdict(gate, not hint, measured, required, hint)
 
 
 GATES = (
@@ -126,8 +132,8 @@ GATES = (
 
 
 def _flip_a_bit(folder: Path) -> None:
-    """In the middle of the largest file."""
-    path = max(folder.glob("*.distcp"), key=lambda one: one.stat().st_size)
+    """Flip a bit in the middle of the largest file."""
+    path = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
     with path.open("r+b") as stream:
         place = path.stat().st_size // 2
         stream.seek(place)
@@ -137,7 +143,7 @@ def _flip_a_bit(folder: Path) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of the checkpoints, without their manifests."""
+    """Sum the bytes of the checkpoints in a folder, without their manifests."""
     return sum(
         path.stat().st_size
         for path in folder.rglob("*")

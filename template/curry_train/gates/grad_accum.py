@@ -1,7 +1,9 @@
-"""Accumulated training is the large batch's training: gradients, windows, clipping, and two ranks.
+"""Gates of gradient accumulation: it gives the gradients of the large batch.
 
-Each gate takes the implementation as `train`, so that its tests can plant a wrong one. The model is compared in eval
-mode: dropout and BatchNorm see microbatches by their nature, and would differ for the right implementation too.
+Each gate takes the implementation as `train`, so that its tests can plant a wrong one. The model is
+compared in eval mode: dropout and BatchNorm depend on the microbatch, and would differ for the
+right implementation too.
+
 Proof: `python -m pytest tests/test_grad_accum.py`.
 """
 
@@ -27,14 +29,18 @@ from ..core.verdict import Gate, NotApplicable, Verdict, not_applicable
 from ..core.workload import Case, Workload
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 
-TOLERANCE = 1e-6  # fp32: only the order of summation differs, a few units of 6e-8 relative to a gradient's norm
-ROUNDING = 3  # where a model's batch, halved by hand, parts further than that, it is held to this many times as much
-COUPLED = 1e-3  # what no rounding does
+# In float32 only the order of summation differs: a few units of 6e-8 relative to a gradient's norm.
+TOLERANCE = 1e-6
+# If the batch summed over two halves by hand differs by more than TOLERANCE, the tolerance is this
+# many times that difference.
+ROUNDING = 3
+# A larger difference between the batch and its halves is not rounding.
+COUPLED = 1e-3
 Train = Callable[..., Any]
 
 
 def equal_windows(case: Case, *, train: Train = train_window) -> Verdict:
-    """Four microbatches that count alike against one batch of their sum."""
+    """Compare four equally weighted microbatches with one large batch."""
     found = _parity(case, sizes=[case.batch_size] * 4, train=train)
     return _verdict(
         "grad-accum/equal", found, "divide each summed loss once, by the terms of the whole window"
@@ -42,17 +48,17 @@ def equal_windows(case: Case, *, train: Train = train_window) -> Verdict:
 
 
 def uneven_windows(case: Case, *, train: Train = train_window) -> Verdict:
-    """Microbatches of different size and, where the loss can be masked, of different token counts."""
+    """Compare microbatches of different sizes and, if the loss can be masked, token counts."""
     found = _parity(case, sizes=[1, 4, 2, 3], masked=True, train=train)
     return _verdict(
         "grad-accum/uneven",
         found,
-        "sum each loss and divide by the window's terms; a mean of means weighs wrongly",
+        "sum each loss and divide by the window's terms; a mean of means weights terms unequally",
     )
 
 
 def short_window(case: Case, *, train: Train = train_window) -> Verdict:
-    """Six microbatches in windows of four: the last window has two, and is divided and stepped as two."""
+    """Compare six microbatches in windows of four, where the last window has two."""
     found = _parity(case, sizes=[2] * 6, masked=True, steps=4, train=train)
     return _verdict(
         "grad-accum/short-window",
@@ -62,27 +68,25 @@ def short_window(case: Case, *, train: Train = train_window) -> Verdict:
 
 
 def once_per_window(case: Case, *, train: Train = train_window) -> Verdict:
-    """Clipping, optimizer and schedule happen once per window, on the whole window's gradient."""
+    """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
     steps = {"steps": 0, "schedule steps": 0}
     parity, tolerance = _parity(
         case, sizes=[2] * 8, masked=True, steps=4, clip=0.5, train=train, counted=steps
     )
     expected = {"steps": 2, "schedule steps": 2}
     held = parity.holds and steps == expected
-    return Verdict(
-        "grad-accum/once",
-        held,
-        f"{parity.describe()}; {_counts(steps)}",
-        f"clipped gradients within {tolerance:.1e}; {_counts(expected)}",
-        ""
-        if held
-        else "clip, step and schedule after the last microbatch of the window, never inside it",
-    )
+    measured = f"{parity.describe()}; {_counts(steps)}"
+    required = f"clipped gradients within {tolerance:.1e}; {_counts(expected)}"
+    hint = ""
+    if not held:
+        hint = "clip, step and schedule after the last microbatch of the window, never inside it"
+    return Verdict("grad-accum/once", held, measured, required, hint)
 
 
 def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
-    """A loss that is not a number in one microbatch stops the window before the weights change."""
-    module, workload = case.build().eval(), case.workload
+    """Check that a NaN loss in one microbatch stops the window before the weights change."""
+    module = case.build().eval()
+    workload = case.workload
     before = copy.deepcopy(module.state_dict())
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     microbatches = list(enumerate(case.split(case.batch(4), [1] * 4)))
@@ -95,55 +99,63 @@ def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
     )
     try:
         train(module, next(windows), poisoned, optimizer)
-        said = "nothing was said"
+        report = "no error"
     except NonFiniteWindow as error:
-        said = "names microbatch 2" if "microbatch 2 " in str(error) else f"wrong place: {error}"
+        report = "names microbatch 2" if "microbatch 2 " in str(error) else f"wrong place: {error}"
+
     changed = [
         name for name, value in module.state_dict().items() if not torch.equal(value, before[name])
     ]
-    held = said == "names microbatch 2" and not changed and not optimizer.state
+    held = report == "names microbatch 2" and not changed and not optimizer.state
     return Verdict(
         "grad-accum/non-finite",
         held,
-        f"{said}; {len(changed)} weights, {len(optimizer.state)} states changed",
+        f"{report}; {len(changed)} weights, {len(optimizer.state)} states changed",
         "names microbatch 2; 0 weights, 0 states changed",
         "" if held else "check loss and gradient norm before optimizer.step, on every rank",
     )
 
 
 def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
-    """On two gloo ranks, DDP and FSDP2 give the large batch's gradients with one sync per window.
+    """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window.
 
-    They are processes of their own on the CPU, so the workload and `train` travel as their names."""
+    The ranks are separate processes on the CPU, so the workload and `train` are passed by name.
+    """
     gate = "grad-accum/two-ranks"
     required = f"{TOLERANCE:.0e} or {ROUNDING} times the halved batch's; 1 sync a window"
     if not case.workload.spec:
         return not_applicable(
             gate,
             required=required,
-            why="the workload has no name to be loaded by in other processes",
+            why="the workload has no name, by which other processes could load it",
         )
-    _reference(
-        replace(case, dtype=torch.float32), [case.batch(16)]
-    )  # where that does not apply it is said here
+
+    # Raises NotApplicable here and not in the other processes.
+    _reference(replace(case, dtype=torch.float32), [case.batch(16)])
     arguments: dict[str, Any] = {
         "spec": case.workload.spec,
         "seed": case.seed,
         "train": train or f"{train_window.__module__}:train_window",
     }
-    answers = run_on_ranks(f"{__name__}:_rank_check", **arguments)
-    worst = {
-        kind: max((answer[kind] for answer in answers), key=lambda found: found["error"])
-        for kind in answers[0]
-    }
+    results = run_on_ranks(f"{__name__}:_rank_check", **arguments)
+
+    worst = {}
+    for kind in results[0]:
+        of_ranks = [result[kind] for result in results]
+        worst[kind] = max(of_ranks, key=lambda found: found["error"])
     held = all(
         found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values()
     )
     measured = "; ".join(
         f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}" for kind, found in worst.items()
     )
-    hint = "weigh by the terms of all ranks; no_sync or set_requires_gradient_sync until the window's last microbatch"
-    return Verdict(gate, held, measured, required, "" if held else hint)
+    hint = ""
+    if not held:
+        hint = (
+            "divide by the terms of all ranks; use no_sync or set_requires_gradient_sync until the "
+            "window's last microbatch"
+        )
+    return Verdict(gate, held, measured, required, hint)
 
 
 GATES = (
@@ -166,11 +178,19 @@ def _parity(
     clip: float | None = None,
     counted: dict[str, int] | None = None,
 ) -> tuple[Parity, float]:
-    """Gradients after the last window, accumulated against large batches written out by hand; and the tolerance."""
+    """Compare accumulated gradients after the last window with large batches trained by hand.
+
+    Returns the comparison and its tolerance.
+    """
     case = replace(case, dtype=torch.float32)
-    workload, steps, batch = case.workload, steps or len(sizes), case.batch(sum(sizes))
-    batch = workload.mask(batch) if masked and workload.mask else batch
-    microbatches, candidate = case.split(batch, sizes), case.build().eval()
+    workload = case.workload
+    steps = steps or len(sizes)
+    batch = case.batch(sum(sizes))
+    if masked and workload.mask:
+        batch = workload.mask(batch)
+    microbatches = case.split(batch, sizes)
+
+    candidate = case.build().eval()
     _same_twice(case, candidate)
     optimizer, scheduler = _optimizer(candidate)
     if counted is not None:
@@ -192,26 +212,34 @@ def _parity(
 def _reference(
     case: Case, windows: Sequence[Any], *, clip: float | None = None
 ) -> tuple[StepRecord, float]:
-    """The last of these large batches, trained by hand; and the tolerance, which is 1e-6 or more for a model that
-    parts further when each batch is summed by hand over its two halves."""
-    whole, halved = (_by_hand(case, windows, parts=parts, clip=clip) for parts in (1, 2))
-    parted = compare(whole, halved).worst
-    if parted > COUPLED:
-        why = f"a batch's loss parts by {parted:.1e} from its halves': it couples samples, or a Workload has to sum it"
+    """Train the large batches by hand; return the record of the last one and the tolerance.
+
+    The tolerance is 1e-6, or more for a model whose gradients differ by more than that when each
+    batch is summed over two halves.
+    """
+    whole = _by_hand(case, windows, num_parts=1, clip=clip)
+    halved = _by_hand(case, windows, num_parts=2, clip=clip)
+    difference = compare(whole, halved).worst
+    if difference > COUPLED:
+        why = (
+            f"a batch's loss differs by {difference:.1e} from the sum over its halves: the loss "
+            "couples samples, or is not a sum, which a Workload has to return"
+        )
         raise NotApplicable(why, required=f"halves that add up within {COUPLED:.0e}")
-    return whole, max(TOLERANCE, ROUNDING * parted)
+    return whole, max(TOLERANCE, ROUNDING * difference)
 
 
-def _by_hand(case: Case, windows: Sequence[Any], *, parts: int, clip: float | None) -> StepRecord:
+def _by_hand(
+    case: Case, windows: Sequence[Any], *, num_parts: int, clip: float | None
+) -> StepRecord:
+    """Train the windows in a plain loop that sums each batch over `num_parts` parts."""
     module = case.build().eval()
     optimizer, scheduler = _optimizer(module)
     for batch in windows:
         optimizer.zero_grad()
-        rows, count, total = (
-            -(-batch_size(batch) // parts),
-            case.workload.count(batch),
-            torch.zeros(()),
-        )
+        rows = -(-batch_size(batch) // num_parts)
+        count = case.workload.count(batch)
+        total = torch.zeros(())
         for start in range(0, batch_size(batch), rows):
             value = case.workload.loss(module, take(batch, slice(start, start + rows))) / count
             value.backward()
@@ -235,8 +263,9 @@ def _same_twice(case: Case, module: nn.Module) -> None:
         first, second = (case.workload.loss(module, case.batch()) for _ in range(2))
     if not torch.equal(first, second):
         raise ValueError(
-            f"{case.workload.name} gives {first.item():.6g} and then {second.item():.6g} for the same batch in eval "
-            "mode: nothing can be compared. Draw random numbers only where module.training is set"
+            f"{case.workload.name} gives {first.item():.6g} and then {second.item():.6g} for the "
+            "same batch in eval mode, so nothing can be compared: draw random numbers only if "
+            "module.training is set"
         )
 
 
@@ -251,13 +280,20 @@ def _counts(steps: dict[str, int]) -> str:
 
 
 def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]:
-    """On one rank: its part of an uneven masked window through DDP and FSDP2, against the whole batch."""
-    workload, ranks = load_workload(spec), dist.get_world_size()
-    case, batch = Case(workload, seed=seed), Case(workload, seed=seed).batch(8 * ranks)
-    batch = workload.mask(batch) if workload.mask else batch
-    mine = case.split(batch, [1, 4, 3] * ranks)[3 * dist.get_rank() :][:3]
+    """Train one rank's part of an uneven masked window with DDP and FSDP2.
+
+    Each is compared with the whole batch trained without ranks.
+    """
+    workload = load_workload(spec)
+    num_ranks = dist.get_world_size()
+    case = Case(workload, seed=seed)
+    batch = Case(workload, seed=seed).batch(8 * num_ranks)
+    if workload.mask:
+        batch = workload.mask(batch)
+    microbatches = case.split(batch, [1, 4, 3] * num_ranks)[3 * dist.get_rank() :][:3]
     reference, tolerance = _reference(case, [batch])
-    mesh = init_device_mesh("cpu", (ranks,))
+
+    mesh = init_device_mesh("cpu", (num_ranks,))
     wraps: dict[str, Callable[[nn.Module], Any]] = {
         "DDP": functools.partial(
             DistributedDataParallel, find_unused_parameters=None in reference.gradients.values()
@@ -265,7 +301,7 @@ def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]
         "FSDP2": functools.partial(fully_shard, mesh=mesh),
     }
     return {
-        kind: _rank_parity(reference, wrap(case.build().eval()), mine, workload, train)
+        kind: _rank_parity(reference, wrap(case.build().eval()), microbatches, workload, train)
         | {"tolerance": tolerance}
         for kind, wrap in wraps.items()
     }
@@ -274,7 +310,7 @@ def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]
 def _rank_parity(
     reference: StepRecord, model: nn.Module, microbatches: list[Any], workload: Workload, train: str
 ) -> dict[str, float]:
-    for _ in range(2):  # DDP lays its buckets anew after the first backward
+    for _ in range(2):  # DDP rebuilds its buckets after the first backward
         with GradientSyncs() as one_backward:
             workload.loss(model, microbatches[0]).backward()
     window = next(

@@ -1,7 +1,8 @@
-"""Grad-flow counts what is there, each layer once under recompute, and changes neither the training nor what is held.
+"""Gates of grad-flow: exact figures, each layer once under recompute, and no side effects.
 
-Each gate takes the probe as `probe`, so that its tests can plant a wrong one. Proof: `python -m pytest
-tests/test_grad_flow.py`.
+Each gate takes the probe as `probe`, so that its tests can plant a wrong one.
+
+Proof: `python -m pytest tests/test_grad_flow.py`.
 """
 
 import math
@@ -26,40 +27,49 @@ from ..primitives.grad_flow import RECOMPUTE, GradFlow
 from ..primitives.recompute import recompute_blocks
 
 Probe = Callable[..., Any]
-ROUNDING = 1e-9  # both sums are float64, in another order
+ROUNDING = 1e-9  # both sums are float64, in different orders
 
 
 def exact(case: Case, *, probe: Probe = GradFlow) -> Verdict:
-    """Every figure of one step against autograd's tensors, counted by hand."""
-    records, by_hand = _trained(case, probe=probe).flow.records, _trained(case, probe=_ByHand).flow
+    """Compare every figure of one step with autograd's tensors, counted by hand."""
+    records = _trained(case, probe=probe).flow.records
+    by_hand = _trained(case, probe=_ByHand).flow
     errors = by_hand.errors(records[0].layers if records else {})
     wrong = [figure for figure, error in errors.items() if error > ROUNDING]
     held = not wrong and len(records) == 1
-    measured = (
-        f"{len(errors) - len(wrong)} of {len(errors)} figures, worst {max(errors.values()):.1e}"
-    )
-    measured += f"; first wrong: {wrong[0]}" if wrong else ""
-    hint = "a call is left out or counted twice, or gradients are not those that the last backward left"
+    num_right = len(errors) - len(wrong)
+    measured = f"{num_right} of {len(errors)} figures, worst {max(errors.values()):.1e}"
+    if wrong:
+        measured += f"; first wrong: {wrong[0]}"
     required = f"all: counts equal, norms within {ROUNDING:.0e}"
-    return Verdict("grad-flow/exact", held, measured, required, "" if held else hint)
+    hint = ""
+    if not held:
+        hint = (
+            "a call is left out or counted twice, or the gradients are not those of the last "
+            "backward"
+        )
+    return Verdict("grad-flow/exact", held, measured, required, hint)
 
 
 def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
-    """Figures under recompute, passed over and switched off, against the bare model's, to the bit."""
-    gate, required = "grad-flow/once", "the bare model's figures, to the bit"
+    """Compare the figures with and without recompute, to the bit, for each `recompute` option."""
+    gate = "grad-flow/once"
+    required = "the figures of the model without recompute, to the bit"
     change = partial(recompute_blocks, blocks=case.blocks)
     bare, again = (_trained(case, probe=probe) for _ in range(2))
     if _figures(bare) != _figures(again):
         return not_applicable(
-            gate, required=required, why="the bare model does not repeat its own figures"
+            gate, required=required, why="the model without recompute gives other figures each time"
         )
+
     try:
         same = compare(bare.record, _trained(case, change=change).record).bit_equal
     except CheckpointError:
         same = False
     if not same:
-        why = "recompute itself is another training here: see the gates of recompute"
+        why = "recompute itself changes the training here: see the gates of recompute"
         return not_applicable(gate, required=required, why=why)
+
     ways = {
         way: _trained(case, probe=partial(probe, recompute=way), change=change) for way in RECOMPUTE
     }
@@ -69,16 +79,17 @@ def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
         f"{_calls(run):,} calls {way}" for way, run in ({"bare": bare} | ways).items()
     )
     measured += f"; {' and '.join(differing)} differ" if differing else "; all figures equal"
-    hint = (
-        ""
-        if held
-        else "pass over forwards that run inside of a backward, in every kind of checkpoint"
-    )
+    hint = ""
+    if not held:
+        hint = "skip forwards that run inside a backward, for every kind of checkpointing"
     return Verdict(gate, held, measured, required, hint)
 
 
 def same_training(case: Case, *, probe: Probe = GradFlow) -> Verdict:
-    """Two steps with and without: loss, gradients, buffers, generators, and the weights after them."""
+    """Compare two steps with and without the probe.
+
+    Compared are loss, gradients, buffers, generators, and the weights after the steps.
+    """
     gate = "grad-flow/same-training"
     plain, again = (_trained(case, steps=2) for _ in range(2))
     required = "bit-equal, 2 steps probed"
@@ -86,54 +97,54 @@ def same_training(case: Case, *, probe: Probe = GradFlow) -> Verdict:
         return not_applicable(
             gate, required=required, why="the plain step does not repeat bit for bit"
         )
+
     probed = _trained(case, steps=2, probe=probe)
     found = compare(plain.record, probed.record)
     weights = sum(
         not torch.equal(value, probed.weights[name]) for name, value in plain.weights.items()
     )
-    number = len(probed.flow.records)
-    held = found.holds and not weights and number == 2
-    hint = (
-        ""
-        if held
-        else "use no_grad, draw nothing, and write into no tensor of a step; or nothing was probed"
-    )
-    return Verdict(
-        gate,
-        held,
-        f"{found.describe()}, {weights} weights differ; {number} steps probed",
-        required,
-        hint,
-    )
+    num_records = len(probed.flow.records)
+    held = found.holds and not weights and num_records == 2
+    measured = f"{found.describe()}, {weights} weights differ; {num_records} steps probed"
+    hint = ""
+    if not held:
+        hint = (
+            "use no_grad, draw no random numbers, and write to no tensor of a step; or nothing was "
+            "probed"
+        )
+    return Verdict(gate, held, measured, required, hint)
 
 
 def held_bytes(case: Case, *, probe: Probe = GradFlow) -> Verdict:
-    """What is alive between forward and backward, of a plain and of a recomputing model."""
-    rows, seen, good = [], [], True
+    """Compare the bytes held between forward and backward, without and with recompute."""
+    rows = []
+    num_calls = []
+    held = True
     for change in (None, partial(recompute_blocks, blocks=case.blocks)):
-        module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+        module = case.build()
+        batch = case.batch()
+        loss = case.workload.mean_loss
         if change is not None:
             change(module)
         plain = _held_bytes(module, batch, loss)
         with probe(module) as flow:
             probed = _held_bytes(module, batch, loss)
             flow.step()
-        good = good and plain == probed
-        seen.append(sum(layer.calls for record in flow.records for layer in record.layers.values()))
+        held = held and plain == probed
+        num_calls.append(
+            sum(layer.calls for record in flow.records for layer in record.layers.values())
+        )
         rows.append(f"{probed:,} of {plain:,}")
-    good = good and min(seen) > 0
-    hint = (
-        ""
-        if good
-        else "keep sums and no activation, graph or output; or no call was seen while it was measured"
-    )
-    return Verdict(
-        "grad-flow/held-bytes",
-        good,
-        f"plain {rows[0]}, recompute {rows[1]}",
-        "the same bytes",
-        hint,
-    )
+
+    held = held and min(num_calls) > 0
+    measured = f"plain {rows[0]}, recompute {rows[1]}"
+    hint = ""
+    if not held:
+        hint = (
+            "keep sums and no activation, graph or output; or no call was counted during the "
+            "measurement"
+        )
+    return Verdict("grad-flow/held-bytes", held, measured, "the same bytes", hint)
 
 
 def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
@@ -152,7 +163,7 @@ GATES = (
 
 @dataclass
 class Run:
-    """What a few steps left behind."""
+    """The probe, the last step and the weights after a few training steps."""
 
     flow: Any
     record: StepRecord
@@ -166,8 +177,12 @@ def _trained(
     probe: Probe | None = None,
     change: Callable[[nn.Module], Any] | None = None,
 ) -> Run:
-    """Steps of one batch in two microbatches, with clipping, so that the last backward's unclipped gradient counts."""
-    module, batch = case.build(), case.batch()
+    """Train steps of two microbatches with clipping.
+
+    The gradients to report are then those of the last backward, before clipping.
+    """
+    module = case.build()
+    batch = case.batch()
     if change is not None:
         change(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
@@ -188,7 +203,7 @@ def _trained(
 
 
 class _Nothing:
-    """No probe."""
+    """A probe that does nothing."""
 
     records: tuple[StepFlow, ...] = ()
 
@@ -200,7 +215,7 @@ class _Nothing:
 
 
 class _ByHand(_Nothing):
-    """The figures in the plainest way: every output and gradient is kept, and counted at the end."""
+    """Reference figures: hold every output and gradient, and count at the end."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, every: int) -> None:
         self.layers = choose_layers(module)
@@ -229,15 +244,16 @@ class _ByHand(_Nothing):
             self.weights[name].append(parameter.detach().double())
 
     def errors(self, layers: Mapping[str, LayerFlow]) -> dict[str, float]:
-        """How far each figure of the probe is from this one, infinitely where a count differs."""
+        """Return the relative error of each figure of the probe; infinite if a count differs."""
         found = {}
         for layer in self.layers:
             flow = layers.get(layer.name)
             names = [name for name in layer.parameters if name in self.gradients]
-            parts = (flow.activation, flow.gradient) if flow is not None else (None, None)
+            activation = None if flow is None else flow.activation
+            gradient = None if flow is None else flow.gradient
             gradients = [self.gradients[name] for name in names]
-            found[f"activation of {layer.name}"] = _error(parts[0], self.outputs[layer.name])
-            found[f"gradient of {layer.name}"] = _error(parts[1], gradients)
+            found[f"activation of {layer.name}"] = _error(activation, self.outputs[layer.name])
+            found[f"gradient of {layer.name}"] = _error(gradient, gradients)
             found[f"update of {layer.name}"] = _update_error(
                 flow, [self.weights[name] for name in layer.parameters]
             )
@@ -257,7 +273,8 @@ def _error(spread: Spread | None, tensors: Sequence[Tensor]) -> float:
 def _update_error(flow: LayerFlow | None, pairs: Sequence[Sequence[Tensor]]) -> float:
     if flow is None or flow.update is None or not pairs:
         return 0.0 if flow is not None and flow.update is None and not pairs else math.inf
-    before, after = (torch.cat([pair[place].flatten() for pair in pairs]) for place in (0, 1))
+    before = torch.cat([pair[0].flatten() for pair in pairs])
+    after = torch.cat([pair[1].flatten() for pair in pairs])
     update = flow.update
     errors = (
         _apart(update.weight_norm, before.norm().item()),
@@ -273,7 +290,7 @@ def _apart(value: float, expected: float) -> float:
 
 
 def _figures(run: Run) -> list[Any]:
-    """Of every layer, less what is said about parameters."""
+    """List the figures of every layer of every record."""
     return [
         (name, layer.calls, layer.activation, layer.gradient, layer.update)
         for record in run.flow.records

@@ -1,6 +1,7 @@
-"""A planted spike is found in time and nothing else is; the run that went back is the one that never saw the samples.
+"""Gates of loss-spike recovery: detection, rollback, resume, and a bound on rollbacks.
 
-Each gate takes the part that it is about, so that its tests can plant a wrong one.
+Each gate takes the component that it checks, so that its tests can plant a wrong one.
+
 Proof: `python -m pytest template/tests/test_loss_spike.py`.
 """
 
@@ -24,53 +25,65 @@ from ..runs.spike_recovery import SpikeNotRecovered
 from ..runs.spike_trial import CONFIG, FIRST_BAD, SAVING, SOUND, SpikeParts, Trial
 from ..runs.trial import same
 
-HEALTHY = 40  # steps of the model whose losses are looked at
+HEALTHY = 40  # steps of healthy training
 NUM_PLANTED = 16
 WATCHED = SpikeConfig(window=48)
 
 
 def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog) -> Verdict:
-    """Rises of three times the spread of the model's own losses and more, and NaN, put into them at random steps."""
-    losses, generator = _own_losses(case), random.Random(case.seed)
+    """Plant spikes and NaN at random steps of the model's own losses.
+
+    A spike is at least three times the spread of the losses before it. A single high loss and the
+    losses without a spike must raise no alarm.
+    """
+    losses = _own_losses(case)
+    generator = random.Random(case.seed)
     patience = WATCHED.patience
-    late, noisy = 0, 0
+    num_late = 0
+    num_false_single = 0
     for number in range(NUM_PLANTED):
         first = generator.randrange(WATCHED.window // 2, HEALTHY - patience)
         before = losses[:first]
-        rise = (
-            math.nan
-            if number % 5 == 0
-            else generator.uniform(3, 30) * (max(before) - min(before) or 1.0)
-        )
+        if number % 5 == 0:
+            rise = math.nan
+        else:
+            rise = generator.uniform(3, 30) * (max(before) - min(before) or 1.0)
+
         allowed = 1 if math.isnan(rise) else patience
-        seen = _first_alarm(watchdog, [*before, *(loss + rise for loss in losses[first:])])
-        late += seen is None or not first < seen <= first + allowed
-        alone = [loss + (abs(rise) if place == first else 0) for place, loss in enumerate(losses)]
-        noisy += not math.isnan(rise) and _first_alarm(watchdog, alone) is not None
-    alarms = int(_first_alarm(watchdog, losses) is not None)
-    gate, required = (
-        "loss-spike/found",
-        f"all within {patience} steps, NaN at once, and nothing else",
-    )
+        alarm = _first_alarm(watchdog, [*before, *(loss + rise for loss in losses[first:])])
+        num_late += alarm is None or not first < alarm <= first + allowed
+
+        single = list(losses)
+        single[first] += abs(rise)
+        num_false_single += not math.isnan(rise) and _first_alarm(watchdog, single) is not None
+
+    num_false_healthy = int(_first_alarm(watchdog, losses) is not None)
     hint = ""
-    if alarms or noisy:
-        taken = "a healthy step" if alarms else "one high loss"
-        hint = f"raise spike.threshold or spike.patience: {taken} was taken for a spike"
-    elif late:
-        hint = "a spike has to be judged by losses from before it: leave what is too high out of the baseline"
-    measured = f"{NUM_PLANTED - late} of {NUM_PLANTED} in time, {alarms + noisy} false in {NUM_PLANTED + 1} series"
-    return Verdict(gate, not hint, measured, required, hint)
+    if num_false_healthy or num_false_single:
+        cause = "a healthy step" if num_false_healthy else "a single high loss"
+        hint = f"raise spike.threshold or spike.patience: {cause} was reported as a spike"
+    elif num_late:
+        hint = "compare a loss with losses before the spike: leave high losses out of the baseline"
+    measured = (
+        f"{NUM_PLANTED - num_late} of {NUM_PLANTED} in time, "
+        f"{num_false_healthy + num_false_single} false in {NUM_PLANTED + 1} series"
+    )
+    required = f"all within {patience} steps, NaN at once, and nothing else"
+    return Verdict("loss-spike/found", not hint, measured, required, hint)
 
 
 def recovered(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
-    """Three windows of bad samples, against a run that passes over the same positions from its start."""
+    """Recover from three windows of bad samples; compare with a run that never trained on them."""
     with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
         trial = Trial(case, Path(folder, "spiked"), parts, bad=_three_windows)
         return _compared("loss-spike/recovered", case, Path(folder), [trial], [trial.run])
 
 
 def resumed(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
-    """The same by a process that ends at the first bad step, one that ends as it went back, and one that goes on."""
+    """Recover from bad samples in a run of three processes.
+
+    The first ends at the first bad step, the second after the rollback, and the third continues.
+    """
     with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
         lives = [Trial(case, Path(folder, "spiked"), parts, bad=_three_windows) for _ in range(3)]
         runs = [lambda: lives[0].run(FIRST_BAD), lambda: lives[1].run(through=False), lives[2].run]
@@ -78,27 +91,36 @@ def resumed(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
 
 
 def bounded(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
-    """A spike that comes again whatever is skipped, in a process that is started again after each rollback."""
-    gate, most = "loss-spike/bounded", CONFIG.attempts
-    required = f"{most} rollbacks, then an error that says where to go on"
-    rollbacks, said = 0, ""
+    """Limit the rollbacks for a spike that returns whatever is skipped.
+
+    The process is restarted after each rollback.
+    """
+    gate = "loss-spike/bounded"
+    most = CONFIG.attempts
+    required = f"{most} rollbacks, then an error with the place to resume from"
+    num_rollbacks = 0
+    message = ""
     with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
-        while rollbacks <= most and not said:
+        while num_rollbacks <= most and not message:
             trial = Trial(case, Path(folder), parts, bad=lambda step, position: step >= FIRST_BAD)
             try:
                 trial.run(through=False)
             except SpikeNotRecovered as error:
-                said = str(error)
-            if not trial.recovered and not said:
+                message = str(error)
+            if not trial.recovered and not message:
                 break
-            rollbacks += len(trial.recovered)
-    told = "an error that says where" if "--resume" in said else "an error" if said else "no error"
-    hint = (
-        ""
-        if rollbacks == most and "--resume" in said
-        else "count the attempts at one place, on the disk"
-    )
-    return Verdict(gate, not hint, f"{rollbacks} rollbacks, then {told}", required, hint)
+            num_rollbacks += len(trial.recovered)
+
+    if "--resume" in message:
+        outcome = "an error with the place to resume from"
+    elif message:
+        outcome = "an error"
+    else:
+        outcome = "no error"
+    hint = ""
+    if num_rollbacks != most or "--resume" not in message:
+        hint = "count the attempts in one place, on disk"
+    return Verdict(gate, not hint, f"{num_rollbacks} rollbacks, then {outcome}", required, hint)
 
 
 GATES = (
@@ -110,7 +132,7 @@ GATES = (
 
 
 def _three_windows(step: int, position: int) -> bool:
-    """A window is one position here, and the first step takes position 0."""
+    """Whether a position is bad; a window is one position here, and step 1 takes position 0."""
     return FIRST_BAD - 1 <= position < FIRST_BAD + 2
 
 
@@ -121,47 +143,47 @@ def _compared(
     lives: Sequence[Trial],
     runs: Sequence[Callable[[], dict[str, Tensor]]],
 ) -> Verdict:
-    """The lives of one run in turn; what is left in the end, against a run without bad samples that skips alike."""
+    """Run the processes of one run in turn and compare its last state with a run without spikes.
+
+    That run has no bad samples and skips the same positions from its start.
+    """
     required = "one rollback, every tensor equal to the bit"
     try:
         for run in runs:
             tensors = run()
     except SpikeNotRecovered as error:
         return Verdict(gate, False, "the run gave up", required, str(error))
-    done = [each.recovery for life in lives for each in life.recovered]
-    if not done:
-        return Verdict(
-            gate,
-            False,
-            "no rollback",
-            required,
-            "the spike was not found: watch the loss of each step",
-        )
-    skipped = tuple((each.start, each.stop) for each in done)
-    never = replace(SAVING, rollback_every=None)
-    sound = Trial(
+    recoveries = [recovered.recovery for life in lives for recovered in life.recovered]
+    if not recoveries:
+        hint = "the spike was not detected: pass the loss of every step to the watchdog"
+        return Verdict(gate, False, "no rollback", required, hint)
+
+    reference = Trial(
         case,
         folder / "straight",
         SOUND,
         bad=lambda step, position: False,
-        skipped=skipped,
-        saving=never,
+        skipped=tuple((recovery.start, recovery.stop) for recovery in recoveries),
+        saving=replace(SAVING, rollback_every=None),
     )
-    straight = sound.run()
-    wrong = [name for name, held in straight.items() if not same(held, tensors.get(name))]
-    measured = (
-        f"{len(done)} rollbacks, {len(straight) - len(wrong)} of {len(straight)} tensors equal"
-    )
+    expected = reference.run()
+    wrong = [name for name, held in expected.items() if not same(held, tensors.get(name))]
+
+    num_equal = len(expected) - len(wrong)
+    measured = f"{len(recoveries)} rollbacks, {num_equal} of {len(expected)} tensors equal"
     hint = ""
     if wrong:
-        hint = f"{wrong[0]} differs: load the whole state of before the spike, and skip its samples by position"
-    elif len(done) != 1:
-        hint = "it came again: skip the samples, and keep the watchdog in the checkpoint"
+        hint = (
+            f"{wrong[0]} differs: load the whole state from before the spike, and skip its samples "
+            "by position"
+        )
+    elif len(recoveries) != 1:
+        hint = "the spike came again: skip its samples, and save the watchdog in the checkpoint"
     return Verdict(gate, not hint, measured, required, hint)
 
 
 def _own_losses(case: Case) -> list[float]:
-    """Of a short healthy training on new batches."""
+    """Train for a few healthy steps on new batches and return the losses."""
     with seeded(case.seed):
         model = case.build()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -177,7 +199,7 @@ def _own_losses(case: Case) -> list[float]:
 
 
 def _first_alarm(watchdog: Callable[[SpikeConfig], Any], losses: Sequence[float]) -> int | None:
-    """The step, which count from 1, at which it is told."""
+    """Return the first step, counted from 1, at which the watchdog reports a spike, if any."""
     watched = watchdog(WATCHED)
     return next(
         (step for step, loss in enumerate(losses, start=1) if watched.observe(step, loss)), None

@@ -1,7 +1,8 @@
-"""The levers that a memory plan takes beside recompute do what the plan counts on, and train the same model.
+"""Gates of the chunked loss: the same training step, at a lower peak.
 
-Each gate takes the technique as `apply`, so that its tests can plant a wrong one. Proof:
-`python -m pytest tests/test_memory_plan.py`.
+Each gate takes the technique as `apply`, so that its tests can plant a wrong one.
+
+Proof: `python -m pytest tests/test_memory_plan.py`.
 """
 
 import contextlib
@@ -24,20 +25,23 @@ from ..primitives.chunked_loss import apply_chunked_loss, chunked_loss_report
 
 ApplyToHead = Callable[..., list[str]]  # takes what apply_chunked_loss takes
 HALVES = (torch.bfloat16, torch.float16)
-ROUNDING = 2.0  # of the distance between a step in half precision and the same in float32
-AT_MOST = 0.15  # of the peak of a head and its loss, beside the gradients, which every loss makes
-TOKENS_PER_WIDTH, CHUNKS = (
-    8,
-    16,
-)  # logits of eight times the weight's size own the peak, a sixteenth of them does not
+# Times the difference between a step in half precision and the same step in float32.
+ROUNDING = 2.0
+# Of the peak of a head and its loss, without the gradients, which every loss allocates.
+AT_MOST = 0.15
+# Logits of eight times the weight's size own the peak; a sixteenth of them does not.
+TOKENS_PER_WIDTH = 8
+CHUNKS = 16
 
 
 def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
-    """Loss and gradients of one step, with targets left out unevenly, and the products that it runs."""
-    gate, batch = "memory-plan/chunked-loss", _masked(case, case.batch())
+    """Compare loss, gradients and FLOPs of one step with unevenly masked targets."""
+    gate = "memory-plan/chunked-loss"
+    batch = _masked(case, case.batch())
     found = _find_head(case)
     if isinstance(found, str):
         return not_applicable(gate, required="the same step", why=found)
+
     chunk = max(1, found.tokens * 2 // 5)  # two chunks and a shorter one
     reference, plain_flops = _step(case, batch)
     candidate, flops = _step(case, batch, lambda module: apply(module, chunk_tokens=chunk))
@@ -52,58 +56,62 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
         hint = f"{same.describe()}: a term, a divisor or a gradient is missing in some chunk"
     elif flops.total > plain_flops.total:
         hint = (
-            "a product of the head runs again: compute gradients while a chunk's logits are there"
+            "a product of the head runs again: compute the gradients while a chunk's logits are "
+            "allocated"
         )
     elif flops.forward <= plain_flops.forward:
-        hint = "forward computes no gradient, so the logits stay whole: is the head's output what the loss takes?"
-    more = flops.total - plain_flops.total
-    measured = f"{same.describe()}; {more:,} FLOPs more, {flops.forward - plain_flops.forward:,} moved to forward"
-    return Verdict(gate, not hint, measured, f"within {tolerance:.0e}, none more, some moved", hint)
+        hint = (
+            "forward computes no gradient, so the logits stay whole: check that the loss takes the "
+            "head's output"
+        )
+    num_added = flops.total - plain_flops.total
+    num_moved = flops.forward - plain_flops.forward
+    measured = f"{same.describe()}; {num_added:,} FLOPs added, {num_moved:,} moved to forward"
+    required = f"within {tolerance:.0e}, no FLOPs added, some moved"
+    return Verdict(gate, not hint, measured, required, hint)
 
 
 def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
-    """Peak bytes of the model's head and a loss on it, at so many tokens that the logits own them."""
-    gate, required = (
-        "memory-plan/chunked-memory",
-        f"at most {AT_MOST:.0%} of plain, beside the gradients",
-    )
+    """Measure the peak of the model's head and a loss, with enough tokens that logits own it."""
+    gate = "memory-plan/chunked-memory"
+    required = f"at most {AT_MOST:.0%} of plain, without the gradients"
     found = _find_head(case)
     if isinstance(found, str):
         return not_applicable(gate, required=required, why=found)
+
+    is_cuda = case.device.type == "cuda"
     tokens = TOKENS_PER_WIDTH * max(found.width, CHUNKS)
-    if case.device.type == "cuda":
-        free, needed = torch.cuda.mem_get_info(case.device)[0], 16 * tokens * found.classes
+    if is_cuda:
+        free = torch.cuda.mem_get_info(case.device)[0]
+        needed = 16 * tokens * found.classes
         if needed > free:
-            why = f"the plain loss needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are free; measure on the CPU"
+            why = (
+                f"the plain loss needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are "
+                "free; measure on the CPU"
+            )
             return not_applicable(gate, required=required, why=why)
-    peaks = []
-    with contextlib.nullcontext() if case.device.type == "cuda" else pretended():
-        for chunked in (False, True):
-            head = nn.Linear(
-                found.width, found.classes, bias=found.bias, device=case.device, dtype=case.dtype
-            )
-            module = nn.Sequential(head)
-            if chunked:
-                apply(module, head="0", chunk_tokens=tokens // CHUNKS)
-            hidden = torch.zeros(
-                tokens, found.width, device=case.device, dtype=case.dtype, requires_grad=True
-            )
-            targets = torch.zeros(tokens, device=case.device, dtype=torch.int64)
-            peaks.append(measure_memory(module, (hidden, targets), _head_loss).peak_bytes)
-    plain, peak = peaks
-    summed = case.dtype.itemsize + (
-        4 if case.dtype in HALVES else 0
-    )  # the weight's, in float32 before it is rounded
-    gradients = tokens * found.width * case.dtype.itemsize + found.width * found.classes * summed
-    part = (peak - gradients) / plain
-    held = part <= AT_MOST
+
+    with contextlib.nullcontext() if is_cuda else pretended():
+        plain = _head_peak(case, found, tokens)
+        peak = _head_peak(case, found, tokens, apply=apply)
+
+    # The gradient of a half-precision weight is summed in float32 before it is rounded.
+    weight_itemsize = case.dtype.itemsize
+    if case.dtype in HALVES:
+        weight_itemsize += 4
+    gradients = tokens * found.width * case.dtype.itemsize
+    gradients += found.width * found.classes * weight_itemsize
+
+    share = (peak - gradients) / plain
+    held = share <= AT_MOST
     sizes = f"{peak / 2**20:.1f} of {plain / 2**20:.1f} MiB"
-    measured = f"{part:.1%}; with the gradients {peak / plain:.0%}: {sizes} at {tokens:,} tokens"
-    hint = (
-        ""
-        if held
-        else "all logits, or all of their gradient, exist at once: one chunk's are to be freed before the next"
-    )
+    measured = f"{share:.1%}; with the gradients {peak / plain:.0%}: {sizes} at {tokens:,} tokens"
+    hint = ""
+    if not held:
+        hint = (
+            "all logits, or all of their gradient, are allocated at once: free each chunk's before "
+            "the next"
+        )
     return Verdict(gate, held, measured, required, hint)
 
 
@@ -115,7 +123,7 @@ GATES = (
 
 @dataclass(frozen=True)
 class Head:
-    """A model's output layer, and how many tokens go through it in a step."""
+    """The output layer of a model and its number of tokens per step."""
 
     width: int
     classes: int
@@ -123,9 +131,25 @@ class Head:
     tokens: int
 
 
+def _head_peak(case: Case, head: Head, tokens: int, *, apply: ApplyToHead | None = None) -> int:
+    """Measure the peak of a head of this shape and its loss, with chunks if `apply` is given."""
+    linear = nn.Linear(
+        head.width, head.classes, bias=head.bias, device=case.device, dtype=case.dtype
+    )
+    module = nn.Sequential(linear)
+    if apply is not None:
+        apply(module, head="0", chunk_tokens=tokens // CHUNKS)
+    hidden = torch.zeros(
+        tokens, head.width, device=case.device, dtype=case.dtype, requires_grad=True
+    )
+    targets = torch.zeros(tokens, device=case.device, dtype=torch.int64)
+    return measure_memory(module, (hidden, targets), _head_loss).peak_bytes
+
+
 def _find_head(case: Case) -> Head | str:
-    """The one head whose loss can run in chunks, or why there is none."""
-    module, rows = case.build(), list[int]()
+    """Find the head whose loss can run in chunks, or return why there is none."""
+    module = case.build()
+    rows = list[int]()
     try:
         (name,) = apply_chunked_loss(module)
     except ValueError as error:
@@ -136,7 +160,7 @@ def _find_head(case: Case) -> Head | str:
         case.workload.mean_loss(module, case.batch())
     use = chunked_loss_report(module)[name]
     if not use.num_chunked or use.whole:
-        return f"the loss is no cross-entropy on the output of {name} alone: {use}"
+        return f"the loss is not a cross-entropy on the output of {name} alone: {use}"
     return Head(head.in_features, head.out_features, head.bias is not None, sum(rows))
 
 
@@ -145,7 +169,8 @@ def _masked(case: Case, batch: Any) -> Any:
 
 
 def _step(case: Case, batch: Any, apply: Callable[[nn.Module], Any] = lambda module: None) -> Any:
-    module, loss = case.build(), case.workload.mean_loss
+    module = case.build()
+    loss = case.workload.mean_loss
     apply(module)
     with seeded(case.seed):
         record = record_step(module, batch, loss)
@@ -153,14 +178,15 @@ def _step(case: Case, batch: Any, apply: Callable[[nn.Module], Any] = lambda mod
 
 
 def _in_float32(case: Case, batch: Any, reference: StepRecord) -> StepRecord:
-    """The reference's loss and gradients from the same weights computed in float32, rounded where they end."""
+    """Compute the reference step in float32 and round the loss and gradients at the end."""
     module = case.build().float()
     with seeded(case.seed):
         step = record_step(
             module, replace(case, dtype=torch.float32).place(batch), case.workload.mean_loss
         )
     gradients = {
-        name: None if kept is None else kept.to(case.dtype) for name, kept in step.gradients.items()
+        name: None if gradient is None else gradient.to(case.dtype)
+        for name, gradient in step.gradients.items()
     }
     return replace(reference, loss=step.loss.to(reference.loss.dtype), gradients=gradients)
 

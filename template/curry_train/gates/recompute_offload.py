@@ -1,7 +1,8 @@
-"""Offload is the same training, and moves each storage once and no parameter.
+"""Gates of offload: the same training, each storage moved once, and no parameter moved.
 
-Each gate takes the technique as `apply`, so that its tests can plant a wrong one. Proof:
-`python -m pytest tests/test_offload.py`.
+Each gate takes the technique as `apply`, so that its tests can plant a wrong one.
+
+Proof: `python -m pytest tests/test_offload.py`.
 """
 
 import contextlib
@@ -24,11 +25,11 @@ from ..plan.strategy import Apply
 from ..primitives.offload import NothingToMove
 
 OFFLOAD = STRATEGIES["offload"].apply
-LEAST_BYTES = 4096  # of a storage; smaller ones stay
+LEAST_BYTES = 4096  # smaller storages stay on the device
 
 
 def parity(case: Case, *, apply: Apply = OFFLOAD) -> Verdict:
-    """One step with and without: loss, gradients, buffers and generators."""
+    """Compare loss, gradients, buffers and generators of one step with and without offload."""
     gate = "recompute/offload-parity"
     try:
         return same_training(gate, case, apply, alone=offload_one)
@@ -37,30 +38,43 @@ def parity(case: Case, *, apply: Apply = OFFLOAD) -> Verdict:
 
 
 def moved_bytes(case: Case, *, apply: Apply = OFFLOAD) -> Verdict:
-    """What forward copies on top of the plain forward, against what the same blocks of a plain model save."""
-    gate, plain, module, batch = "recompute/offload-bytes", case.build(), case.build(), case.batch()
+    """Compare the bytes copied in forward with those that the same plain blocks save."""
+    gate = "recompute/offload-bytes"
+    plain = case.build()
+    module = case.build()
+    batch = case.batch()
     try:
         names = apply(module, sample_of(case))
     except NothingToMove as nothing:
         return not_applicable(gate, required="each storage once", why=str(nothing))
+
     saved = SavedTensors(plain, names)
-    ours, theirs = CopiedBytes(case.device), CopiedBytes(case.device)
-    for model, copied, watched in (
-        (plain, theirs, saved.watch()),
-        (module, ours, contextlib.nullcontext()),
-    ):
-        with untouched(model), seeded(case.seed), watched, copied:
-            _ = case.workload.mean_loss(model, batch)
-    moved, most, least = ours.nbytes - theirs.nbytes, saved.num_bytes(), saved.num_bytes(sure=True)
+    plain_copies = CopiedBytes(case.device)
+    with untouched(plain), seeded(case.seed), saved.watch(), plain_copies:
+        _ = case.workload.mean_loss(plain, batch)
+    copies = CopiedBytes(case.device)
+    with untouched(module), seeded(case.seed), copies:
+        _ = case.workload.mean_loss(module, batch)
+
+    moved = copies.nbytes - plain_copies.nbytes
+    most = saved.num_bytes()
+    least = saved.num_bytes(sure=True)
     if not most:
         return not_applicable(
             gate, required="each storage once", why="the blocks save nothing that is large enough"
         )
+
     hint = ""
     if moved > most:
-        hint = "a parameter, a buffer, or a storage that had moved already is copied: look storages up, not tensors"
+        hint = (
+            "a parameter, a buffer, or a storage that had moved already is copied: look up "
+            "storages, not tensors"
+        )
     elif moved < least:
-        hint = "what the blocks hold stays on the device, or is computed again: are the hooks around their forward?"
+        hint = (
+            "activations of the blocks stay on the device, or are recomputed: check that the hooks "
+            "are active during the blocks' forward"
+        )
     everything = sum(tensor.nbytes for tensor in saved.tensors)
     measured = f"{format_bytes(moved)} moved, {moved / everything:.0%} of what save_on_cpu copies"
     span = format_bytes(most) if least == most else f"{format_bytes(least)} to {format_bytes(most)}"
@@ -71,10 +85,11 @@ GATES = (Gate("recompute/offload-parity", parity), Gate("recompute/offload-bytes
 
 
 class SavedTensors:
-    """All tensors that autograd saves while some modules of a model run: what `save_on_cpu` around them would copy."""
+    """The tensors that autograd saves while some modules run, as `save_on_cpu` would copy them."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.model, self.modules = model, [model.get_submodule(name) for name in names]
+        self.model = model
+        self.modules = [model.get_submodule(name) for name in names]
         self.tensors: list[Tensor] = []
         self.open: list[saved_tensors_hooks] = []
 
@@ -91,10 +106,11 @@ class SavedTensors:
                 self._leave()
 
     def num_bytes(self, *, sure: bool = False) -> int:
-        """Bytes of the storages that are large enough and no parameter's.
+        """Count the bytes of the storages that are large enough and not of parameters or buffers.
 
-        A storage is `sure` to move if a tensor with a gradient, or one that fills half of it, was saved of it, unless
-        it is a parameter in another precision. The others may stay, where nothing is lost by that.
+        With `sure` only storages that must move are counted: those with a saved tensor that
+        requires a gradient or fills at least half of the storage, unless it is a cast of a
+        parameter. The others may stay on the device.
         """
         owned = {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
         groups: dict[int, list[Tensor]] = {}
@@ -117,16 +133,17 @@ class SavedTensors:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
-            self.tensors.append(tensor)  # alive from here on, so that no address is used twice
+            self.tensors.append(tensor)  # held alive, so that no address is reused
         return tensor.detach()
 
 
 class CopiedBytes(TorchDispatchMode):
-    """Bytes that copies write while the mode is on: on CUDA those to the host, on CPU, which stands for both, all."""
+    """Count the bytes that copies write: to the host on CUDA, all of them on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.nbytes, self.device = 0, device
+        self.nbytes = 0
+        self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -150,10 +167,9 @@ def _address(tensor: Tensor) -> int:
 
 def _is_sure(tensor: Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
-    makers = [] if base.grad_fn is None else [maker for maker, _ in base.grad_fn.next_functions]
-    if (
-        len(makers) == 1
-        and getattr(getattr(makers[0], "variable", base), "dtype", base.dtype) != base.dtype
-    ):
-        return False
+    sources = [] if base.grad_fn is None else [node for node, _ in base.grad_fn.next_functions]
+    if len(sources) == 1:
+        parameter = getattr(sources[0], "variable", base)
+        if getattr(parameter, "dtype", base.dtype) != base.dtype:  # a cast of a parameter
+            return False
     return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()

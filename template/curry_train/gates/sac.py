@@ -1,7 +1,8 @@
-"""Selective recompute keeps what its policy says, trains the same model, and refuses a policy that would not help.
+"""Gates of selective activation checkpointing: policies, regions, and refused policies.
 
-Each gate takes the technique as an argument, so that its tests can plant a wrong one. Proof:
-`python -m pytest tests/test_sac.py`.
+Each gate takes the technique as an argument, so that its tests can plant a wrong one.
+
+Proof: `python -m pytest tests/test_sac.py`.
 """
 
 import contextlib
@@ -33,28 +34,33 @@ from ..plan.strategy import Apply
 from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 
-OVERHEAD = (
-    0.4  # of what torch's own selective checkpointing adds to a step, in calls of Python functions
-)
-Policies = Callable[..., list[str]]  # of a model, a policy, and the blocks to have it
+# Of the Python function calls that torch's own selective checkpointing adds to a step.
+OVERHEAD = 0.4
+Policies = Callable[..., list[str]]  # takes a model, a policy, and the blocks to apply it to
 
 
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
-    """One step with and without: loss, gradients, buffers and generators."""
+    """Compare loss, gradients, buffers and generators of one step with and without SAC."""
     gate = f"sac/parity-{strategy.removeprefix('sac_').replace('_', '-')}"
     with _where_outputs_can_be_kept():
         return same_training(gate, case, apply or STRATEGIES[strategy].apply, by_block=True)
 
 
 def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
-    """What backward computes again is what the policy does not keep: no product at all, or every second one."""
-    gate, loss, batch = "sac/products", case.workload.mean_loss, case.batch()
+    """Compare the recomputed FLOPs with those that the policy leaves out.
+
+    The policies save all matrix products, or every second one.
+    """
+    gate = "sac/products"
+    loss = case.workload.mean_loss
+    batch = case.batch()
     plain = case.build()
     per_call, others = _flops_by_call(case)
     if not per_call:
         return not_applicable(
             gate, required="as predicted", why="the blocks have no matrix product"
         )
+
     before = count_flops(plain, batch, loss)
     every_second = others + sum(sum(flops[1::2]) for flops in per_call)
     found = {}
@@ -63,62 +69,74 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
         apply(module, policy, blocks=case.blocks)
         with seeded(case.seed), set_checkpoint_early_stop(False), _where_outputs_can_be_kept():
             found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
-    held = all(again == expected for again, expected in found.values())
+    held = all(recomputed == expected for recomputed, expected in found.values())
     measured = "; ".join(
-        f"{policy} {again:,} of {expected:,}" for policy, (again, expected) in found.items()
+        f"{policy} {recomputed:,} of {expected:,}"
+        for policy, (recomputed, expected) in found.items()
     )
-    hint = (
-        ""
-        if held
-        else "the policy names operations that never run, or counts the second run with the first"
-    )
-    return Verdict(gate, held, measured, "FLOPs again as predicted from the policy", hint)
+    hint = ""
+    if not held:
+        hint = "the policy names operations that never run, or counts the second run with the first"
+    return Verdict(gate, held, measured, "recomputed FLOPs as the policy predicts", hint)
 
 
 def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict:
-    """Fewer bytes held, no FLOP again, and a fraction of the overhead of torch's own selective checkpointing."""
-    gate, loss, batch = "sac/regions", case.workload.mean_loss, case.batch()
-    plain, module, selective = case.build(), case.build(), case.build()
+    """Check that regions hold fewer bytes, recompute no FLOPs, and cost less than torch's SAC."""
+    gate = "sac/regions"
+    loss = case.workload.mean_loss
+    batch = case.batch()
+    plain = case.build()
+    module = case.build()
+    selective = case.build()
     before = measure_memory(plain, batch, loss)
     apply_regions(module, blocks=case.blocks)
     report = report_regions(module, batch, loss)
     if measure_memory(module, batch, loss).held_bytes >= before.held_bytes:
-        why = "nothing in the blocks follows cheaply from what is kept, as with Linear and ReLU, or convolutions"
+        why = (
+            "no tensor in the blocks is cheap to compute from saved tensors, as with Linear and "
+            "ReLU, or convolutions"
+        )
         return not_applicable(gate, required="fewer bytes", why=why)
+
     module = case.build()
     apply(module, blocks=case.blocks)
     held = measure_memory(module, batch, loss).held_bytes / before.held_bytes
     again = recompute_flops(count_flops(plain, batch, loss), count_flops(module, batch, loss))
     torch_sac(selective, case)
     with _where_outputs_can_be_kept():
-        theirs = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
+        held_by_sac = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
+
     with _where_outputs_can_be_kept():
-        ours, added = (
-            python_calls(case, changed) for changed in (partial(_apply, apply), torch_sac)
-        )
-    bare = python_calls(case, lambda module, case: None)
-    share = (ours - bare) / (added - bare)
-    good = held < 1 and again == 0 and 0 < share <= OVERHEAD
+        calls = python_calls(case, partial(_apply, apply))
+        calls_of_sac = python_calls(case, torch_sac)
+    calls_of_plain = python_calls(case, lambda module, case: None)
+    share = (calls - calls_of_plain) / (calls_of_sac - calls_of_plain)
+
+    passed = held < 1 and again == 0 and 0 < share <= OVERHEAD
     missed = sum(row.nbytes for row in report.unreached)
     measured = (
-        f"holds {held:.0%} (torch's SAC {theirs:.0%}), {again:,} FLOPs again, {share:.2f} of its Python calls; "
-        f"{missed / 2**20:.1f} MiB not reached"
+        f"holds {held:.0%} (torch's SAC {held_by_sac:.0%}), {again:,} FLOPs again, {share:.2f} of "
+        f"its Python calls; {missed / 2**20:.1f} MiB not reached"
     )
-    hint = (
-        ""
-        if good
-        else "a product runs again, nothing is freed, or a dispatch mode is on: see report_regions"
-    )
-    return Verdict(
-        gate, good, measured, f"under 100%, 0 FLOPs, at most {OVERHEAD} of the calls", hint
-    )
+    required = f"under 100%, 0 FLOPs, at most {OVERHEAD} of the calls"
+    hint = ""
+    if not passed:
+        hint = (
+            "a product runs again, nothing is freed, or a dispatch mode is on: see report_regions"
+        )
+    return Verdict(gate, passed, measured, required, hint)
 
 
 def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
-    """A policy that keeps nothing, one that is the wrong way round, and one that means offload are errors."""
-    gate, refused = "sac/refused", []
+    """Check that useless policies are errors.
+
+    One saves nothing, one saves only cheap operations, and one returns MUST_CPU_OFFLOAD.
+    """
+    gate = "sac/refused"
+    refused = []
     if not product_flops(case):
         return not_applicable(gate, required="3 of 3", why="the blocks have no matrix product")
+
     wrong = {
         "matches nothing": ["aten.linear", "aten.scaled_dot_product_attention"],
         "keeps cheap operations alone": _keep_cheap,
@@ -134,9 +152,11 @@ def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
                 case.workload.mean_loss(module, case.batch())
         except ValueError:
             refused.append(name)
-    taken = [name for name in wrong if name not in refused]
-    hint = f"takes a policy that {', '.join(taken)}, and silently recomputes" if taken else ""
-    return Verdict(gate, not taken, f"{len(refused)} of 3 refused", "3 of 3", hint)
+    accepted = [name for name in wrong if name not in refused]
+    hint = ""
+    if accepted:
+        hint = f"accepts these policies, and silently recomputes: {', '.join(accepted)}"
+    return Verdict(gate, not accepted, f"{len(refused)} of 3 refused", "3 of 3", hint)
 
 
 GATES = (
@@ -156,7 +176,7 @@ def _keep_cheap(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool
 
 @contextlib.contextmanager
 def _where_outputs_can_be_kept() -> Iterator[None]:
-    """Blocks that have none to keep, or write over them, are no matter of a policy."""
+    """Turn errors of blocks without outputs that a policy could save into `NotApplicable`."""
     try:
         yield
     except PolicyError as error:
@@ -165,7 +185,8 @@ def _where_outputs_can_be_kept() -> Iterator[None]:
         if "has been mutated" not in str(error):
             raise
         raise NotApplicable(
-            "a block writes in place over an output that would be kept: recompute it whole, or write to another tensor",
+            "a block overwrites in place an output that would be saved: recompute it whole, or "
+            "write to another tensor",
             required="an operation to keep",
         ) from error
 
@@ -175,13 +196,14 @@ def _apply(apply: Callable[..., Any], module: nn.Module, case: Case) -> None:
 
 
 class _Products(TorchDispatchMode):
-    """FLOPs of each matrix product in the order in which they run, by call of a block."""
+    """Count the FLOPs of each matrix product, in the order of execution, per call of a block."""
 
     def __init__(self, running: RunningLayers) -> None:
         super().__init__()
         self.running = running
         self.flops: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        self.others = 0  # of what is neither a product nor attention, such as convolutions
+        # FLOPs of operations that are neither products nor attention, such as convolutions.
+        self.others = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with FlopCount() as counted:
@@ -195,12 +217,12 @@ class _Products(TorchDispatchMode):
 
 
 def product_flops(case: Case) -> list[list[int]]:
-    """FLOPs of the matrix products of each call of a block in one plain forward."""
+    """Count the FLOPs of the matrix products in each call of a block in one plain forward."""
     return _flops_by_call(case)[0]
 
 
 def _flops_by_call(case: Case) -> tuple[list[list[int]], int]:
-    """Those, and the FLOPs of all calls that are neither products nor attention."""
+    """Count the FLOPs of the products per block call, and of operations other than attention."""
     module = case.build()
     blocks = find_blocks(module, case.blocks)
     with (
@@ -214,11 +236,11 @@ def _flops_by_call(case: Case) -> tuple[list[list[int]], int]:
 
 
 def torch_sac(module: nn.Module, case: Case) -> None:
-    """Torch's own selective checkpointing of the same operations: what regions are held against."""
+    """Apply torch's own selective checkpointing of the same operations, as a reference."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operation in operations.MATMULS or operation in operations.ATTENTION
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = operation in operations.MATMULS or operation in operations.ATTENTION
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)
     for block in find_blocks(module, case.blocks).values():

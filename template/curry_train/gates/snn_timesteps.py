@@ -1,8 +1,10 @@
-"""Recomputing chunks of timesteps saves what the formula says, at the FLOPs that it says, and is the same training.
+"""Gates of timestep recompute: predicted memory and FLOPs, the same training, hidden state.
 
-Each gate takes the technique as `apply`, and the last one its detector as `check`, so that tests can plant wrong ones.
-They apply to models whose loop over time is a method `unroll(step, inputs, state)`. Proof:
-`python -m pytest tests/test_snn_timesteps.py`.
+Each gate takes the technique as `apply`, and the last one its detector as `check`, so that tests
+can plant wrong ones. They apply to models whose loop over time is a method
+`unroll(step, inputs, state)`.
+
+Proof: `python -m pytest tests/test_snn_timesteps.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +36,18 @@ from ..plan.same_training import same_training, sample_of
 from ..plan.strategies import STRATEGIES
 from ..plan.strategy import Apply
 
-NO_LOOP = "no module steps through time by a method unroll(step, inputs, state), so there is no loop to replace"
-AT_MOST = (
-    0.8  # of the plain peak: where the formula promises less than that, there is nothing to gain
+NO_LOOP = (
+    "no module has a loop over time in a method unroll(step, inputs, state), so there is no loop "
+    "to replace"
 )
+# Of the plain peak: if the predicted peak is higher, the saving is too small to check.
+AT_MOST = 0.8
 ENOUGH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Unrolled:
-    """One loop over time, as the model calls it."""
+    """One loop over time and the arguments that the model passes to it."""
 
     name: str
     step: Step
@@ -54,77 +58,89 @@ class Unrolled:
         return measure_costs(self.step, self.timesteps, self.state)
 
     def schedule(self, costs: Costs, levels: int) -> Schedule:
-        """What the formula chooses."""
+        """Choose the schedule by the formula."""
         return best_schedule(len(self.timesteps), costs, levels)
 
 
 def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
-    """The peak, at a batch where activations are what matters, is what boundaries and one chunk of steps come to."""
-    gate, case = (
-        "snn-timesteps/memory",
-        replace(case, blocks=None),
-    )  # the whole loop, whatever the blocks are
+    """Compare the peak with its prediction, at a batch where activations dominate.
+
+    The prediction is the state at the chunk boundaries and one chunk of timesteps.
+    """
+    gate = "snn-timesteps/memory"
+    case = replace(case, blocks=None)  # the whole loop, whatever the blocks are
     if not _has_loop(case):
         return not_applicable(gate, required="the predicted peak", why=NO_LOOP)
+
     case, plain = _large_enough(case)
-    module, allowed = case.build(), plain.peak_bytes
+    module = case.build()
+    allowed = plain.peak_bytes
     for loop in _loops(case):
         costs = loop.costs()
-        allowed += (
-            peak_bytes(loop.schedule(costs, 1), costs) - len(loop.timesteps) * costs.step_bytes
-        )
-        allowed += (
-            costs.step_bytes + costs.boundary_bytes
-        )  # a step in the making, and the gradient of the state
+        allowed -= len(loop.timesteps) * costs.step_bytes
+        allowed += peak_bytes(loop.schedule(costs, 1), costs)
+        # A step that is being computed, and the gradient of the state.
+        allowed += costs.step_bytes + costs.boundary_bytes
     allowed += sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     if case.device.type != "cpu":
-        allowed += plain.peak_bytes // 20  # an allocator rounds up, and the formula counts bytes
+        allowed += plain.peak_bytes // 20  # the allocator rounds up, and the formula counts bytes
+
     required = f"peak at most {allowed / plain.peak_bytes:.0%} of plain"
     if allowed > AT_MOST * plain.peak_bytes:
-        why = "the formula promises little here: there are few timesteps, or other things own the memory"
+        why = (
+            "the formula predicts a small saving here: there are few timesteps, or other things "
+            "own the memory"
+        )
         return not_applicable(gate, required=required, why=why)
+
     (apply or STRATEGIES["timesteps"].apply)(module, sample_of(case))
-    loss, batch = case.workload.mean_loss, case.batch()
+    loss = case.workload.mean_loss
+    batch = case.batch()
     with untouched(module):
-        loss(module, batch)  # the first call measures
+        loss(module, batch)  # the first call measures costs
     found = measure_memory(module, batch, loss)
     held = found.peak_bytes <= allowed
-    hint = (
-        ""
-        if held
-        else "the chunks are of another size, or something is held for each timestep: outputs?"
-    )
+    hint = ""
+    if not held:
+        hint = (
+            "the chunks are of another size, or something is held for each timestep, such as "
+            "outputs"
+        )
     measured = f"peak {found.peak_bytes / plain.peak_bytes:.0%} of plain, batch {case.batch_size}"
     return Verdict(gate, held, measured, required, hint)
 
 
 def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
-    """One step with and without: loss, gradients, buffers and generators."""
-    gate, case = _named("parity", strategy), replace(case, blocks=None)
+    """Compare loss, gradients, buffers and generators of one step with and without recompute."""
+    gate = _named("parity", strategy)
+    case = replace(case, blocks=None)
     if not _has_loop(case):
         return not_applicable(gate, required="bit-equal", why=NO_LOOP)
+
     try:
         found = same_training(
             gate, case, apply or STRATEGIES[strategy].apply, alone=lambda model, sample: []
         )
-    except NoBlocks:  # asked for only where something differs, to look for the block to blame
-        return Verdict(
-            gate,
-            False,
-            "differs",
-            "bit-equal",
-            "what is computed again is not what was computed first",
-        )
+    except NoBlocks:
+        # Raised only after a difference was found, by the search for the block that causes it.
+        hint = "the recomputed values differ from those of the first run"
+        return Verdict(gate, False, "differs", "bit-equal", hint)
     return replace(found, hint=found.hint.removesuffix("; or leave it out with --blocks"))
 
 
 def flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
-    """Backward does every timestep but the last chunks' again, once for each level; early stop may save some."""
-    gate, required = _named("flops", strategy), "as predicted; with early stop at most that"
+    """Compare the recomputed FLOPs with the schedule.
+
+    Every timestep but those of the last chunks is recomputed once per level. With early stop the
+    FLOPs may be fewer.
+    """
+    gate = _named("flops", strategy)
+    required = "as predicted; with early stop at most that"
     case = replace(case, blocks=None)
     levels = 2 if strategy.endswith("nested") else 1
     if not _has_loop(case):
         return not_applicable(gate, required=required, why=NO_LOOP)
+
     expected = 0
     for loop in _loops(case):
         again = times_again(loop.schedule(loop.costs(), levels))
@@ -132,26 +148,27 @@ def flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     if not expected:
         why = "a step has no matrix product, convolution or attention whose FLOPs could be counted"
         return not_applicable(gate, required=required, why=why)
-    loss, batch, module = case.workload.mean_loss, case.batch(), case.build()
+
+    loss = case.workload.mean_loss
+    batch = case.batch()
+    module = case.build()
     plain = count_flops(case.build(), batch, loss)
     (apply or STRATEGIES[strategy].apply)(module, sample_of(case))
     with untouched(module):
-        loss(module, batch)  # the first call looks for hidden state, and runs some steps for that
+        loss(module, batch)  # the first call also runs some steps to detect hidden state
     with seeded(case.seed), set_checkpoint_early_stop(False):
         whole = recompute_flops(plain, count_flops(module, batch, loss))
     stopped = recompute_flops(plain, count_flops(module, batch, loss))
     held = whole == expected and 0 <= stopped <= whole <= levels * plain.forward
     measured = f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop"
-    hint = (
-        ""
-        if held
-        else "timesteps run less or more often than once for each level: is the chunk size another one?"
-    )
+    hint = ""
+    if not held:
+        hint = "timesteps are not recomputed exactly once per level: check the chunk size"
     return Verdict(gate, held, measured, required, hint)
 
 
 class Planted(nn.Module):
-    """A step that keeps a potential to itself, as modules of spiking networks do."""
+    """A step with a hidden potential, as modules of spiking networks have."""
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -166,31 +183,34 @@ class Planted(nn.Module):
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         )
         self.potential = 0.5 * self.potential + first
-        fires = (self.potential > 1e3).to(first.dtype)  # not in the steps that are tried
+        fires = (self.potential > 1e3).to(first.dtype)  # never in the steps that the check runs
         return tree_map(lambda leaf: leaf + fires if leaf is first else leaf, output), state
 
 
 def hidden_state(
     case: Case, *, check: Callable[[Step, Sequence[Any], Any], Any] = check_step
 ) -> Verdict:
-    """A state that is planted inside a step is found and named, and the step as it is has none."""
-    gate, required = "snn-timesteps/hidden-state", "planted: potential; own step: none"
+    """Check that hidden state planted in a step is found and named, and that the step has none."""
+    gate = "snn-timesteps/hidden-state"
+    required = "planted: potential; own step: none"
     if not _has_loop(case):
         return not_applicable(gate, required=required, why=NO_LOOP)
-    said, hints = [], []
+
+    results = []
+    hints = []
     for loop in _loops(case):
         own, why = _found(check, loop.step, loop)
         planted, _ = _found(check, Planted(loop.step), loop)
-        said.append(f"planted: {planted}; own step: {own}")
+        results.append(f"planted: {planted}; own step: {own}")
         if own != "none":
             hints.append(why)
         elif planted != "potential":
             hints.append(
-                "what is planted is not found: chunks of such a module would get wrong gradients, silently"
+                "the planted state is not found: chunks of such a module would silently get wrong "
+                "gradients"
             )
-    return Verdict(
-        gate, not hints, " / ".join(dict.fromkeys(said)), required, "; ".join(dict.fromkeys(hints))
-    )
+    measured = " / ".join(dict.fromkeys(results))
+    return Verdict(gate, not hints, measured, required, "; ".join(dict.fromkeys(hints)))
 
 
 def _found(
@@ -222,21 +242,21 @@ def _has_loop(case: Case) -> bool:
 
 
 def _loops(case: Case) -> list[Unrolled]:
-    """The loops over time of one forward, with what they are given."""
-    module, found = case.build(), list[Unrolled]()
+    """Record the loops over time of one forward, with their arguments."""
+    module = case.build()
+    found = list[Unrolled]()
     for name, stepper in steppers(module).items():
         plain = stepper.unroll
 
         def unroll(
-            step: Step, inputs: Any, state: Any, name: str = name, run: Any = plain, **kept: Any
+            step: Step, inputs: Any, state: Any, name: str = name, run: Any = plain, **options: Any
         ) -> Any:
-            given = tree_map(
+            detached_inputs, detached_state = tree_map(
                 lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (inputs, state)
             )
-            found.append(
-                Unrolled(name, step, slice_time(given[0], kept.get("time_dim", 0)), given[1])
-            )
-            return run(step, inputs, state, **kept)
+            timesteps = slice_time(detached_inputs, options.get("time_dim", 0))
+            found.append(Unrolled(name, step, timesteps, detached_state))
+            return run(step, inputs, state, **options)
 
         stepper.unroll = unroll  # type: ignore[assignment]
     with seeded(case.seed), untouched(module):
@@ -245,7 +265,8 @@ def _loops(case: Case) -> list[Unrolled]:
 
 
 def _step_flops(loop: Unrolled) -> list[int]:
-    counted, state = [], loop.state
+    counted = []
+    state = loop.state
     for x in loop.timesteps:
         with torch.no_grad(), FlopCount() as count:
             _, state = take_step(loop.step, x, state)
@@ -254,7 +275,7 @@ def _step_flops(loop: Unrolled) -> list[int]:
 
 
 def _large_enough(case: Case) -> tuple[Case, Memory]:
-    """A batch whose activations are eight times the parameters, or many bytes."""
+    """Grow the batch until it holds eight times the parameters' bytes, or `ENOUGH_BYTES`."""
     module = case.build()
     parameters = sum(parameter.nbytes for parameter in module.parameters())
     while True:

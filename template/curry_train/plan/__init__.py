@@ -1,4 +1,7 @@
-"""Floor 2: who owns the memory of a training step, and what to do about it. Imports core and primitives at most."""
+"""Memory plans: which code owns the bytes of a training step, and how to fit a budget.
+
+Layer 2 of the package: imports from `core` and `primitives` only.
+"""
 
 from ..core.lazy import lazy_names
 

@@ -1,4 +1,4 @@
-"""What a planner says of its result: why a candidate won, and where nothing fits, by how much and what would help.
+"""Explain a plan: why a candidate won, or what would help where nothing fits.
 
 Proof: `python -m pytest tests/test_plan.py`.
 """
@@ -26,34 +26,56 @@ RANKS = (2, 4, 8, 16, 32, 64)
 
 
 def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float) -> str:
-    """Against the same batch with all activations held, and against the next best candidate."""
+    """Compare the best candidate with the plain step and with the second-best candidate.
+
+    The plain step is the same batch with all activations held.
+    """
     assert best.step_seconds is not None
-    text = f"It costs {best.step_seconds / plain_seconds - 1:.1%} over the same batch with all activations held."
+    slowdown = best.step_seconds / plain_seconds - 1
+    text = f"It costs {slowdown:.1%} over the same batch with all activations held."
+
     others = [other for other in found if other.step_seconds is not None and other is not best]
     if others and others[0].step_seconds is not None:
-        second, slower = others[0], others[0].step_seconds / best.step_seconds - 1
-        text += f" The next best is microbatch {second.microbatch} with {second.summary()}, {slower:.1%} slower."
+        second = others[0]
+        slower = others[0].step_seconds / best.step_seconds - 1
+        text += (
+            f" The next best is microbatch {second.microbatch} with {second.summary()}, "
+            f"{slower:.1%} slower."
+        )
     return text
 
 
 def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
-    """What of the model sees the microbatch, so that the training is another than with the whole batch."""
+    """Warn about layers that make training with microbatches differ from the whole batch.
+
+    These are dropout, which draws per microbatch, and batch norm, which takes its statistics per
+    microbatch. The text is empty for a single microbatch and for a model without such layers.
+    """
     if best.steps == 1:
         return ""
-    named = list(module.named_modules())
-    drawing = [name for name, layer in named if _dropout(layer) > 0]
-    norms = [name for name, layer in named if isinstance(layer, BATCH_NORMS)]
-    said = [f"draws its own dropout ({drawing[0]})"] if drawing else []
-    said += [f"has its own statistics ({norms[0]})"] if norms else []
-    if not said:
+    layers = list(module.named_modules())
+    dropouts = [name for name, layer in layers if _dropout(layer) > 0]
+    norms = [name for name, layer in layers if isinstance(layer, BATCH_NORMS)]
+
+    effects = []
+    if dropouts:
+        effects.append(f"draws its own dropout ({dropouts[0]})")
+    if norms:
+        effects.append(f"has its own statistics ({norms[0]})")
+    if not effects:
         return ""
+
     whole = best.steps * best.microbatch
-    return f" Each microbatch {' and '.join(said)}: for the very losses of the whole batch give --microbatch {whole}."
+    return (
+        f" Each microbatch {' and '.join(effects)}: to get exactly the losses of the whole batch, "
+        f"use --microbatch {whole}."
+    )
 
 
 def _dropout(layer: nn.Module) -> float:
-    part = getattr(layer, "p" if isinstance(layer, DROPOUTS) else "dropout", 0)
-    return float(part) if isinstance(part, int | float) else 0.0
+    """Return the dropout probability of a layer, 0 if it has none."""
+    probability = getattr(layer, "p" if isinstance(layer, DROPOUTS) else "dropout", 0)
+    return float(probability) if isinstance(probability, int | float) else 0.0
 
 
 def why_nothing_fits(
@@ -63,11 +85,12 @@ def why_nothing_fits(
     budget_bytes: int,
     not_tried: Sequence[tuple[str, int]] = (),
 ) -> str:
-    """The least peak, who owns it, and the levers that are left, each with its figure; at most 80 columns."""
+    """Name the least peak and the levers that are left, each with its peak, in 80 columns."""
     over = format_bytes(least.peak_bytes - budget_bytes)
     first = (
-        f"nothing fits {format_bytes(budget_bytes)}: the least peak is {format_bytes(least.peak_bytes)}, {over} too "
-        f"much, with microbatch {least.microbatch} and {least.summary()}"
+        f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
+        f"{format_bytes(least.peak_bytes)}, {over} too much, with microbatch {least.microbatch} "
+        f"and {least.summary()}"
     )
     lines = textwrap.wrap(first, 80)
     for lever in _levers(least, chain, sharding, budget_bytes, not_tried):
@@ -82,22 +105,24 @@ def _levers(
     budget_bytes: int,
     not_tried: Sequence[tuple[str, int]],
 ) -> Iterator[str]:
-    def told(peak: int) -> str:
+    def describe(peak: int) -> str:
         return f"a peak of {format_bytes(peak)}" + (", which fits" if peak <= budget_bytes else "")
 
-    step, accumulated = chain.steps[-1], least.steps > 1
-    there = step.fixed + (step.gradients if accumulated else 0)
-    yield (
-        f"before the activations there are {format_bytes(there)}: parameters and optimizer state"
-        + (", and gradients of the microsteps before" if accumulated else "")
-        + (
-            ", more than the budget, so that no choice for activations helps"
-            if there > budget_bytes
-            else ""
-        )
-    )
+    step = chain.steps[-1]
+    accumulated = least.steps > 1
+
+    before_activations = step.fixed + (step.gradients if accumulated else 0)
+    line = f"before any activation {format_bytes(before_activations)} is in use: "
+    line += "parameters and optimizer state"
+    if accumulated:
+        line += ", and gradients of earlier microbatches"
+    if before_activations > budget_bytes:
+        line += "; that alone is over the budget, so no choice for activations helps"
+    yield line
+
     for lever, peak in not_tried:
-        yield f"{lever}: {told(peak)}"
+        yield f"{lever}: {describe(peak)}"
+
     alone = least.peak_bytes - sharding.extra_bytes(step, accumulated=accumulated)
     more = [ranks for ranks in RANKS if ranks > sharding.ranks]
     peaks = {
@@ -106,12 +131,14 @@ def _levers(
     }
     enough = [ranks for ranks, peak in peaks.items() if peak <= budget_bytes]
     if ranks := (enough or more[-1:]):
-        yield f"FSDP2 on {ranks[0]} ranks: {told(peaks[ranks[0]])}"
+        yield f"FSDP2 on {ranks[0]} ranks: {describe(peaks[ranks[0]])}"
+
     saved = step.fixed - chain.fixed_with("adamw-8bit")
     if saved > 0:
-        yield f"optimizer state of 2 bytes for each parameter: {told(least.peak_bytes - saved)}"
+        yield f"optimizer state of 2 bytes per parameter: {describe(least.peak_bytes - saved)}"
+
     if least.steps > 1 and step.gradients:
         yield (
-            "one microstep in a window, without the gradients of others: up to "
+            "one microbatch per window, which accumulates no gradients: up to "
             f"{format_bytes(step.gradients)} less, with {least.steps} times fewer samples"
         )

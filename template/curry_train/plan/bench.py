@@ -1,9 +1,12 @@
-"""What each lever costs and saves on a model: whole optimizer steps, timed in turns in one process.
+"""Benchmark levers: time whole optimizer steps in turns, in one process.
 
-    bench = measure_levers(Case(load_workload("transformer")), [find_lever("full"), find_lever("accumulate=2")])
+    levers = [find_lever("full"), find_lever("accumulate=2")]
+    bench = measure_levers(Case(load_workload("transformer")), levers)
 
-All steps take the same batch, which is on the device already: loading data is left out. Memory and FLOPs are measured
-on steps of their own, because instruments slow a step down. Proof: `python -m pytest tests/test_bench.py`.
+All steps take the same batch, which is on the device already, so data loading is not timed. Memory
+and FLOPs are measured on separate steps, because the instruments slow a step down.
+
+Proof: `python -m pytest tests/test_bench.py`.
 """
 
 import random
@@ -51,10 +54,12 @@ def measure_levers(
     clock: Clock = time.perf_counter,
     tell: Tell = lambda doing: None,
 ) -> Bench:
-    """The plain step, each lever's, and the plain steps of other models on the same batch.
+    """Measure the plain step, one step per lever, and the plain steps of other models.
 
-    What does not apply to the model, or does not fit, is a row that says so; where plain itself can't run it is an
-    error. `peak` in FLOP/s, or "measured", is what utilisation is a part of; by the device's name if left out.
+    All take the same batch. A lever that does not apply to the model, or does not fit, gives a row
+    with the reason; a plain step that can't run is an error. `peak` is the device's peak for MFU
+    and HFU: FLOP/s, or "measured"; None looks it up by the name of the device. `tell` receives
+    progress messages.
     """
     if rounds < 1 or warmup < 0:
         raise ValueError(
@@ -93,50 +98,69 @@ def _name(workload: Workload) -> str:
 
 
 class _Run:
-    """The steps that are alive beside each other, in the order of their rows; None where there is nothing to run."""
+    """The steps under test, alive at the same time, in the order of their rows.
+
+    A step that can't run is None.
+    """
 
     def __init__(self, case: Case, optimizer: str, peak: float | str | None, tell: Tell) -> None:
-        self.case, self.optimizer, self.peak, self.tell = case, optimizer, peak, tell
+        self.case = case
+        self.optimizer = optimizer
+        self.peak = peak
+        self.tell = tell
         self.steps: list[Any] = []
         self.model_flops: int | None = None
         self.batch = case.batch()
 
     def prepare(self, lever: Lever, case: Case) -> Figures:
-        """Build a step, and measure what no clock is needed for."""
-        row, step = Figures(lever.name), None
+        """Build a step and measure everything but its time."""
+        row = Figures(lever.name)
+        step = None
         self.tell(f"{lever.name}: memory and FLOPs")
         try:
             step = self._build(lever, case)
-            self._seed()
-            result = self._first(step)
-            row.loss, row.grad_norm = result.loss, result.grad_norm
-            row.num_terms, row.num_changed = result.num_terms, len(step.changed)
-            row.num_microbatches = len(step.window)
-            row.executed_flops = step.count_flops()
-            row.peak_bytes = step.peak_bytes()
-            if lever.is_plain:
-                self.model_flops = row.executed_flops
-            row.model_flops = (
-                self.model_flops
-            )  # what a lever computes again is no work of the model's
-            rate = peak_rate(case.device, step.dtype_of_products, given=self.peak)
-            row.peak_flops_per_second, row.peak_source = rate.flops_per_second, rate.source
-            if lever.changes and not step.changed:
-                row.notes.append("changes nothing here: the steps are plain's")
-            if row.peak_bytes is None:
-                row.notes.append(
-                    "no peak: compiled code that accumulates can't be followed on the CPU"
-                )
+            self._measure(step, row)
         except WorkloadError:
             raise
         except (ValueError, NonFiniteWindow) as error:
-            row.outcome, row.why, step = REFUSED, " ".join(str(error).split()), None
+            step = None
+            row.outcome = REFUSED
+            row.why = " ".join(str(error).split())
         except RuntimeError as error:
-            row.outcome, row.why, step = *_told(error, case), None
+            step = None
+            row.outcome, row.why = _told(error, case)
         self.steps.append(step)
         return row
 
+    def _measure(self, step: TrainingStep, row: Figures) -> None:
+        """Fill in loss, memory and FLOPs."""
+        self._seed()
+        result = self._first(step)
+        row.loss = result.loss
+        row.grad_norm = result.grad_norm
+        row.num_terms = result.num_terms
+        row.num_changed = len(step.changed)
+        row.num_microbatches = len(step.window)
+        row.executed_flops = step.count_flops()
+        row.peak_bytes = step.peak_bytes()
+
+        # The model's FLOPs are the plain step's: recompute adds executed FLOPs only.
+        if step.lever.is_plain:
+            self.model_flops = row.executed_flops
+        row.model_flops = self.model_flops
+        rate = peak_rate(step.case.device, step.dtype_of_products, given=self.peak)
+        row.peak_flops_per_second = rate.flops_per_second
+        row.peak_source = rate.source
+
+        if step.lever.changes and not step.changed:
+            row.notes.append("changes nothing here: the steps are the same as plain")
+        if row.peak_bytes is None:
+            row.notes.append(
+                "no peak: on the CPU, compiled code that accumulates gradients can't be followed"
+            )
+
     def time(self, rows: Sequence[Figures], *, rounds: int, warmup: int, clock: Clock) -> None:
+        """Time the steps in turns and complete their rows."""
         alive = [index for index, row in enumerate(rows) if row.outcome == MEASURED]
         ways = [self._way(rows[index], self.steps[index]) for index in alive]
 
@@ -155,8 +179,10 @@ class _Run:
         )
         for index, taken in zip(alive, seconds, strict=True):
             if rows[index].outcome == MEASURED:
-                rows[index].seconds, rows[index].step = taken, spread_of(taken)
+                rows[index].seconds = taken
+                rows[index].step = spread_of(taken)
                 rows[index].ratio = paired_ratio(taken, seconds[0]) if index else None
+
         plain = rows[0]
         if plain.outcome != MEASURED:
             raise WorkloadError(f"{self.case.workload.name}: a plain step {plain.why}")
@@ -170,19 +196,26 @@ class _Run:
         return TrainingStep(case, lever, batch=self.batch, optimizer=self.optimizer, like=like)
 
     def _first(self, step: TrainingStep) -> WindowResult:
-        """Makes the optimizer's state. Another model may not know what to do with the batch."""
+        """Run a first step, which creates the optimizer state.
+
+        Another model may not accept the batch of the first one.
+        """
         try:
             return step()
         except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
-            ours, theirs = self.case.workload, step.case.workload
+            ours = self.case.workload
+            theirs = step.case.workload
             if ours is theirs or is_out_of_memory(error):
                 raise
             raise WorkloadError(
-                f"{_name(theirs)} can't take the batch of {_name(ours)}, on which both are compared: "
-                f"{type(error).__name__}: {error}. Let both factories return (module, batch) with batches of one form"
+                f"{_name(theirs)} can't take the batch of {_name(ours)}, on which both are "
+                f"compared: {type(error).__name__}: {error}. Let both factories return "
+                "(module, batch) with batches of the same structure"
             ) from error
 
     def _way(self, row: Figures, step: TrainingStep) -> Callable[[], None]:
+        """Return the timed function of a row; a step that fails once is skipped afterwards."""
+
         def way() -> None:
             if row.outcome != MEASURED:
                 return
@@ -194,7 +227,7 @@ class _Run:
         return way
 
     def _between(self) -> None:
-        """Ahead of each step: nobody's gradients, and the same random numbers for all."""
+        """Before each step, drop all gradients and reset the random generators."""
         for step in self.steps:
             if step is not None:
                 step.drop_gradients()
@@ -208,10 +241,11 @@ class _Run:
 
 
 def _told(error: RuntimeError, case: Case) -> tuple[str, str]:
+    """Return the outcome and the reason of a step that failed."""
     if is_out_of_memory(error):
         return (
             TOO_LARGE,
-            f"does not fit: {case.batch_size} samples, in the memory that {case.device} has left",
+            f"does not fit: {case.batch_size} samples need more memory than {case.device} has left",
         )
     lines = str(error).strip().splitlines() or [""]
     return FAILED, f"raised {type(error).__name__}: {lines[0]}"

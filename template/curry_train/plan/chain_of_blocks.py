@@ -1,4 +1,7 @@
-"""A model as a chain of blocks, for any microbatch: from figures of two, because bytes and FLOPs grow in proportion.
+"""A model as a chain of blocks, with the bytes and seconds of any microbatch size.
+
+Blocks and whole steps are measured at two sizes; figures of other sizes lie on the line through
+them, because bytes and FLOPs are linear in the microbatch.
 
 Proof: `python -m pytest tests/test_plan.py`.
 """
@@ -20,12 +23,15 @@ from .optimizers import make_optimizer
 from .options import NONE, OFFLOAD, Option
 from .solve import Choice, Stage, least_peak, solve
 
-HEAD = ""  # beside the names of blocks
+HEAD = ""  # the key of the head, where figures are stored by block name
 
 
 @dataclass(frozen=True)
 class Solved:
-    """The choices for one microbatch; where nothing fits, those of the least peak, which is above the budget then."""
+    """The options for one microbatch size.
+
+    Where nothing fits, they are those of the least peak, and `peak_bytes` is above the budget.
+    """
 
     options: Mapping[str, Option]
     peak_bytes: int
@@ -34,14 +40,13 @@ class Solved:
 
 @dataclass(frozen=True)
 class Chain:
-    """`steps` are whole steps as they are, one for each of `SIZES`; `kinds` has the names of blocks and what each way
-    to run them costs; `left_out` says which ways could not be run, and why."""
+    """Measured costs of a model's blocks and whole steps."""
 
     sketch: Sketch
     profile: DeviceProfile
-    steps: tuple[StepEstimate, ...]
-    kinds: tuple[tuple[tuple[str, ...], Menu], ...]
-    left_out: tuple[str, ...] = ()
+    steps: tuple[StepEstimate, ...]  # plain whole steps, one for each of `SIZES`
+    kinds: tuple[tuple[tuple[str, ...], Menu], ...]  # names of blocks, and what each option costs
+    left_out: tuple[str, ...] = ()  # options that could not run, with the reason
     chunk_tokens: int | None = None
 
     def solve(
@@ -52,43 +57,43 @@ class Chain:
         accumulated: bool,
         less: Mapping[str, float] = MappingProxyType({}),
     ) -> Solved:
-        """`accumulated`: all gradients are there from the microsteps before. `less` is known to be there less than the
-        chain says, for each sample: by block, and `HEAD`."""
+        """Choose the fastest options that fit the budget.
+
+        `accumulated`: all gradients of earlier microbatches are in memory. `less`: bytes per
+        sample by which the chain is known to overestimate, by block name and `HEAD`.
+        """
         menus = {name: self._menu(name) for name in self.names}
-        plain, least = (
-            self.plain_seconds(microbatch),
-            self._line(microbatch, lambda step: step.step),
-        )
+        plain = self.plain_seconds(microbatch)
+        least = self._line(microbatch, lambda step: step.step)
         if not menus:
             peak = self._line(microbatch, lambda step: step.peak_bytes)
             return Solved({}, peak, plain)
+
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
-        solved = (
-            solve(stages, budget_bytes, head_bytes=head) if budget_bytes >= max(1, least) else None
-        )
+        solved = None
+        if budget_bytes >= max(1, least):
+            solved = solve(stages, budget_bytes, head_bytes=head)
         found = solved or least_peak(stages, head_bytes=head)
-        options = {
-            name: menu[index][0]
-            for (name, menu), index in zip(menus.items(), found.chosen, strict=True)
-        }
+        options = _chosen_options(menus, found.chosen)
         return Solved(options, max(found.peak_bytes, least), plain + found.cost)
 
     def least(self, microbatch: int, *, accumulated: bool) -> tuple[dict[str, Option], int]:
-        """The choices of the least peak, and of those what holds least, with the peak: by bytes alone, so that they are
-        the same however fast the device is."""
+        """Choose the options with the least peak, and return them with that peak.
+
+        Of options with equal peaks, those that hold least win. Time plays no part, so the choice
+        is the same for every device.
+        """
         menus = {name: self._menu(name) for name in self.names}
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less={})
-        held = [
-            replace(each, choices=tuple(replace(c, cost=c.held_bytes) for c in each.choices))
-            for each in stages
-        ]
-        if not held:
+        if not stages:
             return {}, self._line(microbatch, lambda step: step.peak_bytes)
-        found = least_peak(held, head_bytes=head)
-        options = {
-            name: menu[index][0]
-            for (name, menu), index in zip(menus.items(), found.chosen, strict=True)
-        }
+
+        priced_by_bytes = []
+        for stage in stages:
+            choices = tuple(replace(choice, cost=choice.held_bytes) for choice in stage.choices)
+            priced_by_bytes.append(replace(stage, choices=choices))
+        found = least_peak(priced_by_bytes, head_bytes=head)
+        options = _chosen_options(menus, found.chosen)
         return options, max(found.peak_bytes, self._line(microbatch, lambda step: step.step))
 
     def moments(
@@ -99,42 +104,35 @@ class Chain:
         accumulated: bool,
         less: Mapping[str, float],
     ) -> dict[str, int]:
-        """What the chain says of these options while each block is in backward, and before that."""
+        """Predict the bytes while each block is in backward, and before the backward (`HEAD`)."""
         menus = {name: self._menu(name) for name in self.names}
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
-        held, found = 0, {}
+        held = 0
+        predicted = {}
         for (name, menu), stage in zip(menus.items(), stages, strict=True):
-            choice = next(
-                c
-                for c, (option, _) in zip(stage.choices, menu, strict=True)
-                if option == options[name]
-            )
+            choice = _choice_of(options[name], menu, stage.choices)
             held += choice.held_bytes
-            found[name] = held + choice.transient_bytes + stage.standing_bytes
-        return found | {HEAD: held + head}
+            predicted[name] = held + choice.transient_bytes + stage.standing_bytes
+        return predicted | {HEAD: held + head}
 
     @property
     def names(self) -> list[str]:
-        """Of the blocks that have a menu, in the model's order."""
+        """The blocks that have a menu, in the model's order."""
         known = {name for names, _ in self.kinds for name in names}
         return [name for name in self.steps[0].blocks if name in known]
 
     def seconds(self, microbatch: int, options: Mapping[str, Option]) -> float:
-        """Forward and backward with these options, as `solve` prices them."""
+        """Predict the time of forward and backward under these options, as `solve` does."""
         total = self.plain_seconds(microbatch)
         for name in self.names:
             menu = self._menu(name)
             choices = self._choices(menu, microbatch, self.steps[0].blocks[name].calls)
-            total += next(
-                c.cost
-                for c, (option, _) in zip(choices, menu, strict=True)
-                if option == options[name]
-            )
+            total += _choice_of(options[name], menu, choices).cost
         return total
 
     def offers(self, option: Option) -> bool:
-        """Whether every block may be run so."""
-        return all(any(option == offered for offered, _ in menu) for _, menu in self.kinds)
+        """Check whether the option is on the menu of every block."""
+        return all(_is_on_menu(option, menu) for _, menu in self.kinds)
 
     def _menu(self, name: str) -> Menu:
         return next(menu for names, menu in self.kinds if name in names)
@@ -147,33 +145,37 @@ class Chain:
         accumulated: bool,
         less: Mapping[str, float],
     ) -> tuple[list[Stage], int]:
-        """The blocks as the solver takes them, and the bytes of the head."""
+        """Build the solver's stages, one per block, and the bytes of the head."""
         first = self.steps[0]
         standing = self._line(microbatch, lambda step: step.fixed + step.rest)
-        later, gradients = first.head_gradients, {}
-        for name in reversed(list(first.blocks)):  # in the order of backward
+
+        # Backward runs from the last block to the first: gradients of later blocks exist already.
+        gradients = {}
+        later = first.head_gradients
+        for name in reversed(list(first.blocks)):
             gradients[name] = later
             later += first.blocks[name].gradients
-        stages, known = [], {}
+
+        stages = []
+        known: dict[tuple[int, int], tuple[Choice, ...]] = {}
         for name, menu in menus.items():
             block = first.blocks[name]
-            there = first.gradients - block.gradients if accumulated else gradients[name]
-            if (key := (id(menu[0]), block.calls)) not in known:
+            others = first.gradients - block.gradients if accumulated else gradients[name]
+            key = (id(menu[0]), block.calls)
+            if key not in known:
                 known[key] = self._choices(menu, microbatch, block.calls)
-            stages.append(
-                Stage(known[key], max(0, standing + there - round(microbatch * less.get(name, 0))))
-            )
-        head = self._line(microbatch, lambda step: step.fixed + step.head) + (
-            first.gradients if accumulated else 0
-        )
+            correction = round(microbatch * less.get(name, 0))
+            stages.append(Stage(known[key], max(0, standing + others - correction)))
+
+        head = self._line(microbatch, lambda step: step.fixed + step.head)
+        if accumulated:
+            head += first.gradients
         return stages, max(0, head - round(microbatch * less.get(HEAD, 0)))
 
     def plain_seconds(self, microbatch: int) -> float:
-        """Forward and backward as they are."""
-        flops, moved = (
-            self._lines(microbatch, [getattr(step, name) for step in self.steps])
-            for name in ("flops", "moved")
-        )
+        """Predict the time of forward and backward without recompute."""
+        flops = self._lines(microbatch, [step.flops for step in self.steps])
+        moved = self._lines(microbatch, [step.moved for step in self.steps])
         times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
         return float(times[moved > 0].sum())
 
@@ -182,60 +184,58 @@ class Chain:
 
     @property
     def optimizer_seconds(self) -> float:
-        """Gradients and parameters are read, state and parameters written: bytes alone."""
+        """The time of the optimizer step, which is limited by bandwidth.
+
+        It reads gradients and parameters, and writes state and parameters.
+        """
         step = self.steps[0]
         return (2 * step.fixed + step.gradients) / self.profile.bytes_per_second
 
     def fixed_with(self, optimizer: str) -> int:
-        """Parameters, buffers, batch and state with another optimizer."""
+        """Return the bytes of parameters, buffers, batch and state with another optimizer."""
         module = self.sketch.build()
-        other, trained = (
-            make_optimizer(optimizer, module),
-            [p for p in module.parameters() if p.requires_grad],
-        )
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
+        other = make_optimizer(optimizer, module)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
         other.step()
-        state = sum(
-            t.nbytes
-            for kept in other.state.values()
-            for t in kept.values()
-            if isinstance(t, torch.Tensor)
-        )
-        step = self.steps[0]
-        return (
-            state
-            + step.timeline.owners["parameters"][0]
-            + step.timeline.owners["buffers and batch"][0]
-        )
+
+        state = 0
+        for entries in other.state.values():
+            state += sum(
+                entry.nbytes for entry in entries.values() if isinstance(entry, torch.Tensor)
+            )
+        owners = self.steps[0].timeline.owners
+        return state + owners["parameters"][0] + owners["buffers and batch"][0]
 
     def _choices(self, menu: Menu, microbatch: int, calls: int) -> tuple[Choice, ...]:
+        """Price a menu for a microbatch size; costs are seconds above the plain block."""
         plain = next(
             self._seconds(option, measured, microbatch)
             for option, measured in menu
             if option.kind == NONE
         )
-        return tuple(
-            Choice(
-                str(option),
-                calls * self._line_of(microbatch, [m.held for m in measured]),
-                self._line_of(microbatch, [m.transient for m in measured]),
-                max(0.0, calls * (self._seconds(option, measured, microbatch) - plain))
-                if option.kind != NONE
-                else 0.0,
-            )
-            for option, measured in menu
-        )
+        choices = []
+        for option, measured in menu:
+            cost = 0.0
+            if option.kind != NONE:
+                cost = max(0.0, calls * (self._seconds(option, measured, microbatch) - plain))
+            held = self._line_of(microbatch, [size.held for size in measured])
+            transient = self._line_of(microbatch, [size.transient for size in measured])
+            choices.append(Choice(str(option), calls * held, transient, cost))
+        return tuple(choices)
 
     def _seconds(self, option: Option, measured: tuple[Measured, ...], microbatch: int) -> float:
-        flops, moved, again = (
-            self._lines(microbatch, [getattr(m, name) for m in measured])
-            for name in ("flops", "moved", "again")
-        )
+        """Predict the time of forward and backward of one block under an option."""
+        flops = self._lines(microbatch, [size.flops for size in measured])
+        moved = self._lines(microbatch, [size.moved for size in measured])
+        again = self._lines(microbatch, [size.again for size in measured])
         seconds = Measured(0, 0, flops, moved, again).seconds(option, self.profile, self._dtype)
+
+        # Offload copies to the host and back; the copies overlap with the computation.
         link = self.profile.host_bytes_per_second
         if option.kind == OFFLOAD and link is not None:
-            away = self._line_of(microbatch, [m.moved_away for m in measured])
+            away = self._line_of(microbatch, [size.moved_away for size in measured])
             return max(seconds, 2 * away / link)
         return seconds
 
@@ -244,20 +244,42 @@ class Chain:
         return str(self.sketch.case.dtype).removeprefix("torch.")
 
     def _line(self, microbatch: int, figure: Callable[[StepEstimate], int]) -> int:
+        """Extrapolate a figure of the whole step to a microbatch size."""
         return self._line_of(microbatch, [figure(step) for step in self.steps])
 
     def _line_of(self, microbatch: int, figures: list[int]) -> int:
+        """Extrapolate a figure from its values at `SIZES`."""
         first, second = figures
         slope = (second - first) / (SIZES[1] - SIZES[0])
         return max(0, round(first + slope * (microbatch - SIZES[0])))
 
     def _lines(self, microbatch: int, figures: list[Any]) -> Any:
+        """Extrapolate a figure of each operation from its values at `SIZES`.
+
+        If the two sizes run different numbers of operations, scale the larger one in proportion.
+        """
         first, second = figures
-        if len(first) != len(second):  # another number of operations: in proportion
+        if len(first) != len(second):
             return second * (microbatch / SIZES[1])
         return numpy.maximum(
             0.0, first + (second - first) * ((microbatch - SIZES[0]) / (SIZES[1] - SIZES[0]))
         )
+
+
+def _chosen_options(menus: Mapping[str, Menu], chosen: Sequence[int]) -> dict[str, Option]:
+    """Return the option of each block from the indices that the solver chose."""
+    return {name: menu[index][0] for (name, menu), index in zip(menus.items(), chosen, strict=True)}
+
+
+def _choice_of(option: Option, menu: Menu, choices: Sequence[Choice]) -> Choice:
+    """Return the choice that belongs to an option of the menu."""
+    return next(
+        choice for choice, (offered, _) in zip(choices, menu, strict=True) if offered == option
+    )
+
+
+def _is_on_menu(option: Option, menu: Menu) -> bool:
+    return any(option == offered for offered, _ in menu)
 
 
 def measure_chain(
@@ -270,10 +292,11 @@ def measure_chain(
     also: Sequence[str] = (),
     tell: Callable[[str], None] = lambda message: None,
 ) -> Chain:
-    """Measure whole steps and, unless `like` has them, the blocks; options of kinds in `without` are left out, and
-    regions may run the modules that `also` takes once more.
+    """Measure whole steps and the costs of each block.
 
-    A ValueError says that the loss does not run in chunks.
+    With `like` the blocks' costs are taken from that chain. Options of the kinds in `without` are
+    left out; regions may recompute the modules in `also`. Raises a ValueError if `chunk_tokens` is
+    given and the loss does not run in chunks.
     """
     changed: list[nn.Module] = []
 
@@ -292,6 +315,7 @@ def measure_chain(
                 )
     if like is not None:
         return Chain(sketch, profile, tuple(steps), like.kinds, like.left_out, chunk_tokens)
+
     offload = profile.host_bytes_per_second is not None and sketch.why_real is None
     kinds, left_out = measure_menus(
         sketch, steps, offload=offload, without=without, also=also, tell=tell

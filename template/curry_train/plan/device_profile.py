@@ -1,10 +1,11 @@
-"""What a device can do, as a planner needs it: the least time that an operation takes, and what moving bytes costs.
+"""Device profiles: rates from which a planner predicts the time of each operation.
 
     profile = profile_of(torch.device("cuda"))    # or find_profile("h100"), which needs no device
     profile.operation_seconds(flops, bytes_moved, dtype="bfloat16")
 
-The profiles of GPUs come from public data sheets: dense peak rates, times an efficiency that is typical of large
-operations. They were not measured here. `measure_profile` measures a device in seconds.
+The profiles of GPUs come from public data sheets: dense peak rates, times an efficiency that is
+typical of large operations. They were not measured. `measure_profile` measures a device in seconds.
+
 Proof: `python -m pytest tests/test_device_profile.py`.
 """
 
@@ -24,46 +25,42 @@ from .device_timing import copy_rate, dispatch_seconds, elementwise_rate, produc
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Typical shares of the data sheet's peak that large operations get.
+# Fractions of the data sheet's peak that large operations typically reach.
 PRODUCT_EFFICIENCY = 0.7
 BANDWIDTH_EFFICIENCY = 0.85
 LINK_EFFICIENCY = 0.8
 
-# What an eager operation costs the host on top, on one x86 core: measured on a CPU, not yet measured on CUDA. Regions
-# take as much less as they make fewer Python calls: 2,866 a step against 23,690, and 370 without either.
+# Extra host time of an eager operation under selective recompute, on one x86 core: measured on a
+# CPU, not yet on CUDA. The time of regions is scaled by the number of Python calls per step: 2,866
+# with regions and 23,690 with selective recompute, against 370 with neither.
 SAC_SECONDS = 26e-6
 REGIONS_SECONDS = SAC_SECONDS * (2866 - 370) / (23690 - 370)
-GPU_DISPATCH_SECONDS = (
-    6e-6  # typical of a launch from Python in eager mode with autograd; not yet measured on CUDA
-)
+
+# Typical of a launch from Python in eager mode with autograd; not yet measured on CUDA.
+GPU_DISPATCH_SECONDS = 6e-6
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Rates that large operations reach, and the least time that any takes.
-
-    `flops_per_second` are of matrix products by dtype, `bytes_per_second` counts bytes read and written by elementwise
-    operations, `host_bytes_per_second` is the link to host memory in one direction, None where the device is the CPU.
-    An operation takes `dispatch_seconds` at least; `sac_seconds` more under selective recompute by policy, and
-    `regions_seconds` more under regions. `memory_bytes` is the nominal size, of which the driver keeps a part, or None.
-    """
+    """Rates that large operations reach, and the least time of any operation."""
 
     name: str
-    flops_per_second: Mapping[str, float]
-    bytes_per_second: float
-    host_bytes_per_second: float | None
-    dispatch_seconds: float
-    sac_seconds: float
-    regions_seconds: float
-    memory_bytes: int | None
-    source: str
+    flops_per_second: Mapping[str, float]  # of matrix products, by dtype
+    bytes_per_second: float  # read and written by elementwise operations
+    host_bytes_per_second: float | None  # link to host memory, one direction; None on the CPU
+    dispatch_seconds: float  # the least time of an operation
+    sac_seconds: float  # added to dispatch under selective recompute by policy
+    regions_seconds: float  # added to dispatch under regions
+    memory_bytes: int | None  # nominal size, of which the driver takes a part; None if unknown
+    source: str  # data sheet or measured
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
             raise ValueError(
-                f"flops_per_second of the profile {self.name!r} must be a mapping of at least float32 to a rate, got "
-                f"{self.flops_per_second!r}"
+                f"flops_per_second of the profile {self.name!r} must be a mapping of dtypes to "
+                f"rates, at least for float32, got {self.flops_per_second!r}"
             )
+
         rates = {
             f"flops_per_second of {dtype}": rate for dtype, rate in self.flops_per_second.items()
         }
@@ -80,10 +77,13 @@ class DeviceProfile:
                 raise ValueError(
                     f"{what} of the profile {self.name!r} must be a number above 0, got {value!r}"
                 )
+
         for what in ("sac_seconds", "regions_seconds"):
-            if not _is_number(getattr(self, what)) or getattr(self, what) < 0:
+            value = getattr(self, what)
+            if not _is_number(value) or value < 0:
                 raise ValueError(
-                    f"{what} of the profile {self.name!r} must be a number of at least 0, got {getattr(self, what)!r}"
+                    f"{what} of the profile {self.name!r} must be a number of at least 0, "
+                    f"got {value!r}"
                 )
 
     def operation_seconds(
@@ -94,9 +94,10 @@ class DeviceProfile:
         dtype: str,
         extra_seconds: ArrayLike = 0.0,
     ) -> NDArray[numpy.float64]:
-        """The time of each operation: its products, the bytes it reads and writes, or its dispatch, whichever is most.
+        """Predict the time of each operation from its FLOPs, bytes moved and dispatch.
 
-        `extra_seconds` lengthen the dispatch, which runs beside the device: `sac_seconds`, for one.
+        The longest of the three counts. `extra_seconds` are added to the dispatch time, which
+        overlaps with the device's work: `sac_seconds`, for example.
         """
         if dtype not in self.flops_per_second:
             raise ValueError(
@@ -109,12 +110,12 @@ class DeviceProfile:
         return numpy.asarray(numpy.maximum(numpy.maximum(products, moves), dispatch))
 
     def to_json(self) -> str:
-        """The profile as text, for a file."""
+        """Write the profile as JSON text."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "DeviceProfile":
-        """The profile that `to_json` wrote."""
+        """Read a profile that `to_json` wrote."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -125,7 +126,8 @@ class DeviceProfile:
         if not isinstance(values, dict) or set(values) != names:
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise ValueError(
-                f"a profile has the fields {sorted(names)}, got {found}: give the text that to_json wrote"
+                f"a profile has the fields {sorted(names)}, got {found}: give the text that "
+                "to_json wrote"
             )
         return cls(**values)
 
@@ -137,7 +139,10 @@ def _is_number(value: Any) -> bool:
 def _from_data_sheet(
     name: str, *, float32: float, half: float, bandwidth: float, link: float, memory_gib: int
 ) -> DeviceProfile:
-    """A profile of peaks in FLOP/s and bytes/s; `half` is the dense rate of bfloat16 and float16 with float32 sums."""
+    """Build a profile from published peaks in FLOP/s and bytes/s.
+
+    `half` is the dense rate of bfloat16 and float16 with float32 accumulation.
+    """
     peaks = {"float32": float32, "bfloat16": half, "float16": half}
     return DeviceProfile(
         name=name,
@@ -152,9 +157,12 @@ def _from_data_sheet(
     )
 
 
-PCIE4, PCIE5 = 32e9, 64e9  # bytes/s of sixteen lanes in one direction
+# Bytes/s of sixteen lanes in one direction.
+PCIE4 = 32e9
+PCIE5 = 64e9
 
-PROFILES = {  # peaks as published: without sparsity, float32 without TF32
+# Peaks as published: without sparsity, and float32 without TF32.
+PROFILES = {
     "h100": _from_data_sheet(
         "h100", float32=67e12, half=989e12, bandwidth=3.35e12, link=PCIE5, memory_gib=80
     ),  # SXM
@@ -170,7 +178,8 @@ PROFILES = {  # peaks as published: without sparsity, float32 without TF32
     "rtx4090": _from_data_sheet(
         "rtx4090", float32=82.6e12, half=165e12, bandwidth=1008e9, link=PCIE4, memory_gib=24
     ),
-    "cpu": DeviceProfile(  # measure_profile on two cores of an AMD EPYC with AVX2, which has no instructions for halves
+    # From measure_profile on two cores of an AMD EPYC with AVX2, without half-precision products.
+    "cpu": DeviceProfile(
         name="cpu",
         flops_per_second={"float32": 165e9, "bfloat16": 3.1e9, "float16": 3.6e9},
         bytes_per_second=20e9,
@@ -183,7 +192,8 @@ PROFILES = {  # peaks as published: without sparsity, float32 without TF32
     ),
 }
 
-# Other cards of these families have other rates (H100 PCIe, A100 with 40 GB, L40S, parts of a card): they are measured.
+# Only exact matches: other cards of these families (H100 PCIe, A100 with 40 GB, L40S, parts of a
+# card) have other rates, and are measured.
 PROFILE_OF_CARD = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
@@ -194,7 +204,10 @@ PROFILE_OF_CARD = {
 
 
 def find_profile(name: str) -> DeviceProfile:
-    """A profile by its name, in any case; "measured" measures the GPU that torch sees, or else the CPU."""
+    """Return the profile of a name, ignoring case and punctuation.
+
+    "measured" measures the current GPU, or the CPU if there is no GPU.
+    """
     key = _plain(name)
     if key in {"measured", "measure"}:
         return measure_profile()
@@ -207,10 +220,10 @@ def find_profile(name: str) -> DeviceProfile:
 
 
 def profile_of(device: torch.device | str) -> DeviceProfile:
-    """The profile of a device that is there: from the data sheet for the cards that have one, measured for all others.
+    """Return the profile of a device: from the data sheet if there is one, or measured.
 
-    The CPU is measured as well, because processors differ too much for one figure; the same plan at any time comes from
-    `find_profile("cpu")`. A device is measured once in a process.
+    The CPU is always measured, because processors differ too much for one figure. For plans that
+    are the same on every machine use `find_profile("cpu")`. A device is measured once per process.
     """
     device = _checked(device)
     if device.type == "cuda":
@@ -221,16 +234,17 @@ def profile_of(device: torch.device | str) -> DeviceProfile:
 
 
 def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
-    """Measure a device with torch's settings as they are, TF32 and threads included; without one the GPU, or the CPU.
+    """Measure a device with the current settings of torch, such as TF32 and threads.
 
-    What selective recompute adds to an operation is not measured: it is the figure that this module states.
+    The default is the GPU, or the CPU if there is no GPU. What selective recompute adds to an
+    operation is not measured: `sac_seconds` and `regions_seconds` are this module's constants.
     """
     device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = device.type == "cuda"
+    on_cpu = f"cpu, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if cuda else on_cpu
     return DeviceProfile(
-        name=torch.cuda.get_device_name(device)
-        if cuda
-        else f"cpu, {torch.get_num_threads()} threads",
+        name=name,
         flops_per_second={name: product_rate(device, dtype) for name, dtype in DTYPES.items()},
         bytes_per_second=elementwise_rate(device),
         host_bytes_per_second=copy_rate(device) if cuda else None,
@@ -244,6 +258,7 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
 
 @functools.cache
 def _measured_once(device: torch.device, _num_threads: int) -> DeviceProfile:
+    """Cache the measured profile by device and number of threads."""
     return measure_profile(device)
 
 
@@ -251,7 +266,8 @@ def _checked(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type not in {"cpu", "cuda"}:
         raise ValueError(
-            f"there is no profile of the device {str(device)!r}: give 'cpu' or 'cuda', or a DeviceProfile"
+            f"there is no profile of the device {str(device)!r}: give 'cpu' or 'cuda', "
+            "or a DeviceProfile"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(

@@ -1,10 +1,13 @@
-"""The bytes of a whole training step, by owner and by block, from shapes alone: on a laptop, for any size of model.
+"""Estimate the bytes of a whole training step from shapes alone, by owner and by block.
 
     with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch:
         print(sketch.step(batch_size=4).timeline.table())
 
-On the CPU this is the measured figure to the byte. A model whose shapes depend on values is measured for real, and
-`Sketch.why_real` says where. Proof: `python -m pytest tests/test_estimate.py`.
+This runs on a laptop for a model of any size. On the CPU the estimate equals the measured figure to
+the byte. A model whose shapes depend on values is measured for real, and `Sketch.why_real` names
+the operation.
+
+Proof: `python -m pytest tests/test_estimate.py`.
 """
 
 import contextlib
@@ -35,32 +38,28 @@ Change = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Of one block in a step as it is: what it holds after forward, and its trainable parameters."""
+    """Bytes of one block in a plain step."""
 
-    held: int
-    parameters: int
-    gradients: int
+    held: int  # activations held after forward
+    parameters: int  # all parameters
+    gradients: int  # gradients of the trainable parameters
     calls: int
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """`fixed`: parameters, buffers, batch and optimizer state. `head_gradients`: those that are there before the blocks
-    are in backward; `rest`: what else stays beside the blocks meanwhile; `head`: the most beside fixed and blocks
-    between the last block's forward and its backward; `step`: the most while the optimizer steps. `flops` and `moved`
-    have a figure for each operation of forward and backward.
-    """
+    """Estimated bytes and operation costs of one whole step."""
 
     timeline: Timeline
     blocks: Mapping[str, BlockBytes]
-    fixed: int
-    gradients: int
-    head_gradients: int
-    rest: int
-    head: int
-    step: int
-    flops: Any
-    moved: Any
+    fixed: int  # parameters, buffers, batch and optimizer state
+    gradients: int  # of all trainable parameters
+    head_gradients: int  # gradients that exist before the backward of the blocks starts
+    rest: int  # all other bytes outside the blocks at that moment, beside the fixed ones
+    head: int  # most bytes beside fixed and blocks from the last forward to the first backward
+    step: int  # most bytes while the optimizer steps
+    flops: Any  # of each operation of forward and backward
+    moved: Any  # bytes read and written by each operation of forward and backward
 
     @property
     def peak_bytes(self) -> int:
@@ -68,8 +67,10 @@ class StepEstimate:
 
 
 class PricedLives(StepLives):
-    """Also what each operation computes and how many bytes it reads and writes. With `steps` that of the optimizer is
-    recorded once."""
+    """Record storages, and the FLOPs and bytes moved of each operation of forward and backward.
+
+    With `steps`, an optimizer step that was recorded before is replayed from the record.
+    """
 
     def __init__(self, *args: Any, steps: OptimizerSteps | None = None) -> None:
         super().__init__(*args)
@@ -96,9 +97,11 @@ class PricedLives(StepLives):
 
 
 class Sketch:
-    """A workload to plan for: its modules and batches without values. A context, which ends before anything real runs.
+    """A workload to plan for, with modules and batches that have no values.
 
-    `kernels` says which device's the bytes are: `"cpu"`, or `"cuda"` for what its attention and norms keep.
+    Use it as a context manager, and leave the context before anything real runs. `kernels` selects
+    the device whose bytes are estimated: `"cpu"`, or `"cuda"`, whose attention and norms hold other
+    tensors.
     """
 
     def __init__(
@@ -113,12 +116,12 @@ class Sketch:
     ) -> None:
         self._workload = workload
         self._options: dict[str, Any] = {"dtype": dtype, "seed": seed, "blocks": blocks}
-        self.kernels, self.optimizer = kernels, optimizer
+        self.kernels = kernels
+        self.optimizer = optimizer
         self.why_real: str | None = None
         self._stack = contextlib.ExitStack()
-        self._optimizer_steps: OptimizerSteps | None = (
-            None  # where the second step is as the first one
-        )
+        # None where the second step differs from the first one.
+        self._optimizer_steps: OptimizerSteps | None = None
         self._plain: dict[tuple[int, bool], StepEstimate] = {}
         self.case: Case
 
@@ -131,12 +134,15 @@ class Sketch:
                 self._stack = stack.pop_all()
         except NEEDS_VALUES as error:
             self.why_real = who_needs_values(error)
-        except WorkloadError as error:  # told by whoever called the user's code
+        except WorkloadError as error:
+            # The wrapper around the user's code may have wrapped a NEEDS_VALUES error.
             if not isinstance(error.__cause__, NEEDS_VALUES):
                 raise
             self.why_real = who_needs_values(error.__cause__)
+
         if self.why_real is not None:
-            self._stack, self._optimizer_steps = contextlib.ExitStack(), None
+            self._stack = contextlib.ExitStack()
+            self._optimizer_steps = None
             self.case = Case(self._load(), **self._options)
         return self
 
@@ -153,7 +159,7 @@ class Sketch:
         return self.case.batch(size)
 
     def blocks(self, module: nn.Module) -> dict[str, nn.Module]:
-        """None where the model repeats none and no pattern names some."""
+        """Return the blocks by name; empty if the model repeats none and no pattern is given."""
         try:
             return find_blocks(module, self.case.blocks)
         except NoBlocks:
@@ -162,11 +168,16 @@ class Sketch:
     def step(
         self, batch_size: int, *, accumulated: bool = False, change: Change | None = None
     ) -> StepEstimate:
-        """A step at this batch size; `accumulated`: the last microstep of several. `change` may recompute blocks;
-        without it a step is estimated once."""
+        """Estimate a step at this batch size.
+
+        `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
+        `change` modifies the model first, for example to recompute blocks; the estimate without it
+        is cached.
+        """
         if change is None and (batch_size, accumulated) in self._plain:
             return self._plain[batch_size, accumulated]
-        steps, batch = self._optimizer_steps, self.batch(batch_size)
+        steps = self._optimizer_steps
+        batch = self.batch(batch_size)
         module = self.build()
         blocks = self.blocks(module)
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
@@ -189,24 +200,27 @@ class Sketch:
 
 
 def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:
+    """Derive the figures of a step from the recorded storages."""
     assert isinstance(lives, PricedLives)
-    timeline, length = timeline_of(lives, type(module).__name__), len(lives.phases)
-    alive, of_blocks = (
-        numpy.zeros(length + 1, dtype=numpy.int64),
-        numpy.zeros(length + 1, dtype=numpy.int64),
-    )
-    forward_ends, fixed = lives.ends["forward"], 0
-    held, last_born, first_death = dict.fromkeys(blocks, 0), 0, lives.ends["backward"]
+    timeline = timeline_of(lives, type(module).__name__)
+    length = len(lives.phases)
+    forward_ends = lives.ends["forward"]
+
+    # Changes of all bytes, and of those that blocks make in forward, at each operation.
+    alive = numpy.zeros(length + 1, dtype=numpy.int64)
+    of_blocks = numpy.zeros(length + 1, dtype=numpy.int64)
+    fixed = 0
+    held = dict.fromkeys(blocks, 0)
+    last_born = 0
+    first_death = lives.ends["backward"]
     for life in lives.lives:
         died = length if life.died is None else life.died
         alive[life.born] += life.nbytes
         alive[died] -= life.nbytes
+
         group, layer = life.owner
-        fixed += (
-            life.nbytes
-            if group in (PARAMETERS, STATE, BATCH) and life.born == 0 and died == length
-            else 0
-        )
+        if group in (PARAMETERS, STATE, BATCH) and life.born == 0 and died == length:
+            fixed += life.nbytes
         if group == ACTIVATIONS and layer in held and life.born < forward_ends:
             of_blocks[life.born] += life.nbytes
             of_blocks[died] -= life.nbytes
@@ -214,8 +228,9 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
             if died >= forward_ends:
                 held[layer] += life.nbytes
                 first_death = min(first_death, died)
+
     beside = (numpy.cumsum(alive) - numpy.cumsum(of_blocks))[:length] - fixed
-    found = {
+    block_bytes = {
         name: BlockBytes(
             held[name],
             _bytes(block, trained=False),
@@ -224,26 +239,28 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
         )
         for name, block in blocks.items()
     }
-    step = [
+    step_totals = [
         total
         for total, phase in zip(numpy.cumsum(alive)[:length], lives.phases, strict=True)
         if phase == "step"
     ]
+    head_gradients = _gradients_at(lives, first_death - 1)
     return StepEstimate(
         timeline=timeline,
-        blocks=found,
+        blocks=block_bytes,
         fixed=fixed,
         gradients=_bytes(module, trained=True),
-        head_gradients=_gradients_at(lives, first_death - 1),
-        rest=int(beside[first_death - 1] - _gradients_at(lives, first_death - 1)),
+        head_gradients=head_gradients,
+        rest=int(beside[first_death - 1] - head_gradients),
         head=int(beside[last_born : first_death + 1].max()),
-        step=int(max(step)),
+        step=int(max(step_totals)),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
     )
 
 
 def _gradients_at(lives: StepLives, index: int) -> int:
+    """Sum the bytes of gradients that are alive after an operation."""
     return sum(
         life.nbytes
         for life in lives.lives
@@ -254,6 +271,7 @@ def _gradients_at(lives: StepLives, index: int) -> int:
 
 
 def _bytes(module: nn.Module, *, trained: bool) -> int:
+    """Sum the bytes of the parameters, or of the trainable ones only."""
     return sum(
         p.numel() * p.itemsize for p in module.parameters() if p.requires_grad or not trained
     )

@@ -1,8 +1,10 @@
-"""What may be changed about a training step, by name: every registered strategy, accumulation, precision, the compiler.
+"""Levers: named changes to a training step, such as a strategy, accumulation or precision.
 
     lever = find_lever("sac:save_matmuls+accumulate=4")
 
-Several are joined with a plus, and applied in that order. Proof: `python -m pytest tests/test_bench_levers.py`.
+A plus joins several levers, which are applied in that order.
+
+Proof: `python -m pytest tests/test_bench_levers.py`.
 """
 
 import importlib
@@ -26,19 +28,19 @@ HELP = {
     "compile[:BACKEND]": "the whole model by torch.compile",
     "sac:POLICY": "selective recompute by one policy",
     "chunked_loss": "the loss of the output layer in chunks",
-    "plan=FILE": "a plan as `plan_memory.py --out` wrote it",
+    "plan=FILE": "a plan that `plan_memory.py --out` wrote",
 }
 PACKAGE = __package__.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Lever:
-    """`changes` are applied to the model one after the other; the batch is cut into `accumulate` microbatches."""
+    """One change to a training step, or several joined ones."""
 
     name: str
-    changes: tuple[Apply, ...] = ()
-    accumulate: int = 1
-    dtype: torch.dtype | None = None
+    changes: tuple[Apply, ...] = ()  # applied to the model one after the other
+    accumulate: int = 1  # microbatches that the batch is cut into
+    dtype: torch.dtype | None = None  # of weights and batch; None keeps the case's
     autocast: torch.dtype | None = None
 
     @property
@@ -54,10 +56,10 @@ PLAIN = Lever("plain")
 
 
 def find_lever(text: str) -> Lever:
-    """The lever of that name; raises `ValueError` with the nearest one where there is none."""
+    """Return the lever of a name; raise a `ValueError` that suggests the nearest known name."""
     found = Lever(text)
-    for part in text.split("+"):
-        name, sign, value = _cut(part.strip())
+    for single in text.split("+"):
+        name, sign, value = _cut(single.strip())
         if name in STRATEGIES and not sign:
             found = _with(found, STRATEGIES[name].apply)
         elif name in _OPTIONS:
@@ -66,22 +68,24 @@ def find_lever(text: str) -> Lever:
             raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
         else:
             known = list_levers()
-            advice = did_you_mean(
-                name, [_cut(each)[0] for each in known], otherwise=f"there are {', '.join(known)}"
-            )
-            raise ValueError(f"no lever is called {part!r}; {advice}")
+            names = [_cut(lever)[0] for lever in known]
+            advice = did_you_mean(name, names, otherwise=f"there are {', '.join(known)}")
+            raise ValueError(f"no lever is called {single!r}; {advice}")
     return found
 
 
 def list_levers() -> list[str]:
-    """The names that are taken, as they are typed."""
+    """List the levers of this project, as `find_lever` takes them."""
     return [*STRATEGIES, *(name for name in HELP if _is_here(_cut(name.replace("[", ""))[0]))]
 
 
-def _cut(part: str) -> tuple[str, str, str]:
-    """`sac:save_matmuls` and `accumulate=4` into name, sign and value."""
-    signs = [place for place, letter in enumerate(part) if letter in "=:"]
-    return (part[: signs[0]], part[signs[0]], part[signs[0] + 1 :]) if signs else (part, "", "")
+def _cut(text: str) -> tuple[str, str, str]:
+    """Split `sac:save_matmuls` or `accumulate=4` into name, sign and value."""
+    signs = [place for place, letter in enumerate(text) if letter in "=:"]
+    if not signs:
+        return text, "", ""
+    first = signs[0]
+    return text[:first], text[first], text[first + 1 :]
 
 
 def _with(lever: Lever, change: Apply) -> Lever:
@@ -136,7 +140,7 @@ def _plan(lever: Lever, value: str | None) -> Lever:
     saved = _load("plan.saved_plan", "memory-plan")
     if value is None or not Path(value).is_file():
         raise ValueError(
-            f"plan={value or ''} names no file: give the one that plan_memory.py --out wrote"
+            f"plan={value or ''} is not a file: give one that plan_memory.py --out wrote"
         )
     plan = saved.Plan.load(value)
     return _with(lever, lambda model, sample: list(plan.apply(model)))
@@ -171,9 +175,10 @@ def _is_here(name: str) -> bool:
 
 
 def _load(module: str, technique: str) -> Any:
-    """A module of another technique, which a project may not have."""
+    """Import a module of another technique; raise an error if the project does not have it."""
     if importlib.util.find_spec(f"{PACKAGE}.{module}") is None:
         raise ValueError(
-            f"this project does not have {technique}; bring it with scripts/scaffold.py add {technique}"
+            f"this project does not have {technique}; "
+            f"add it with scripts/scaffold.py add {technique}"
         )
     return importlib.import_module(f"{PACKAGE}.{module}")

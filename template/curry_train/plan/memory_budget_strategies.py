@@ -1,4 +1,4 @@
-"""The strategy that leaves it to the compiler what is computed again.
+"""Strategy of the technique `memory-budget`: the compiler chooses what to recompute.
 
 Proof: `python -m pytest tests/test_memory_budget_gates.py`.
 """
@@ -10,13 +10,12 @@ from torch import nn
 from ..core.compiled import CompileFailed
 from .strategy import Sample, Strategy
 
-SHARE = 0.5  # of what compiled code saves, as the example that the commands show
+SHARE = 0.5  # of the bytes that compiled code saves for backward
 
 
 def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
-    from ..primitives.memory_budget import (
-        memory_budget,
-    )  # imports the compiler, which takes seconds
+    # Imported here because this imports the compiler, which takes seconds.
+    from ..primitives.memory_budget import memory_budget
 
     cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
     options: dict[str, Any] = {

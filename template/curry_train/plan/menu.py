@@ -1,7 +1,9 @@
-"""Which ways to run a block are worth measuring, and which blocks cost the same, so that one of a kind is measured.
+"""Menus of options: group blocks that cost the same, and measure one block of each group.
 
-Which calls a selective policy might keep is read off one forward; those sets that no other one beats on paper are then
-measured. Proof: `python -m pytest tests/test_menu.py`.
+The calls that a selective policy could keep are recorded in one forward. Of all sets of calls, only
+those that no other set beats on paper are measured.
+
+Proof: `python -m pytest tests/test_menu.py`.
 """
 
 import itertools
@@ -24,17 +26,24 @@ from .step_lives import ASKS_FOR_DEVICE
 
 __all__ = ["BlockKind", "Drop", "Measured", "candidates", "drop_saved", "find_kinds"]
 
-SIZES = (2, 4)  # microbatches that are measured
+SIZES = (2, 4)  # microbatch sizes that are measured
 Menu = tuple[tuple[Option, tuple[Measured, ...]], ...]
-Named = tuple[
-    tuple[str, int], int, int
-]  # family and place of an expensive call, its bytes and its FLOPs
-MOST_SETS = 12  # policies that are measured for each kind of block
-MOST_CALLS = 10  # up to so many every set of them is looked at, beyond only those that keep the dearest first
+
+# Family and index of an expensive call, its bytes and its FLOPs.
+Named = tuple[tuple[str, int], int, int]
+
+MOST_SETS = 12  # policies measured for each kind of block
+
+# Up to this many calls, all sets of calls are considered; beyond it, only sets that keep the calls
+# with the most FLOPs per byte.
+MOST_CALLS = 10
 
 
 class Operations(TorchDispatchMode):
-    """What each block computes, because two of one class and with equal shapes may do so differently."""
+    """Record the operations of each block.
+
+    Two blocks of the same class, with equal shapes, may still compute different things.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +60,9 @@ class Operations(TorchDispatchMode):
 
 
 def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[BlockKind]:
-    """The blocks that are called, by kind, with the inputs of their first call."""
-    module, batch = sketch.build(), sketch.batch(batch_size)
+    """Group the blocks that are called by kind, with the inputs of their first call."""
+    module = sketch.build()
+    batch = sketch.batch(batch_size)
     blocks = {
         name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
     }
@@ -78,20 +88,24 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
     finally:
         for handle in handles:
             handle.remove()
-    together: dict[Any, list[str]] = {}
+
+    groups: dict[Any, list[str]] = {}
     for name, block in blocks.items():
         figures = step.blocks[name]
-        shapes = _shapes(dict(block.named_parameters())), _shapes(inputs[name])
-        key = type(block), shapes, figures.held, figures.calls, record.made[name]
-        together.setdefault(repr(key), []).append(name)
+        shapes = (_shapes(dict(block.named_parameters())), _shapes(inputs[name]))
+        key = (type(block), shapes, figures.held, figures.calls, record.made[name])
+        groups.setdefault(repr(key), []).append(name)
     return [
-        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in together.values()
+        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in groups.values()
     ]
 
 
 def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
-    """Options worth measuring: each that no other one beats on paper, where an output costs its bytes to keep and its
-    FLOPs to make again, and the last call is never made again. `also`: names of modules that regions may run again."""
+    """List the options worth measuring: those that no other option beats on paper.
+
+    On paper, keeping the output of a call costs its bytes, recomputing it costs its FLOPs, and the
+    last call is never recomputed. `also`: names of modules that regions may recompute.
+    """
     _, calls = kind.plain
     places: Counter[str] = Counter()
     named: list[Named] = []
@@ -99,29 +113,40 @@ def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) ->
         named.append(((family, places[family]), made, flops))
         places[family] += 1
     if named:
-        named[-1] = (named[-1][0], named[-1][1], 0)
-    options = [Option(NONE), Option(REGIONS), Option(FULL)] + ([Option(OFFLOAD)] if offload else [])
+        last, made, _ = named[-1]
+        named[-1] = (last, made, 0)
+
+    options = [Option(NONE), Option(REGIONS), Option(FULL)]
+    if offload:
+        options.append(Option(OFFLOAD))
     if replayed := _replayed(kind, also):
         options.append(Option(REGIONS, also=replayed))
     return options + [Option(SAC, frozenset(keep)) for keep in _unbeaten(named) if keep]
 
 
 def _replayed(kind: BlockKind, also: Collection[str]) -> tuple[str, ...]:
-    """The modules of a block that are in `also`, which has them of every block of the kind or of none."""
-    inside = [
-        path
-        for path, _ in kind.block.named_modules()
-        if any(f"{name}.{path}" in also for name in kind.names)
-    ]
-    for name, path in itertools.product(kind.names, inside):
+    """Return the modules of a block that `also` names, by their path in the block.
+
+    Raise an error if `also` names a module in some blocks of the kind and not in others.
+    """
+    paths = []
+    for path, _ in kind.block.named_modules():
+        if any(f"{name}.{path}" in also for name in kind.names):
+            paths.append(path)
+    for name, path in itertools.product(kind.names, paths):
         if f"{name}.{path}" not in also:
             raise ValueError(
-                f"also takes {path} of some blocks and not of {name}, which is like them: name *.{path}"
+                f"also names {path} of some blocks and not of {name}, which is the same kind of "
+                f"block: name *.{path}"
             )
-    return tuple(inside)
+    return tuple(paths)
 
 
 def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
+    """Return the sets of calls that trade bytes kept for FLOPs recomputed best.
+
+    At most `MOST_SETS` of them, evenly spread from the fewest bytes to the most.
+    """
     if len(calls) <= MOST_CALLS:
         sets = [
             keep
@@ -129,22 +154,30 @@ def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
             for keep in itertools.combinations(calls, number)
         ]
     else:
-        dearest = sorted(calls, key=lambda call: -call[2] / max(1, call[1]))
-        sets = [tuple(dearest[:number]) for number in range(len(calls) + 1)]
-    total = sum(flops for _, _, flops in calls)
-    points = sorted(
-        (sum(made for _, made, _ in keep), total - sum(flops for _, _, flops in keep), index)
-        for index, keep in enumerate(sets)
-    )
-    best, least = [], total + 1
-    for _, again, index in points:
-        if again < least:
+        by_value = sorted(calls, key=lambda call: -call[2] / max(1, call[1]))
+        sets = [tuple(by_value[:number]) for number in range(len(calls) + 1)]
+
+    total_flops = sum(flops for _, _, flops in calls)
+    points = []
+    for index, keep in enumerate(sets):
+        kept_bytes = sum(made for _, made, _ in keep)
+        kept_flops = sum(flops for _, _, flops in keep)
+        points.append((kept_bytes, total_flops - kept_flops, index))
+
+    best = []
+    least = total_flops + 1
+    for _, recomputed, index in sorted(points):
+        if recomputed < least:
             best.append(index)
-            least = again
-    spread = sorted(
-        {round(place) for place in numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))}
-    )
-    return [tuple(name for name, _, _ in sets[best[place]]) for place in spread]
+            least = recomputed
+
+    spread = numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))
+    places = sorted({round(place) for place in spread})
+    return [_names_of_calls(sets[best[place]]) for place in places]
+
+
+def _names_of_calls(calls: Sequence[Named]) -> tuple[tuple[str, int], ...]:
+    return tuple(name for name, _, _ in calls)
 
 
 def measure_menus(
@@ -156,10 +189,14 @@ def measure_menus(
     also: Sequence[str] = (),
     tell: Callable[[str], None] = lambda message: None,
 ) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
-    """The names and the menu of each kind of block, and what could not be run, with the reason."""
+    """Measure the menu of each kind of block.
+
+    Return pairs of block names and menu, and the options that could not run, with the reason.
+    """
     replayed = match_inside(sketch.blocks(sketch.build()), also, option="also")
     small, large = (find_kinds(sketch, step, size) for step, size in zip(steps, SIZES, strict=True))
-    kinds, left_out = [], []
+    kinds = []
+    left_out = []
     for kind in large:
         same = next(other for other in small if kind.names[0] in other.names)
         menu: dict[Option, tuple[Measured, ...]] = {}
@@ -167,61 +204,60 @@ def measure_menus(
             if option.kind in without and option.kind not in (NONE, FULL):
                 continue
             if option.kind == SAC and Option(FULL) not in menu:
-                continue  # it has been said why
+                continue  # full recompute failed, and the reason is in left_out
             tell(f"measuring {kind.names[0]} with {option}")
             try:
-                found = (kind.plain if option.kind == NONE else kind.run(option))[0]
-                menu[option] = (
-                    (_smaller(found, menu[Option(NONE)], menu[Option(FULL)]), found)
-                    if option.kind == SAC
-                    else (same.run(option)[0], found)
-                )
-            except (
-                ValueError,
-                RuntimeError,
-            ) as error:  # the block's own code, which one technique may not suit
+                found, _ = kind.plain if option.kind == NONE else kind.run(option)
+                if option.kind == SAC:
+                    smaller = _smaller(found, menu[Option(NONE)], menu[Option(FULL)])
+                else:
+                    smaller, _ = same.run(option)
+                menu[option] = (smaller, found)
+            except (ValueError, RuntimeError) as error:
+                # Raised by the block's own code, which may not suit every technique.
                 if option.kind == NONE:
                     raise
                 left_out.append(
                     f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}"
                 )
-        kept = [
-            (option, found)
-            for option, found in menu.items()
+        allowed = [
+            (option, measured)
+            for option, measured in menu.items()
             if option.kind not in {*without} - {NONE}
         ]
-        kinds.append((kind.names, tuple(kept)))
+        kinds.append((kind.names, tuple(allowed)))
     return tuple(kinds), tuple(left_out)
 
 
 def _smaller(found: Measured, plain: tuple[Measured, ...], full: tuple[Measured, ...]) -> Measured:
-    """A policy at the smaller size: what does not grow is as much as without one, and in its backward as in a whole
-    recompute; that saves half of the measuring."""
-    part = SIZES[0] / SIZES[1]
-    held = round(found.held * part + plain[0].held - plain[1].held * part)
-    transient = round(found.transient * part + full[0].transient - full[1].transient * part)
+    """Derive the costs of a policy at the smaller size from those at the larger one.
+
+    The part of the held bytes that does not grow with the size is taken from the plain block, and
+    that of the transient bytes from full recompute. This halves the number of measurements.
+    """
+    scale = SIZES[0] / SIZES[1]
+    held = round(found.held * scale + plain[0].held - plain[1].held * scale)
+    transient = round(found.transient * scale + full[0].transient - full[1].transient * scale)
     return Measured(
-        max(0, held), max(0, transient), found.flops * part, found.moved * part, found.again
+        max(0, held), max(0, transient), found.flops * scale, found.moved * scale, found.again
     )
 
 
 def _kept(value: Any) -> Any:
-    return (
-        value.detach().clone().requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor)
-        else value
-    )
+    """Copy a tensor out of its graph."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
 
 
 def _shapes(value: Any) -> Any:
+    """Replace each tensor by its shape, dtype and requires_grad, and other values by their type."""
     if isinstance(value, Mapping):
-        return {key: _shapes(part) for key, part in value.items()}
+        return {key: _shapes(item) for key, item in value.items()}
     return tree_map(_shape, value)
 
 
 def _shape(value: Any) -> Any:
-    return (
-        (tuple(value.shape), value.dtype, value.requires_grad)
-        if isinstance(value, Tensor)
-        else type(value)
-    )
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return type(value)

@@ -1,4 +1,4 @@
-"""The strategy that moves what blocks hold to the host.
+"""Strategies that offload the activations of blocks to host memory.
 
 Proof: `python -m pytest tests/test_offload.py`.
 """
@@ -11,7 +11,7 @@ from .strategy import Sample, Strategy
 
 
 def offload(model: nn.Module, sample: Sample) -> list[str]:
-    """All blocks but the last; a single one is offloaded itself."""
+    """Offload all blocks but the last; a single block is offloaded itself."""
     several = len(find_blocks(model, sample.blocks)) > 1
     return offload_blocks(
         model,
@@ -23,7 +23,7 @@ def offload(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def offload_one(model: nn.Module, sample: Sample) -> list[str]:
-    """Blocks by themselves, the last one too; one that holds nothing to move is left as it is."""
+    """Offload all blocks, the last one too; return no names if they hold nothing to move."""
     try:
         return offload_blocks(
             model, blocks=sample.blocks, keep_last=0, batch=sample.batch, loss=sample.loss
@@ -33,7 +33,10 @@ def offload_one(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def moved(model: nn.Module) -> dict[str, float]:
-    """Bytes of the last step, and what `save_on_cpu` would have copied: every tensor that autograd saved there."""
+    """Report the bytes that the last step moved, next to what `save_on_cpu` would have copied.
+
+    `save_on_cpu` copies every tensor that autograd saves in the blocks.
+    """
     report = offload_report(model)
     everything = report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values())
     return {

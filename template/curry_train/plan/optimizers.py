@@ -1,4 +1,4 @@
-"""The optimizers whose bytes a plan knows: torch's own, or any other by its bytes for each parameter.
+"""Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
 
 Proof: `python -m pytest tests/test_estimate.py`.
 """
@@ -14,7 +14,10 @@ from ..core.nearest import did_you_mean
 
 
 class BytesForEach(torch.optim.Optimizer):
-    """Keeps so many bytes for each parameter, and needs as much as one parameter in float32 while it steps."""
+    """Stand-in for an optimizer, with a given number of state bytes per parameter.
+
+    While it steps it also allocates one gradient at a time in float32.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
         self.num_bytes = num_bytes
@@ -28,22 +31,23 @@ class BytesForEach(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    if not self.state[parameter]:
-                        size = round(parameter.numel() * self.num_bytes)
-                        self.state[parameter]["state"] = torch.empty(
-                            size, dtype=torch.uint8, device=parameter.device
-                        )
-                    parameter.grad.float()
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    size = round(parameter.numel() * self.num_bytes)
+                    self.state[parameter]["state"] = torch.empty(
+                        size, dtype=torch.uint8, device=parameter.device
+                    )
+                parameter.grad.float()  # allocate and free
         return None if closure is None else closure()
 
 
 OPTIMIZERS = {
-    "adamw": "AdamW, two moments in the parameters' type",
-    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes for each parameter",
-    "adamw-8bit": "AdamW with moments of one byte: 2 bytes for each parameter",
-    "sgd": "SGD, which keeps nothing",
-    "sgd-momentum": "SGD with momentum in the parameters' type",
+    "adamw": "AdamW with two moments in the parameters' dtype",
+    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
+    "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
+    "sgd": "SGD without state",
+    "sgd-momentum": "SGD with momentum in the parameters' dtype",
 }
 BYTES = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 
@@ -51,7 +55,10 @@ BYTES = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 def make_optimizer(
     name: str | float, module: nn.Module, *, foreach: bool = False
 ) -> torch.optim.Optimizer:
-    """By name, or by bytes for each parameter, such as 6 or "6"; `foreach` as torch does it on CUDA."""
+    """Make an optimizer by name, or by bytes per parameter such as 6 or "6".
+
+    `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if name == "adamw":
         return torch.optim.AdamW(trained, foreach=foreach)
@@ -63,7 +70,7 @@ def make_optimizer(
         return BytesForEach(trained, num_bytes=BYTES[str(name)])
     if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
         return BytesForEach(trained, num_bytes=float(name))
-    others = f"use one of {', '.join(OPTIMIZERS)}, or bytes for each parameter"
+    others = f"use one of {', '.join(OPTIMIZERS)}, or the bytes per parameter"
     raise ValueError(
         f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
     )

@@ -1,4 +1,4 @@
-"""The ways to run one block that a plan chooses from, and how a model is made to run so.
+"""Options: the ways to run one block that a plan chooses from.
 
 Proof: `python -m pytest tests/test_menu.py`.
 """
@@ -11,17 +11,25 @@ from torch import nn
 
 from .. import primitives
 
-NONE, REGIONS, SAC, OFFLOAD, FULL = "none", "regions", "sac", "offload", "full"
+NONE = "none"
+REGIONS = "regions"
+SAC = "sac"
+OFFLOAD = "offload"
+FULL = "full"
 KINDS = (NONE, REGIONS, SAC, OFFLOAD, FULL)
 
 
 @dataclass(frozen=True)
 class Option:
-    """`keep`: for `sac`, the calls whose outputs are kept, by family and place among those of the block. `also`: for
-    `regions`, the modules of the block that are run once more, by their names in it."""
+    """One way to run a block."""
 
-    kind: str
+    kind: str  # one of KINDS
+
+    # For `sac`: the calls whose outputs are kept, by family and index among the block's calls of
+    # that family.
     keep: frozenset[tuple[str, int]] = frozenset()
+
+    # For `regions`: the modules to recompute, by their names in the block.
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -29,11 +37,13 @@ class Option:
             raise ValueError(f"a block is run as one of {', '.join(KINDS)}, got {self.kind!r}")
         if (self.kind == SAC) != bool(self.keep):
             raise ValueError(
-                f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' names what it keeps, others do not"
+                f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' needs keep, and other kinds "
+                "take none"
             )
         if self.also and self.kind != REGIONS:
             raise ValueError(
-                f"{self.kind!r} with also={list(self.also)}: only 'regions' runs modules once more"
+                f"{self.kind!r} with also={list(self.also)}: only 'regions' takes modules to "
+                "recompute"
             )
 
     def __str__(self) -> str:
@@ -42,32 +52,38 @@ class Option:
         families: dict[str, list[int]] = {}
         for family, index in sorted(self.keep):
             families.setdefault(family, []).append(index)
-        return f"sac({'; '.join(f'{family} {_places(indices)}' for family, indices in families.items())})"
+        calls = [f"{family} {_places(indices)}" for family, indices in families.items()]
+        return f"sac({'; '.join(calls)})"
 
     def to_json(self) -> dict[str, Any]:
-        if self.kind != SAC:
-            return (
-                {"kind": self.kind, "also": list(self.also)} if self.also else {"kind": self.kind}
-            )
-        return {"kind": self.kind, "keep": [[family, index] for family, index in sorted(self.keep)]}
+        if self.kind == SAC:
+            keep = [[family, index] for family, index in sorted(self.keep)]
+            return {"kind": self.kind, "keep": keep}
+        if self.also:
+            return {"kind": self.kind, "also": list(self.also)}
+        return {"kind": self.kind}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Option":
         if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
             raise ValueError(
-                f"a block's option is a mapping with a kind, got {data!r}: make the plan again"
+                f"a block's option must be a mapping with a kind, got {data!r}: make the plan again"
             )
+
         pairs = data.get("keep", [])
         if not isinstance(pairs, list) or not all(
             isinstance(pair, list) and len(pair) == 2 for pair in pairs
         ):
             raise ValueError(
-                f"keep of a block's option is a list of families and places, got {pairs!r}"
+                "keep of a block's option must be a list of pairs of family and index, "
+                f"got {pairs!r}: make the plan again"
             )
+
         also = data.get("also", [])
         if not isinstance(also, list) or not all(isinstance(path, str) for path in also):
             raise ValueError(
-                f"also of a block's option is a list of the names of modules, got {also!r}"
+                f"also of a block's option must be a list of module names, got {also!r}: "
+                "make the plan again"
             )
         return cls(
             data["kind"],
@@ -83,22 +99,25 @@ def _places(indices: list[int]) -> str:
 def apply_options(
     model: nn.Module, options: Mapping[str, Option], *, offload: Callable[..., Any] | None = None
 ) -> list[str]:
-    """Make each named block run as its option says, in place; the names of those that changed. Before DDP,
-    `fully_shard` and `torch.compile`. `offload` stands for `offload_blocks` where tensors have no values."""
-    together: dict[Option, list[str]] = {}
+    """Apply an option to each named block, in place; return the names of the changed blocks.
+
+    Call it before DDP, `fully_shard` and `torch.compile`. `offload` replaces `offload_blocks` where
+    tensors have no values.
+    """
+    names_of: dict[Option, list[str]] = {}
     for name, option in options.items():
         if option.kind != NONE:
-            together.setdefault(option, []).append(name)
-    for option, names in together.items():
+            names_of.setdefault(option, []).append(name)
+    for option, names in names_of.items():
         if option.kind == OFFLOAD and offload is not None:
             offload(model, names)
         else:
             _APPLY[option.kind](model, names, option)
-    return _in_order(options, together.values())
+    return _in_order(options, names_of.values())
 
 
 def remove_options(model: nn.Module) -> list[str]:
-    """Undo `apply_options`; the names of the modules that had been changed."""
+    """Undo `apply_options`; return the names of the modules that were changed."""
     return [
         *primitives.remove_regions(model),
         *primitives.remove_sac(model),

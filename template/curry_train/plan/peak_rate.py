@@ -1,7 +1,9 @@
-"""The most FLOP/s that a device can do, against which utilisation is measured; or why there is no such figure.
+"""Peak FLOP/s of a device, as the reference for MFU and HFU.
 
-Utilisation is a part of the peak that the data sheet states, not of the rate that large products reach, which
-`device_profile` holds: that would flatter. Proof: `python -m pytest tests/test_bench_steps.py -k rate`.
+Utilisation is a fraction of the peak on the data sheet. The rate that large products reach, which
+`device_profile` holds, is lower and would make utilisation look too high.
+
+Proof: `python -m pytest tests/test_bench_steps.py -k rate`.
 """
 
 from dataclasses import dataclass
@@ -15,16 +17,19 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class PeakRate:
-    """FLOP/s of dense matrix products; None where it is not known, and `source` says why."""
+    """FLOP/s of dense matrix products, and the source of the figure."""
 
-    flops_per_second: float | None
-    source: str
+    flops_per_second: float | None  # None if unknown
+    source: str  # the reason, if unknown
 
 
 def peak_rate(
     device: torch.device, dtype: torch.dtype, *, given: float | str | None = None
 ) -> PeakRate:
-    """By the name of the card; `given` is the peak in FLOP/s, or "measured" for what large products reach here."""
+    """Return the peak of a device, by the name of the card unless one is given.
+
+    `given` is a peak in FLOP/s, or "measured" for the rate that large products reach.
+    """
     if isinstance(given, int | float):
         if not given > 0:
             raise ValueError(f"the peak must be above 0 FLOP/s, got {given}")
@@ -33,18 +38,18 @@ def peak_rate(
     on_data_sheet = device.type == "cuda" and torch.cuda.get_device_name(device) in PROFILE_OF_CARD
     if given == MEASURED and not on_data_sheet:
         rate = profile_of(device).flops_per_second.get(name)
-        said = (
-            f"large products in {name}, measured here"
-            if rate
-            else f"no rate was measured in {name}"
-        )
-        return PeakRate(rate, said)
+        if rate:
+            return PeakRate(rate, f"large products in {name}, measured here")
+        return PeakRate(rate, f"no rate was measured in {name}")
     if given not in (None, MEASURED):
         raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED!r}")
     if device.type != "cuda":
         return PeakRate(
-            None, f"no peak of this processor is known: --peak {MEASURED} takes what products reach"
+            None,
+            f"no peak of this processor is known: --peak {MEASURED} uses the rate that large "
+            "products reach",
         )
+
     card = torch.cuda.get_device_name(device)
     if card not in PROFILE_OF_CARD:
         return PeakRate(
@@ -54,6 +59,7 @@ def peak_rate(
         return PeakRate(
             None, "products in float32 run as TF32 here: give --peak, in TFLOP/s, for TF32"
         )
+
     rate = PROFILES[PROFILE_OF_CARD[card]].flops_per_second.get(name)
     if rate is None:
         return PeakRate(

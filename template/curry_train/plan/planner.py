@@ -1,11 +1,14 @@
-"""The fastest microbatch, accumulation and choice for each block whose predicted peak fits a budget, without a device.
+"""Planner: the fastest microbatch size and option per block within a memory budget.
 
     found = plan(workload, 24 * 2**30, global_batch=64, device="h100")
     print(found.explain())
     found.apply(model)
 
-Blocks are measured alone, from shapes. The chain of them is solved for each microbatch, and the whole step of those
-that may win is then estimated, and the chain is corrected by it. Proof: `python -m pytest tests/test_plan.py`.
+No device is needed. Blocks are measured alone, from shapes, and the chain of blocks is solved for
+each microbatch size, which fixes the number of microbatches to accumulate. Then the whole step of
+each candidate that may win is estimated, and the chain is corrected by the result.
+
+Proof: `python -m pytest tests/test_plan.py`.
 """
 
 import contextlib
@@ -33,7 +36,7 @@ Tell = Callable[[str], None]
 
 
 class Infeasible(ValueError):
-    """Nothing fits; `least_bytes` is the smallest peak that was found."""
+    """Raised when nothing fits; `least_bytes` is the least peak that was found."""
 
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message)
@@ -48,17 +51,22 @@ def plan(
     microbatch: int | None = None,
     **options: Any,
 ) -> Plan:
-    """Plan for a rank's memory of `budget_bytes`; `options` are those of `Planner`. Raises `Infeasible` where nothing
-    fits, which says by how much and what would help most.
+    """Plan a training for `budget_bytes` of memory per rank.
+
+    `options` are those of `Planner`. Raises `Infeasible` if nothing fits; the message has the
+    missing bytes and what would help.
     """
     with Planner(workload, **options) as planner:
         return planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
 
 
 class Planner:
-    """What was measured of a workload, for several budgets; a context. With `chunked_loss=None` both ways are tried
-    where the model has a head; `without` names kinds of options that are not to be used, such as `sac`; `also`
-    is that of `apply_regions`: globs for modules that regions may run once more."""
+    """Measure a workload once and plan for several budgets; use it as a context manager.
+
+    With `chunked_loss=None`, whole and chunked loss are both tried if the model has a head.
+    `without` names kinds of options to leave out, such as `sac`. `also` has globs for modules that
+    regions may recompute, as in `apply_regions`. `tell` receives progress messages.
+    """
 
     def __init__(
         self,
@@ -91,11 +99,15 @@ class Planner:
             )
         if also and REGIONS in without:
             raise ValueError(
-                f"also={list(also)} is for regions, which without={list(without)} leaves out: give one"
+                f"also={list(also)} is for regions, which without={list(without)} leaves out: "
+                "give only one of them"
             )
-        self.sharding, self.tell = sharding or Sharding(), tell
-        self.asked = self.chunked_loss = chunked_loss
-        self.without, self.also = tuple(without), tuple(also)
+        self.sharding = sharding or Sharding()
+        self.tell = tell
+        self.asked = chunked_loss  # what the caller chose
+        self.chunked_loss = chunked_loss  # what is tried
+        self.without = tuple(without)
+        self.also = tuple(also)
         self.chunk_tokens: int | None = None
         self.settings = {
             "device": self.profile.name,
@@ -126,7 +138,7 @@ class Planner:
         self.sketch.__exit__(*raised)
 
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
-        """What can be said before anything is measured."""
+        """Raise an error for wrong settings before anything is measured."""
         self.sharding.microbatches(global_batch, microbatch)
         module = self.sketch.build()
         match_inside(self.sketch.blocks(module), self.also, option="also")
@@ -135,45 +147,59 @@ class Planner:
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
     ) -> Plan:
+        """Return the fastest plan whose peak fits the budget; raise `Infeasible` if none fits."""
         for name, value in {"budget_bytes": budget_bytes, "global_batch": global_batch}.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
         tried = self._tried(global_batch, microbatch)
-        found = sorted((self._solve(*each, budget_bytes) for each in tried), key=order)
+        found = sorted((self._solve(*setting, budget_bytes) for setting in tried), key=order)
+        if not self._check_candidates(found, budget_bytes):
+            raise self._infeasible(found, budget_bytes)
+
+        for place, candidate in enumerate(found):
+            if candidate.peak_bytes > budget_bytes:
+                self.tell(f"finding the least peak of microbatch {candidate.microbatch}")
+                found[place] = self.whole_steps.least(candidate, near=budget_bytes)
+        shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
+        best = next(candidate for candidate in shown if candidate.checked)
+        return self._plan(best, shown, budget_bytes)
+
+    def _check_candidates(self, found: list[Candidate], budget_bytes: int) -> bool:
+        """Check whole steps in order of predicted time, as long as a candidate may still win.
+
+        Checked candidates replace the predicted ones in `found`. Return whether one of them fits.
+        """
         best: Candidate | None = None
-        for place, candidate in enumerate(
-            found
-        ):  # by predicted time; each is checked as long as it may still win
+        for place, candidate in enumerate(found):
             beaten = best is not None and order(best) <= order(candidate)
             if beaten or not self.whole_steps.may_fit(candidate, budget_bytes):
                 continue
             self.tell(f"checking the whole step of microbatch {candidate.microbatch}")
-            found[place] = checked = self.whole_steps.check(candidate, budget_bytes)
+            checked = self.whole_steps.check(candidate, budget_bytes)
+            found[place] = checked
             if checked.peak_bytes <= budget_bytes and (
                 best is None or order(checked) < order(best)
             ):
                 best = checked
-        if best is None:
-            raise self._infeasible(found, budget_bytes)
-        for place, candidate in enumerate(found):
-            if candidate.peak_bytes > budget_bytes:
-                self.tell(f"the least peak of microbatch {candidate.microbatch}")
-                found[place] = self.whole_steps.least(candidate, near=budget_bytes)
-        shown = sorted((each.within(budget_bytes) for each in found), key=order)
-        best = next(each for each in shown if each.checked)
-        return self._plan(best, shown, budget_bytes)
+        return best is not None
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
+        """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
         sizes = self.sharding.microbatches(global_batch, microbatch)
         if self.asked is not True:
-            self._chain(chunked=False)  # where the blocks are measured
+            # This chain measures the blocks, which a chain with chunked loss reuses.
+            self._chain(chunked=False)
         for chunked in self._heads():
             for size, steps in sizes:
                 yield size, steps, chunked
 
     def _heads(self) -> list[bool]:
-        """Whether the loss may run in chunks. A chunk of a quarter of the head's width reads and writes the head's
-        gradient four times in all."""
+        """List the ways to run the loss that are tried: whole, in chunks, or both.
+
+        A chunk has a quarter as many tokens as the head is wide, so the head's gradient is read and
+        written four times in all.
+        """
         if self.chunked_loss is False:
             return [False]
         try:
@@ -184,10 +210,8 @@ class Planner:
                     1, next(model.get_submodule(name).parameters()).shape[1] // 4
                 )
             self._chain(chunked=True)
-        except (
-            ValueError,
-            ImportError,
-        ):  # no head, a loss that reads the logits, or a project without this technique
+        except (ValueError, ImportError):
+            # No head, a loss that reads the logits, or a project without this technique.
             if self.chunked_loss:
                 raise
             self.chunked_loss = False
@@ -211,8 +235,9 @@ class Planner:
         return self.chains[chunked]
 
     def _solve(self, microbatch: int, steps: int, chunked: bool, budget_bytes: int) -> Candidate:
-        """The chain's choice, or if nothing fits, that of the least peak."""
-        chain, empty = self._chain(chunked=chunked), Candidate(microbatch, steps, chunked, 0, None)
+        """Return the chain's choice, or the one with the least peak if nothing fits."""
+        chain = self._chain(chunked=chunked)
+        empty = Candidate(microbatch, steps, chunked, 0, None)
         extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=steps > 1)
         less = self.whole_steps.less[chunked, steps > 1]
         best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
@@ -262,7 +287,7 @@ class Planner:
         )
 
     def _levers(self, least: Candidate, found: list[Candidate]) -> Iterator[tuple[str, int]]:
-        """What was not tried because it was said not to be, and the least peak with it."""
+        """Yield the settings that the caller ruled out, each with the least peak it would give."""
         only = {candidate.microbatch for candidate in found} == {least.microbatch}
         if only and least.microbatch > 1:
             smaller = self._solve(1, least.microbatch * least.steps, least.chunked_loss, 1)

@@ -1,4 +1,4 @@
-"""The strategies of the technique `recompute`.
+"""Strategies of the technique `recompute`: none, full, sequential and selective.
 
 Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
@@ -10,7 +10,9 @@ from ..primitives.segments import choose_segments, recompute_segments
 from .profiler import MemoryProfiler
 from .strategy import Sample, Strategy
 
-SELECTIVE_SHARE = 0.6  # of the held bytes, as the example that the commands show; a user sets a threshold or a budget
+# Fraction of the held bytes to keep, for the example in the commands; users set a threshold or a
+# budget instead.
+SELECTIVE_SHARE = 0.6
 
 
 def _none(model: nn.Module, sample: Sample) -> list[str]:

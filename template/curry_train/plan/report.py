@@ -1,6 +1,8 @@
-"""What was measured of a model's memory: the profile of its layers, and the timeline of a training step.
+"""Memory reports: the profile of a model's layers, and the timeline of a training step.
 
-A megabyte is 2**20 bytes here (MiB). Proof: `python -m pytest tests/test_profiler.py tests/test_timeline.py`.
+A megabyte is 2**20 bytes (MiB).
+
+Proof: `python -m pytest tests/test_profiler.py tests/test_timeline.py`.
 """
 
 import math
@@ -10,23 +12,32 @@ from typing import Any
 MEGABYTE = 2**20
 
 PHASES = ("forward", "backward", "step")
-PARAMETERS, BATCH, STATE = "parameters", "buffers and batch", "optimizer state"
-GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
-ALLOCATOR = "allocator"  # CUDA only: rounding, and workspaces that no storage shows
+
+# Owners of bytes in a timeline.
+PARAMETERS = "parameters"
+BATCH = "buffers and batch"
+STATE = "optimizer state"
+GRADIENTS = "gradients"
+ACTIVATIONS = "activations"
+TEMPORARIES = "temporaries"
+ALLOCATOR = "allocator"  # CUDA only: rounding, and workspaces without a storage
 GROUPS = (PARAMETERS, BATCH, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, ALLOCATOR)
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """`bytes`: storages made while the layer ran and no other one inside it, alive after forward.
-    `boundary_bytes`: what stays if it is recomputed, its inputs and those of its outputs that are alive; all of
-    `bytes` where `calls` is 0, because the layer is never called as a whole.
-    """
+    """Bytes that one layer holds for backward."""
 
     name: str
     class_name: str
+
+    # Storages alive after forward that were made while the layer ran, and no other layer inside it.
     bytes: int
+
+    # What remains if the layer is recomputed: its inputs, and its outputs that are alive. All of
+    # `bytes` if `calls` is 0, because the layer is never called as a whole.
     boundary_bytes: int
+
     calls: int
 
     @property
@@ -35,29 +46,32 @@ class LayerMemory:
 
     @property
     def saving_bytes(self) -> int:
-        """What recomputing it frees; below zero where it would hold more than it frees."""
+        """Bytes that recomputing the layer frees; negative if it would hold more than before."""
         return self.bytes - self.boundary_bytes
 
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Layers by held bytes, most first; together they hold `held_bytes`, of which `(rest)` is what ran in no layer."""
+    """Held bytes of each layer of a model."""
 
     model: str
     device: str
-    layers: tuple[LayerMemory, ...]
-    held_bytes: int
+    layers: tuple[LayerMemory, ...]  # most bytes first; `(rest)` is what ran in no layer
+    held_bytes: int  # of all layers
     spread: float  # the widest range of one layer over the runs, as a fraction of the total
     num_runs: int
 
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
-        """The layers to recompute, in the report's order, for the held bytes to fit the budget; none if they do.
+        """Choose the layers to recompute so that the held bytes fit the budget.
 
-        Greedy: as long as no single layer closes the gap, the largest saving; then the smallest one that closes it.
-        Of equal ones the first, since what comes last is recomputed while the most is held.
+        Returns names in the report's order; none if the held bytes fit already. The choice is
+        greedy: take the largest saving until a single layer can close the gap, then the smallest
+        saving that closes it. Of equal layers the first is taken, because the last ones would be
+        recomputed while most bytes are held.
         """
         budget = round(_positive("memory_budget_mb", memory_budget_mb) * MEGABYTE)
-        gap, chosen = self.held_bytes - budget, []
+        gap = self.held_bytes - budget
+        chosen: list[str] = []
         left = sorted(
             (layer for layer in self.layers if layer.saving_bytes > 0),
             key=lambda layer: layer.saving_bytes,
@@ -69,34 +83,47 @@ class ProfileReport:
             left.remove(layer)
             chosen.append(layer.name)
             gap -= layer.saving_bytes
+
         if gap > 0:
-            least = f"{(budget + gap) / MEGABYTE:.3f} MiB with all {len(chosen)} layers recomputed that save anything"
+            least = "recomputing no layer saves anything"
+            if chosen:
+                least = (
+                    f"{(budget + gap) / MEGABYTE:.3f} MiB with all {len(chosen)} layers recomputed "
+                    "that save anything"
+                )
             raise ValueError(
                 f"{self.model} holds {self.held_bytes / MEGABYTE:.3f} MiB after forward, and "
-                f"{least if chosen else 'recomputing no layer saves anything'}: that does not fit "
-                f"{memory_budget_mb:g} MiB. Use a smaller batch, name other blocks, or raise the budget"
+                f"{least}: that does not fit {memory_budget_mb:g} MiB. Use a smaller batch, name "
+                "other blocks, or raise the budget"
             )
         return [layer.name for layer in self.layers if layer.name in chosen]
 
     def table(self, *, most: int = 20) -> str:
-        """Text of at most 80 columns; layers after the first `most` are one line."""
+        """Format the report in 80 columns; layers after the first `most` share one line."""
+        title = (
+            f"{self.model} on {self.device}: {self.held_bytes / MEGABYTE:.3f} MiB held after "
+            f"forward ({self.num_runs} runs, spread {self.spread:.1%})"
+        )
         lines = [
-            f"{self.model} on {self.device}: {self.held_bytes / MEGABYTE:.3f} MiB held after forward "
-            f"({self.num_runs} runs, spread {self.spread:.1%})"[:80],
+            title[:80],
             f"{'layer':<30} {'class':<17} {'calls':>5} {'MiB':>10} {'share':>6} {'saves':>6}",
         ]
-        shown, others = self.layers[:most], self.layers[most:]
-        lines += [
-            f"{_shorten(layer.name, 30):<30} {_shorten(layer.class_name, 17):<17} {layer.calls or '':>5} "
-            f"{layer.megabytes:>10.3f} {_share(layer.bytes, self.held_bytes):>6} "
-            f"{_share(max(0, layer.saving_bytes), self.held_bytes):>6}"
-            for layer in shown
-        ]
+        for layer in self.layers[:most]:
+            name = _shorten(layer.name, 30)
+            class_name = _shorten(layer.class_name, 17)
+            lines.append(
+                f"{name:<30} {class_name:<17} {layer.calls or '':>5} {layer.megabytes:>10.3f} "
+                f"{_share(layer.bytes, self.held_bytes):>6} "
+                f"{_share(max(0, layer.saving_bytes), self.held_bytes):>6}"
+            )
+
+        others = self.layers[most:]
         if others:
             held = sum(layer.bytes for layer in others)
             saving = sum(max(0, layer.saving_bytes) for layer in others)
+            name = f"{len(others)} smaller layers"
             lines.append(
-                f"{f'{len(others)} smaller layers':<54} {held / MEGABYTE:>10.3f} {_share(held, self.held_bytes):>6} "
+                f"{name:<54} {held / MEGABYTE:>10.3f} {_share(held, self.held_bytes):>6} "
                 f"{_share(saving, self.held_bytes):>6}"
             )
         return "\n".join(line.rstrip() for line in lines)
@@ -107,7 +134,7 @@ class ProfileReport:
 
 @dataclass(frozen=True)
 class Point:
-    """Bytes alive after an operation of the step, and after each phase, when its own variables are gone."""
+    """Bytes alive after an operation, or after a phase when its local variables are gone."""
 
     index: int
     phase: str
@@ -116,40 +143,41 @@ class Point:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes alive, and whose they are: `owners` add up to `bytes_alive`, `layers` to the activations."""
+    """The moment of a step with the most bytes alive."""
 
     bytes_alive: int
     phase: str
-    index: int
-    owners: dict[str, int]
-    layers: dict[str, int]
+    index: int  # of the operation
+    owners: dict[str, int]  # bytes by group; they add up to `bytes_alive`
+    layers: dict[str, int]  # bytes by layer; they add up to the activations
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Points where the memory changed; `owners` has a figure for each of them by group, which add up to the point's.
+    """Bytes alive through one training step, by owner.
 
-    Temporaries are made in backward or by the optimizer, and are no gradient and no optimizer state afterwards. What
-    is recomputed in backward is an activation. On CUDA the points are the allocator's.
+    Temporaries are made in backward or by the optimizer, and become neither gradient nor optimizer
+    state. What is recomputed in backward is an activation. On CUDA the totals are the allocator's.
     """
 
     model: str
     optimizer: str
     device: str
     num_operations: int
-    points: tuple[Point, ...]
-    owners: dict[str, tuple[int, ...]]
-    after: dict[str, int]
+    points: tuple[Point, ...]  # where the memory changed
+    owners: dict[str, tuple[int, ...]]  # bytes at each point by group; they add up to the point's
+    after: dict[str, int]  # bytes alive after each phase
     peak: Peak
 
     def table(self, *, most: int = 8) -> str:
-        """Text of at most 80 columns: the course of the step, and the peak by owner."""
-        peak, operations = self.peak, self.num_operations
+        """Format the bytes after each phase, and the peak by owner, in 80 columns."""
+        peak = self.peak
         course = [f"after {phase} {self.after[phase] / MEGABYTE:.3f}" for phase in PHASES]
         lines = [
             f"one step with {self.optimizer}, MiB alive with parameters and optimizer state:",
             f"  {', '.join(course)}",
-            f"  peak {peak.bytes_alive / MEGABYTE:.3f} in {peak.phase}, operation {peak.index} of {operations}",
+            f"  peak {peak.bytes_alive / MEGABYTE:.3f} in {peak.phase}, "
+            f"operation {peak.index} of {self.num_operations}",
             "",
             f"{'owner at the peak':<56} {'MiB':>12} {'share':>8}",
         ]
@@ -185,7 +213,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _shorten(name: str, length: int) -> str:
-    """A name that fits, its end kept, where the number of a block stands."""
+    """Cut the front of a long name; the end has the number of the block."""
     return name if len(name) <= length else f"..{name[2 - length :]}"
 
 

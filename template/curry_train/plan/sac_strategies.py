@@ -1,4 +1,4 @@
-"""The strategies of the technique `sac`: policies for operations, and regions.
+"""Strategies of the technique `sac`: selective recompute by policy, and regions.
 
 Proof: `python -m pytest tests/test_sac_contract.py`.
 """
@@ -18,7 +18,7 @@ def _sac(model: nn.Module, sample: Sample, *, policy: str) -> list[str]:
 
 
 def _regions(model: nn.Module, sample: Sample) -> list[str]:
-    """Blocks where there is nothing to free stay as they are."""
+    """Apply regions; undo them and return no names if they free nothing."""
     if sample.batch is None:
         return apply_regions(model, blocks=sample.blocks)
     before = measure_memory(model, sample.batch, sample.loss)

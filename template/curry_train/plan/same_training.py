@@ -1,4 +1,4 @@
-"""One step with a technique and one without: are they the same training, and if not, which block is to blame?
+"""Compare a step with a technique to a plain step, and name the blocks that differ.
 
     same_training("sac/parity", case, STRATEGIES["sac"].apply)
 
@@ -26,17 +26,19 @@ OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, t
 
 
 def sample_of(case: Case) -> Sample:
-    """What a strategy is given of a case."""
+    """Make the sample that a strategy gets for a case."""
     return Sample(case.batch(), case.workload.mean_loss, case.blocks)
 
 
 def same_training(
     gate: str, case: Case, apply: Apply, *, alone: Apply | None = None, by_block: bool = False
 ) -> Verdict:
-    """Loss, gradients, buffers and generators; equal bit for bit wherever the plain step repeats bit for bit.
+    """Check that a technique keeps loss, gradients, buffers and random generators of a step.
 
-    Blocks are blamed by `alone`, or by `apply` where a block by itself is enough for it. `by_block` says that the
-    technique recomputes blocks each by itself: it may do nothing where torch's own checkpoint would do nothing.
+    They must be equal bit for bit if the plain step repeats bit for bit. To find the blocks that
+    break parity, `alone` is applied to one block at a time, or `apply` if it works on a single
+    block. `by_block`: the technique recomputes each block by itself, so it may do nothing where
+    torch's own checkpoint would do nothing.
     """
     reference, plain, _ = _step(case, lambda module, sample: [])
     again, _, _ = _step(case, lambda module, sample: [])
@@ -50,14 +52,10 @@ def same_training(
     try:
         candidate, ours, names = _step(case, apply)
     except CheckpointError as error:
-        said = f"CheckpointError: {str(error).splitlines()[0]}"
-        return Verdict(
-            gate,
-            False,
-            said,
-            required,
-            _where(case, alone or apply, "computes other tensors the second time"),
-        )
+        measured = f"CheckpointError: {str(error).splitlines()[0]}"
+        hint = _where(case, alone or apply, "computes other tensors the second time")
+        return Verdict(gate, False, measured, required, hint)
+
     found = compare(reference, candidate, tolerance=tolerance)
     if not names:
         return not_applicable(
@@ -66,21 +64,27 @@ def same_training(
     hint = "" if found.holds else _where(case, alone or apply, _cause(found))
     if not hint and not ours.differs_from(plain):
         if by_block and not _torch_does_something(case, plain):
-            why = "torch's own checkpoint of each block frees nothing and runs nothing again, as with lone layers"
-            return not_applicable(gate, required=required, why=f"{why}: name larger blocks")
-        hint = f"nothing ran twice or was freed, though {len(names)} modules changed: is the wrapper in the forward?"
+            why = (
+                "torch's own checkpoint of each block frees nothing and runs nothing again, "
+                "as with lone layers: name larger blocks"
+            )
+            return not_applicable(gate, required=required, why=why)
+        hint = (
+            f"nothing ran twice or was freed, though {len(names)} modules changed: "
+            "is the wrapper in the forward?"
+        )
     return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
 
 
 @contextmanager
 def calls_counted(module: nn.Module) -> Iterator[list[int]]:
-    """Counts the calls of the layers inside the blocks and outside."""
+    """Count the calls of all leaf modules, inside the blocks and outside."""
     counted = [0]
 
     def count(*_: Any) -> None:
         counted[0] += 1
 
-    leaves = [layer for layer in module.modules() if not any(True for _ in layer.children())]
+    leaves = [layer for layer in module.modules() if next(layer.children(), None) is None]
     handles = [layer.register_forward_pre_hook(count) for layer in leaves]
     try:
         yield counted
@@ -91,17 +95,20 @@ def calls_counted(module: nn.Module) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Activity:
-    """What shows that a technique does something: layers called, and bytes held."""
+    """Evidence that a technique has an effect on a step."""
 
-    calls: int
-    held_bytes: int
+    calls: int  # of leaf modules
+    held_bytes: int  # after forward
 
     def differs_from(self, plain: "Activity") -> bool:
         return self.calls > plain.calls or self.held_bytes < plain.held_bytes
 
 
 def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    """Run one step with a strategy; return its results, its activity and the changed modules."""
+    module = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     names = apply(module, sample_of(case))
     with seeded(case.seed), calls_counted(module) as calls:
         step = record_step(module, batch, loss)
@@ -109,7 +116,10 @@ def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
 
 
 def _torch_does_something(case: Case, plain: Activity) -> bool:
-    """Whether there is anything to do in the blocks, measured without the technique; also where one does not run."""
+    """Check whether torch's own checkpoint of each block has an effect, or cannot be tested.
+
+    It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
+    """
     running: set[str] = set()
 
     def around(module: nn.Module, sample: Sample) -> list[str]:
@@ -133,33 +143,45 @@ def _torch_does_something(case: Case, plain: Activity) -> bool:
 
 
 def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    """After forward alone: a technique that cuts every gradient off has no backward."""
+    """Return the bytes held after forward; a technique that detaches all inputs has no backward."""
     with untouched(module), LiveStorages() as storages:
         value = loss(module, batch)
         return storages.bytes_alive if value.requires_grad else 0
 
 
 def _cause(found: Parity) -> str:
-    """What the differences point at."""
+    """Describe the likely cause of the differences."""
     kinds = {difference.kind: difference.name for difference in found.differences}
     if kinds.get("generator") in ("python", "numpy"):
-        return f"draws from {kinds['generator']}'s generator, which recompute does not put back: draw with torch"
+        return (
+            f"draws from {kinds['generator']}'s generator, which recompute does not restore: "
+            "draw with torch"
+        )
     if "generator" in kinds:
-        return "leaves torch's generator elsewhere: keep preserve_rng_state=True"
+        return "leaves torch's generator in another state: keep preserve_rng_state=True"
     if found.without_gradient:
-        return "gets no gradient: an input is detached, or reentrant checkpointing sees no input that requires grad"
+        return (
+            "gets no gradient: an input is detached, or reentrant checkpointing gets no input "
+            "that requires grad"
+        )
     if "buffer" in kinds:
-        return f"updates buffer {kinds['buffer']} twice, or from its own last value: update it outside the block"
-    return "computes another value the second time: it keeps state between calls, or draws random numbers of its own"
+        return (
+            f"updates buffer {kinds['buffer']} twice, or from its own last value: "
+            "update it outside the block"
+        )
+    return (
+        "computes another value the second time: it keeps state between calls, or draws random "
+        "numbers of its own"
+    )
 
 
 def _where(case: Case, apply: Apply, cause: str) -> str:
-    """The blocks which break parity each by itself, and the cause."""
+    """Name the blocks that break parity on their own, with the cause."""
     reference, _, _ = _step(case, lambda module, sample: [])
     guilty = []
     try:
         names = list(find_blocks(case.build(), case.blocks))
-    except NoBlocks:  # and yet something was changed
+    except NoBlocks:  # the technique changed something outside of blocks
         names = []
     for name in names:
         try:
@@ -168,5 +190,7 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
                 guilty.append(name)
         except CheckpointError:
             guilty.append(name)
-    blocks = ", ".join(guilty[:4]) + (f" and {len(guilty) - 4} more" if len(guilty) > 4 else "")
+    blocks = ", ".join(guilty[:4])
+    if len(guilty) > 4:
+        blocks += f" and {len(guilty) - 4} more"
     return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"

@@ -1,4 +1,4 @@
-"""A plan as a file: what to do with each block, for which batch, and what was predicted of it.
+"""Plan files: the option of each block, the microbatches, and the predicted peak and time.
 
     plan = Plan.load("plan.json")
     plan.apply(model)                  # before DDP, fully_shard and torch.compile
@@ -26,59 +26,63 @@ VERSION = 1
 
 
 class PlanMismatch(ValueError):
-    """A plan that was made for another model."""
+    """Raised when a plan was made for another model."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One microbatch that was considered, with its best choice of blocks, if any fits."""
+    """One microbatch size that was considered, with the best options found for it."""
 
     microbatch: int
-    steps: int
+    steps: int  # microbatches in a window
     chunked_loss: bool
     peak_bytes: int
-    step_seconds: float | None
+    step_seconds: float | None  # of the optimizer step; None if it does not fit
     options: Mapping[str, Option] = field(default_factory=dict)
     checked: bool = False  # the peak is that of the whole step, not of the chain
-    flops: float | None = None  # of all microsteps, if it was checked
+    flops: float | None = None  # of the whole window, if it was checked
 
     def within(self, budget_bytes: int) -> "Candidate":
-        """Without a time, if it is above the budget."""
+        """Drop the time if the peak is above the budget."""
         return self if self.peak_bytes <= budget_bytes else replace(self, step_seconds=None)
 
     def summary(self) -> str:
-        """Runs of equal options, such as `30 regions, 2 none`."""
-        counted: dict[str, int] = {}
+        """Count equal options, such as `30 regions, 2 none`."""
+        counts: dict[str, int] = {}
         for option in self.options.values():
-            counted[str(option)] = counted.get(str(option), 0) + 1
-        parts = [f"{number} {name}" for name, number in counted.items()]
-        return ", ".join([*(["chunked loss"] if self.chunked_loss else []), *parts]) or "as it is"
+            counts[str(option)] = counts.get(str(option), 0) + 1
+        items = ["chunked loss"] if self.chunked_loss else []
+        items += [f"{number} {name}" for name, number in counts.items()]
+        return ", ".join(items) or "as it is"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`fingerprint` has for each block its class and the shapes of its parameters; `candidates` are best first."""
+    """A plan for one model, budget and global batch."""
 
     workload: str
-    budget_bytes: int
+    budget_bytes: int  # per rank
     microbatch: int
-    steps: int
+    steps: int  # microbatches in a window
     ranks: int
     chunk_tokens: int | None  # of the chunked loss, if it is used
-    options: Mapping[str, Option]
+    options: Mapping[str, Option]  # by block
     peak_bytes: int
-    step_seconds: float
-    plain_seconds: float
-    flops: float
-    plain_flops: float
-    fingerprint: Mapping[str, str]
+    step_seconds: float  # predicted time of the optimizer step
+    plain_seconds: float  # the same with all activations held
+    flops: float  # of the whole window
+    plain_flops: float  # the same without recompute
+    fingerprint: Mapping[str, str]  # class and parameter shapes of each block
     settings: Mapping[str, Any]
-    why: str
-    candidates: tuple[Candidate, ...] = ()
+    why: str  # why this candidate won
+    candidates: tuple[Candidate, ...] = ()  # best first
 
     def apply(self, model: nn.Module) -> list[str]:
-        """Make the blocks run as planned, in place; the names of the modules that changed. The model's names, state
-        dict and source stay. A model with other blocks is refused."""
+        """Apply the plan to a model in place, and return the names of the changed modules.
+
+        The names, state dict and source of the model stay the same. Raises `PlanMismatch` for a
+        model with other blocks.
+        """
         self.check(model)
         changed = apply_options(model, self.options)
         if self.chunk_tokens is None:
@@ -86,81 +90,91 @@ class Plan:
         return changed + primitives.apply_chunked_loss(model, chunk_tokens=self.chunk_tokens)
 
     def check(self, model: nn.Module) -> None:
-        """Raise for a model whose blocks are not those of the plan, with the first difference, and for one whose blocks
-        are changed already."""
-        modules, advice = dict(model.named_modules()), "make a plan for this model"
+        """Raise `PlanMismatch` if the blocks differ from the plan's, or are changed already.
+
+        The error names the first difference.
+        """
+        modules = dict(model.named_modules())
+        class_name = type(model).__name__
+        advice = "make a plan for this model"
         for name in self.fingerprint:
             if name not in modules:
-                what = f"which {type(model).__name__} does not have"
-                raise PlanMismatch(f"the plan is for a model with a block {name}, {what}: {advice}")
+                raise PlanMismatch(
+                    f"the plan is for a model with a block {name}, which {class_name} does not "
+                    f"have: {advice}"
+                )
+
         for name, module in modules.items():
             if isinstance(module, Derived):
                 raise PlanMismatch(
-                    f"{name or 'the model'} is changed already, it is a {type(module).__name__}: apply the plan to a "
-                    "model as it was built, before other techniques, DDP, fully_shard and torch.compile"
+                    f"{name or 'the model'} is changed already, it is a {type(module).__name__}: "
+                    "apply the plan to a model as it was built, before other techniques, DDP, "
+                    "fully_shard and torch.compile"
                 )
+
         for name, planned in self.fingerprint.items():
-            if (found := fingerprint(modules[name])) != planned:
+            found = fingerprint(modules[name])
+            if found != planned:
                 ours, theirs = _first_difference(found, planned)
                 raise PlanMismatch(
                     f"block {name} is {ours}, and the plan is for {theirs}: {advice}"
                 )
+
         for name in _names(model, self.settings.get("blocks")):
             if name not in self.fingerprint:
                 raise PlanMismatch(
-                    f"{type(model).__name__} has a block {name}, which the plan does not have: {advice}"
+                    f"{class_name} has a block {name}, which the plan does not have: {advice}"
                 )
 
     def explain(self, *, most: int | None = None) -> str:
-        """Text of at most 80 columns: the candidates, at most `most` of them, the choice by block, and why."""
-        first = (
-            f"{self.workload}: {self.steps} x {self.microbatch} samples"
-            + (f" on each of {self.ranks} ranks" if self.ranks > 1 else "")
-            + f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
-            + f"{1e3 * self.step_seconds:,.1f} ms"
+        """Format the candidates, the options by block and the reason, in 80 columns.
+
+        At most `most` candidates are shown, or all of them.
+        """
+        first = f"{self.workload}: {self.steps} x {self.microbatch} samples"
+        if self.ranks > 1:
+            first += f" on each of {self.ranks} ranks"
+        first += (
+            f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
+            f"{1e3 * self.step_seconds:,.1f} ms"
         )
         lines = textwrap.wrap(first, 80)
+
         shown = self.candidates[:most]
         if shown:
             lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
         for candidate in shown:
-            seconds = (
-                f"{1e3 * candidate.step_seconds:,.1f} ms"
-                if candidate.step_seconds is not None
-                else "too large"
-            )
+            seconds = "too large"
+            if candidate.step_seconds is not None:
+                seconds = f"{1e3 * candidate.step_seconds:,.1f} ms"
+            peak = format_bytes(candidate.peak_bytes)
             lines.append(
                 _cut(
-                    f"{candidate.microbatch:>10} {candidate.steps:>6} {format_bytes(candidate.peak_bytes):>11} "
+                    f"{candidate.microbatch:>10} {candidate.steps:>6} {peak:>11} "
                     f"{seconds:>12}  {candidate.summary()}"
                 )
             )
-        nothing = "no block is repeated: name some with --blocks, to choose for them too"
+
+        nothing = "no block is repeated: name some with --blocks to plan for them"
         lines += ["", *(_blocks(self.options) or [nothing]), "", *textwrap.wrap(self.why, 80)]
         for reason in self.settings.get("left_out", ()):
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        del data["options"], data["candidates"]
+
+        candidates = []
+        for candidate in self.candidates:
+            row = asdict(candidate)
+            del row["options"]
+            candidates.append({**row, "summary": candidate.summary()})
         return {
-            **{
-                name: value
-                for name, value in asdict(self).items()
-                if name not in ("options", "candidates")
-            },
+            **data,
             "version": VERSION,
             "options": {name: option.to_json() for name, option in self.options.items()},
-            "candidates": [
-                {
-                    **{
-                        name: value
-                        for name, value in asdict(candidate).items()
-                        if name != "options"
-                    },
-                    "summary": candidate.summary(),
-                }
-                for candidate in self.candidates
-            ],
+            "candidates": candidates,
         }
 
     @classmethod
@@ -168,8 +182,10 @@ class Plan:
         if not isinstance(data, Mapping) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(
-                f"this is no plan of version {VERSION}, its version is {found!r}: make the plan again"
+                f"this is not a plan of version {VERSION}, its version is {found!r}: "
+                "make the plan again"
             )
+
         wanted = set(cls.__dataclass_fields__) - {"candidates"}
         if missing := sorted(wanted - data.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
@@ -177,7 +193,8 @@ class Plan:
         for name in ("options", "fingerprint", "settings"):
             if not isinstance(fields[name], Mapping):
                 raise ValueError(
-                    f"{name} of the plan is {fields[name]!r} and no mapping: make the plan again"
+                    f"{name} of the plan must be a mapping, got {fields[name]!r}: "
+                    "make the plan again"
                 )
         fields["options"] = {
             name: Option.from_json(option) for name, option in data["options"].items()
@@ -193,23 +210,29 @@ class Plan:
                 f"can't read the plan {path}: {error.strerror}; write one with plan_memory.py"
             ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no whole plan, its JSON can't be read: {error}") from error
+            raise ValueError(
+                f"{path} is not a complete plan, its JSON can't be read: {error}"
+            ) from error
 
 
 def fingerprint(block: nn.Module) -> str:
-    """The class and the shapes of the parameters of a block."""
+    """Return the class and the parameter shapes of a block, as text."""
     shapes = [f"{name}{list(parameter.shape)}" for name, parameter in block.named_parameters()]
     return f"{type(block).__name__}: {'; '.join(shapes)}"
 
 
 def _first_difference(found: str, planned: str) -> tuple[str, str]:
-    """The classes, or what of the parameters differs first."""
-    classes = found.split(": ")[0], planned.split(": ")[0]
-    if classes[0] != classes[1]:
-        return f"a {classes[0]}", f"a {classes[1]}"
-    parts = zip_longest(*(text.partition(": ")[2].split("; ") for text in (found, planned)))
-    ours, theirs = next((ours, theirs) for ours, theirs in parts if ours != theirs)
-    return f"a {classes[0]} with {ours or 'no more parameters'}", f"one with {theirs or 'no more'}"
+    """Describe the first difference between two fingerprints: the class, or a parameter."""
+    found_class = found.split(": ")[0]
+    planned_class = planned.split(": ")[0]
+    if found_class != planned_class:
+        return f"a {found_class}", f"a {planned_class}"
+
+    found_shapes = found.partition(": ")[2].split("; ")
+    planned_shapes = planned.partition(": ")[2].split("; ")
+    pairs = zip_longest(found_shapes, planned_shapes)
+    ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+    return f"a {found_class} with {ours or 'no more parameters'}", f"one with {theirs or 'no more'}"
 
 
 def _names(model: nn.Module, pattern: str | None) -> list[str]:
@@ -220,12 +243,13 @@ def _names(model: nn.Module, pattern: str | None) -> list[str]:
 
 
 def _blocks(options: Mapping[str, Option]) -> list[str]:
-    """Runs of blocks with one option."""
+    """Format runs of blocks with the same option, one per line."""
     lines = []
     for option, run in groupby(options.items(), key=lambda item: item[1]):
         names = [name for name, _ in run]
+        shown = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
         what = "as it is" if option.kind == NONE else str(option)
-        lines.append(_cut(f"{names[0]}{f' to {names[-1]}' if len(names) > 1 else ''}: {what}"))
+        lines.append(_cut(f"{shown}: {what}"))
     return lines
 
 

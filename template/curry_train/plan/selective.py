@@ -1,11 +1,12 @@
-"""Apply a `CheckpointConfig` to a model: everything, nothing, segments, or the layers that hold the most.
+"""Apply a `CheckpointConfig`: recompute all blocks, segments, or the layers that hold most.
 
-    SelectiveCheckpointer(CheckpointConfig(enabled=True, memory_threshold_mb=5)).apply(model, report)
+    config = CheckpointConfig(enabled=True, memory_threshold_mb=5)
+    SelectiveCheckpointer(config).apply(model, report)
 
 Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from .strategy import Sample
 
 
 class SelectiveCheckpointer:
-    """Chooses the layers that a configuration means, and makes them recompute in place."""
+    """Choose the layers that a configuration selects, and recompute them."""
 
     def __init__(self, config: CheckpointConfig, profiler: MemoryProfiler | None = None) -> None:
         self.config = config
@@ -36,9 +37,10 @@ class SelectiveCheckpointer:
         batch: Any = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> nn.Module:
-        """Return the model, changed. Before DDP, `fully_shard` and `torch.compile`.
+        """Apply the configuration to a model in place, and return the model.
 
-        What has to be measured first (the profile of `selective`, the count of segments) is measured on `batch`.
+        Call it before DDP, `fully_shard` and `torch.compile`. What has to be measured first (the
+        profile of `selective`, the count of segments) is measured on `batch`.
         """
         config = self.config
         self._layers = []
@@ -62,13 +64,14 @@ class SelectiveCheckpointer:
             )
         elif config.strategy != "none":
             raise ValueError(
-                f"strategy {config.strategy!r} is not in this project, which has {', '.join(STRATEGIES)}; "
-                "`scripts/scaffold.py list` names the techniques that can be added"
+                f"strategy {config.strategy!r} is not in this project, which has "
+                f"{', '.join(STRATEGIES)}; `scripts/scaffold.py list` names the techniques that "
+                "can be added"
             )
         return model
 
     def get_checkpointed_layers(self) -> list[str]:
-        """The layers that the last `apply` made recompute."""
+        """Return the layers that the last `apply` changed."""
         return list(self._layers)
 
     def _recompute(self, model: nn.Module, names: list[str]) -> None:
@@ -82,12 +85,13 @@ class SelectiveCheckpointer:
     def _segment(
         self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None
     ) -> None:
-        names, count = self._filter(list(find_blocks(model))), self.config.sequential_segments
+        names = self._filter(list(find_blocks(model)))
+        count = self.config.sequential_segments
         if count is None:
             if batch is None or loss is None:
                 raise ValueError(
-                    "sequential_segments=None measures the peak of each count and needs a batch: call "
-                    "apply(model, batch=..., loss=...), or set a number"
+                    "sequential_segments=None measures the peak of each count and needs a batch: "
+                    "call apply(model, batch=..., loss=...), or set a number"
                 )
             count = choose_segments(model, batch, loss, blocks=names)
         self._layers = recompute_segments(
@@ -99,40 +103,39 @@ class SelectiveCheckpointer:
     ) -> ProfileReport:
         if batch is None or not self.config.profile_before_apply:
             raise ValueError(
-                "strategy 'selective' chooses by what each layer holds and needs a profile: call "
+                "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
                 "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
             )
         profiler = self.profiler or MemoryProfiler(model)
         return profiler.profile(batch, self.config.profile_num_runs, loss=loss)
 
     def _largest(self, report: ProfileReport) -> list[str]:
-        """Layers that hold at least the threshold, and would hold less recomputed."""
+        """Choose layers that hold at least the threshold, and would hold less if recomputed."""
         large = {
             layer.name
             for layer in report.layers
             if layer.megabytes >= self.config.memory_threshold_mb
             and layer.bytes > layer.boundary_bytes
         }
-        return [
-            name for name in self._filter([layer.name for layer in report.layers]) if name in large
-        ]
+        names = self._filter([layer.name for layer in report.layers])
+        return [name for name in names if name in large]
 
     def _filter(self, names: list[str]) -> list[str]:
-        """The included names less the excluded ones; a pattern that takes none is an error."""
+        """Keep the included names that are not excluded; a pattern without a match is an error."""
         config = self.config
-        taken = [
-            {name for pattern in patterns for name in match_names(names, pattern, option=option)}
-            for option, patterns in (
-                ("include_patterns", config.include_patterns),
-                ("exclude_patterns", config.exclude_patterns),
-            )
-        ]
-        included = taken[0] if config.include_patterns else set(names)
-        return [name for name in names if name in included - taken[1]]
+        matched = _names_matching(names, config.include_patterns, option="include_patterns")
+        excluded = _names_matching(names, config.exclude_patterns, option="exclude_patterns")
+        included = matched if config.include_patterns else set(names)
+        return [name for name in names if name in included - excluded]
+
+
+def _names_matching(names: list[str], patterns: Sequence[str], *, option: str) -> set[str]:
+    """Return the names that any of the patterns matches."""
+    return {name for pattern in patterns for name in match_names(names, pattern, option=option)}
 
 
 def _load_plan(path: Any) -> Any:
-    """Plans belong to another technique, which this project may not have."""
+    """Load a plan; the import is late because a project may not have the technique memory-plan."""
     from .. import plan as package
 
     return package.Plan.load(path)

@@ -1,9 +1,11 @@
-"""What several ranks change in the bytes of one of them, by arithmetic.
+"""Sharding: predict by arithmetic how DDP and FSDP2 change the bytes of one rank.
 
-DDP keeps every gradient a second time, in its buckets. FSDP2 keeps a rank's part of parameters, gradients and optimizer
-state, and whole only what runs: the block that runs and the next one with their gradients, and what is beside the
-blocks, whose gradients are divided at the end. Not yet measured on several GPUs. Proof:
-`python -m pytest tests/test_plan.py`.
+DDP keeps every gradient a second time, in its buckets. FSDP2 keeps a rank's shard of parameters,
+gradients and optimizer state. Whole are only the block that runs and the next one, with their
+gradients, and the modules outside the blocks, whose gradients are sharded at the end. Not yet
+measured on several GPUs.
+
+Proof: `python -m pytest tests/test_plan.py`.
 """
 
 from dataclasses import dataclass
@@ -16,9 +18,9 @@ KINDS = ("ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class Sharding:
-    """`ranks` processes that share one training; one rank shares nothing."""
+    """How the ranks share one training; one rank shares nothing."""
 
-    kind: str | None = None
+    kind: str | None = None  # ddp or fsdp2
     ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -28,16 +30,21 @@ class Sharding:
             raise ValueError(f"parallel must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.ranks > 1 and self.kind is None:
             raise ValueError(
-                f"{self.ranks} ranks: say how they share the training, with parallel {' or '.join(KINDS)}"
+                f"{self.ranks} ranks need a way to share the training: set parallel to "
+                f"{' or '.join(KINDS)}"
             )
 
     def microbatches(
         self, global_batch: int, microbatch: int | None = None
     ) -> list[tuple[int, int]]:
-        """The sizes that a rank's samples can be divided into, or only this one, and how many of them there are."""
+        """List pairs of microbatch size and number of microbatches for a rank's samples.
+
+        With `microbatch` only that size is listed.
+        """
         if global_batch % self.ranks:
             raise ValueError(
-                f"a global batch of {global_batch} can't be shared by {self.ranks} ranks: use a multiple of that"
+                f"a global batch of {global_batch} can't be shared by {self.ranks} ranks: "
+                f"use a multiple of {self.ranks}"
             )
         own = global_batch // self.ranks
         sizes = [size for size in range(1, own + 1) if own % size == 0]
@@ -46,28 +53,33 @@ class Sharding:
         if microbatch not in sizes:
             shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
             raise ValueError(
-                f"microbatch {microbatch} does not divide the {own} samples of a rank: use one of {shown}"
+                f"microbatch {microbatch} does not divide the {own} samples of a rank: "
+                f"use one of {shown}"
             )
         return [(microbatch, own // microbatch)]
 
     def extra_bytes(self, step: StepEstimate, *, accumulated: bool) -> int:
-        """What a rank has at its peak beside what it would have alone; below zero where it has less.
+        """Return how much the peak of a rank grows over a single rank's; negative if it shrinks.
 
-        Without a sync FSDP2 keeps whole gradients, so windows of several microsteps have them whole.
+        FSDP2 without a gradient sync keeps gradients whole, so a window of several microbatches
+        (`accumulated`) has them whole.
         """
         if self.ranks == 1 or self.kind is None:
             return 0
         if self.kind == "ddp":
             return step.gradients
-        part, owners, blocks = 1 - 1 / self.ranks, step.timeline.owners, step.blocks.values()
-        beside = owners[PARAMETERS][0] - sum(block.parameters for block in blocks)
+
+        owners = step.timeline.owners
+        blocks = step.blocks.values()
+        elsewhere = 1 - 1 / self.ranks  # fraction of a sharded tensor that other ranks hold
+
+        outside_parameters = owners[PARAMETERS][0] - sum(block.parameters for block in blocks)
+        outside_gradients = step.gradients - sum(block.gradients for block in blocks)
         largest = max((block.parameters + block.gradients for block in blocks), default=0)
-        at_the_end = step.gradients - sum(
-            block.gradients for block in blocks
-        )  # those of what is beside the blocks
-        peak = max(
-            point.bytes_alive - (0 if accumulated else part * max(0, gradients - at_the_end))
-            for point, gradients in zip(step.timeline.points, owners[GRADIENTS], strict=True)
-        )
-        kept = step.fixed - owners[BATCH][0]
-        return round(beside + 2 * largest - part * kept + peak) - step.peak_bytes
+        totals = []
+        for point, gradients in zip(step.timeline.points, owners[GRADIENTS], strict=True):
+            sharded = 0 if accumulated else elsewhere * max(0, gradients - outside_gradients)
+            totals.append(point.bytes_alive - sharded)
+        fixed = step.fixed - owners[BATCH][0]
+        peak = outside_parameters + 2 * largest - elsewhere * fixed + max(totals)
+        return round(peak) - step.peak_bytes

@@ -1,4 +1,4 @@
-"""The strategies of the technique `snn-timesteps`.
+"""Strategies of the technique `snn-timesteps`: recompute chunks of a loop over time.
 
 Proof: `python -m pytest tests/test_snn_timesteps.py`.
 """
@@ -12,7 +12,8 @@ from .strategy import Sample, Strategy
 def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str]:
     if sample.blocks is not None:
         raise ValueError(
-            f"timesteps are recomputed for the whole loop, and not for blocks {sample.blocks!r}"
+            f"timesteps are recomputed for the whole loop, not for single blocks, "
+            f"got blocks {sample.blocks!r}: leave out --blocks"
         )
     return recompute_timesteps(model, levels=levels)
 
@@ -22,6 +23,6 @@ def _nested(model: nn.Module, sample: Sample) -> list[str]:
 
 
 FOUND = (
-    Strategy("timesteps", "recompute a loop over time, chunks of it at once", _timesteps),
+    Strategy("timesteps", "recompute a loop over time in chunks", _timesteps),
     Strategy("timesteps_nested", "the same with chunks inside larger chunks", _nested),
 )

@@ -1,16 +1,22 @@
-"""Choose for each block how much it keeps, so that the step fits and costs least: a chain problem.
+"""Solver: choose an option for each block so that the step fits the budget and costs least.
 
-Backward runs from the last block to the first. While block `i` is in it, blocks up to `i` still hold what they keep,
-and `i` has its transient and standing bytes on top; before that, all hold theirs and the head has its own.
+Backward runs from the last block to the first. During the backward of block `i`, blocks up to `i`
+still hold their bytes, and `i` needs its transient and standing bytes on top. Before the first
+backward, all blocks hold their bytes, and the head needs its own on top.
 
-Whether a budget can be met is decided exactly: of two ways to begin, the one that holds less leaves open every choice
-that the other does. What is cheapest is looked for in three steps (`chain.py`). A price for bytes gives a bound, a
-first plan, and the choices that are in no better plan. Dynamic programming in at most `LEVELS` quanta of what the other
-choices make of a difference keeps, for each quantum, the cheapest way to reach it with its exact bytes. A second pass
-with finer quanta looks near what the first one found.
+Whether a budget can be met is decided exactly: of two ways to choose the first blocks, the one that
+holds less leaves every choice open that the other one does. The cheapest choices are found in three
+steps (`chain.py`):
 
-No plan is above the budget. None costs more than the best plan of a budget that is smaller by one quantum of the first
-pass for each block. Where the quanta are fine enough to tell all sums of bytes apart, the plan is the best there is.
+1. A price per byte gives a bound, a first plan, and the choices that no better plan can have.
+2. Dynamic programming divides the differences between the remaining choices into at most `LEVELS`
+   quanta. For each quantum it keeps the cheapest way to reach it, with its exact bytes.
+3. A second pass with finer quanta searches near the plan of the first pass.
+
+No plan is above the budget. No plan costs more than the best plan for a budget that is smaller by
+one quantum of the first pass for each block. If the quanta are fine enough to distinguish all sums
+of bytes, the plan is optimal.
+
 Proof: `python -m pytest tests/test_solve.py`.
 """
 
@@ -21,36 +27,36 @@ from itertools import accumulate
 
 from .chain import Step, price_menus, unbeaten, walk_menus
 
-LEVELS = 1 << 10  # quanta at each block; more of them cost time in proportion
-PASSES = 2  # the second one looks near what the first one found
-NARROWER = 16  # by this factor, so that its quanta are so much finer
+LEVELS = 1 << 10  # quanta at each block; the time is proportional to it
+PASSES = 2  # the second pass searches near the plan of the first
+NARROWER = 16  # factor by which the second search, and so its quanta, are narrower
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run a block: the bytes that it holds after forward, the most it needs on top at any moment of its own
-    forward or backward, and what it costs, in any unit."""
+    """One way to run a block."""
 
     name: str
-    held_bytes: int
-    transient_bytes: int
-    cost: float
+    held_bytes: int  # after forward
+    transient_bytes: int  # the most on top of them during its own forward or backward
+    cost: float  # in any unit
 
     def __post_init__(self) -> None:
         _check_bytes(f"held_bytes of the choice {self.name!r}", self.held_bytes)
         _check_bytes(f"transient_bytes of the choice {self.name!r}", self.transient_bytes)
         if not math.isfinite(self.cost):
             raise ValueError(
-                f"the cost of the choice {self.name!r} is {self.cost}: give a number, or leave out what is not possible"
+                f"the cost of the choice {self.name!r} is {self.cost}: give a finite number, or "
+                "leave the choice out"
             )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A block of the chain: its menu, and bytes that are there whenever it is in backward, such as gradients."""
+    """One block of the chain."""
 
-    choices: tuple[Choice, ...]
-    standing_bytes: int = 0
+    choices: tuple[Choice, ...]  # its menu
+    standing_bytes: int = 0  # in memory whenever the block is in backward, such as gradients
 
     def __post_init__(self) -> None:
         if not self.choices:
@@ -62,16 +68,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Solution:
-    """The chosen index of each stage, the peak that they lead to, and their cost."""
+    """The choices for a chain, with their peak and cost."""
 
-    chosen: tuple[int, ...]
+    chosen: tuple[int, ...]  # index of the choice of each stage
     peak_bytes: int
     cost: float
 
 
 def peak_of(stages: Sequence[Stage], chosen: Sequence[int], *, head_bytes: int = 0) -> int:
-    """The peak of these choices, exactly."""
-    held, peak = 0, 0
+    """Return the exact peak of these choices."""
+    held = 0
+    peak = 0
     for stage, index in zip(stages, chosen, strict=True):
         choice = stage.choices[index]
         held += choice.held_bytes
@@ -80,10 +87,11 @@ def peak_of(stages: Sequence[Stage], chosen: Sequence[int], *, head_bytes: int =
 
 
 def solve(stages: Sequence[Stage], budget_bytes: int, *, head_bytes: int = 0) -> Solution | None:
-    """The cheapest choices whose peak is within the budget; None exactly where there are none."""
+    """Find the cheapest choices whose peak fits the budget; None if and only if none fit."""
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
         raise ValueError(
-            f"budget_bytes must be a whole number of at least 1, got {budget_bytes!r}: give it in bytes"
+            f"budget_bytes must be a whole number of at least 1, got {budget_bytes!r}: "
+            "give it in bytes"
         )
     _check_bytes("head_bytes", head_bytes)
     if _least_held(stages, budget_bytes, head_bytes) is None:
@@ -92,9 +100,10 @@ def solve(stages: Sequence[Stage], budget_bytes: int, *, head_bytes: int = 0) ->
 
 
 def least_peak(stages: Sequence[Stage], *, head_bytes: int = 0) -> Solution:
-    """The choices with the least peak that there is, to the byte; of those the cheapest, as `solve` finds it."""
+    """Find the choices with the least peak, to the byte; of those the cheapest, as in `solve`."""
     _check_bytes("head_bytes", head_bytes)
-    too_small, enough = -1, peak_of(stages, [0] * len(stages), head_bytes=head_bytes)
+    too_small = -1
+    enough = peak_of(stages, [0] * len(stages), head_bytes=head_bytes)
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
         if _least_held(stages, middle, head_bytes) is None:
@@ -105,7 +114,7 @@ def least_peak(stages: Sequence[Stage], *, head_bytes: int = 0) -> Solution:
 
 
 def non_dominated(choices: Sequence[Choice]) -> list[int]:
-    """Indices of the choices that no other one beats in held bytes, transient bytes and cost together."""
+    """Return the indices of choices that no other beats in held bytes, transient bytes and cost."""
     return unbeaten(
         [(choice.cost, choice.held_bytes, choice.transient_bytes) for choice in choices]
     )
@@ -119,9 +128,10 @@ def _check_bytes(what: str, value: int) -> None:
 
 
 def _least_held(stages: Sequence[Stage], budget: int, head: int) -> list[int] | None:
-    """The least that can be held before each stage and after the last one, within the budget; None if it is too small.
+    """Compute the least bytes held before each stage and after the last one.
 
-    Holding less so far never closes a choice that holding more leaves open, so one pass from the front is exact.
+    None if the budget is too small. Holding less so far never rules out a later choice, so one pass
+    from the front is exact.
     """
     least = [0]
     for stage in stages:
@@ -134,7 +144,7 @@ def _least_held(stages: Sequence[Stage], budget: int, head: int) -> list[int] | 
 
 
 def _most_held(stages: Sequence[Stage], budget: int, head: int) -> list[int]:
-    """The most that may be held before each stage and after the last one so that the stages from there on still fit."""
+    """Compute the most bytes held before each stage, and after the last, that still fit later."""
     most = [budget - head]
     for stage in reversed(stages):
         room = budget - stage.standing_bytes
@@ -145,22 +155,27 @@ def _most_held(stages: Sequence[Stage], budget: int, head: int) -> list[int]:
 
 
 def _cheapest(stages: Sequence[Stage], budget: int, head: int) -> Solution:
-    """The cheapest choices for a budget that some choices meet: looked for anywhere, then in a corridor around what was
-    found so far, with finer quanta."""
+    """Find the cheapest choices for a budget that can be met.
+
+    The first pass searches everywhere, the second one in a corridor around the plan found so far,
+    with finer quanta.
+    """
     if not stages:
         return Solution((), head, 0.0)
     floors = _least_held(stages, budget, head)
     assert floors is not None
-    ceilings, best = _most_held(stages, budget, head), None
+    ceilings = _most_held(stages, budget, head)
+    best = None
     open_choices: list[Sequence[int]] = [range(len(stage.choices)) for stage in stages]
     for _ in range(PASSES):
         menus = _menus(stages, open_choices, budget, floors, ceilings)
         if not all(menus):
-            break  # nothing stays in the corridor all along
+            break  # no plan stays inside the corridor
         priced, menus = price_menus(menus, math.inf if best is None else best.cost)
         best = _better(stages, priced, head, best)
         if not all(menus):
-            break  # what was found is the best there is in the corridor
+            break  # the plan found is the best one in the corridor
+
         reach = max(step.most for steps in menus for step in steps)
         quantum = max(1, math.gcd(*(step.extra for steps in menus for step in steps)))
         exact = reach // quantum < LEVELS
@@ -169,13 +184,13 @@ def _cheapest(stages: Sequence[Stage], budget: int, head: int) -> Solution:
         best = _better(stages, walk_menus(menus, quantum), head, best)
         if exact or best is None:
             break
-        open_choices = [[step.place for step in steps] for steps in menus]
-        path = [
-            0,
-            *accumulate(
-                stage.choices[i].held_bytes for stage, i in zip(stages, best.chosen, strict=True)
-            ),
+
+        open_choices = [_open_places(steps) for steps in menus]
+        held_by_stage = [
+            stage.choices[index].held_bytes
+            for stage, index in zip(stages, best.chosen, strict=True)
         ]
+        path = [0, *accumulate(held_by_stage)]
         width = quantum * LEVELS // (2 * NARROWER)
         floors = [max(floor, held - width) for floor, held in zip(floors, path, strict=True)]
         ceilings = [
@@ -185,9 +200,14 @@ def _cheapest(stages: Sequence[Stage], budget: int, head: int) -> Solution:
     return best
 
 
+def _open_places(steps: Sequence[Step]) -> list[int]:
+    return [step.place for step in steps]
+
+
 def _better(
     stages: Sequence[Stage], chosen: Sequence[int] | None, head: int, best: Solution | None
 ) -> Solution | None:
+    """Return the cheaper of the new choices and the best solution so far."""
     if chosen is None:
         return best
     cost = math.fsum(stage.choices[index].cost for stage, index in zip(stages, chosen, strict=True))
@@ -203,25 +223,23 @@ def _menus(
     floors: Sequence[int],
     ceilings: Sequence[int],
 ) -> list[list[Step]]:
-    """The choices of each stage that can be taken inside the corridor and that no other one beats there."""
-    reach, menus = 0, []
+    """List the choices of each stage that fit the corridor and that no other choice beats there."""
+    reach = 0
+    menus = []
     for position, stage in enumerate(stages):
-        rise, floor = floors[position + 1] - floors[position], floors[position + 1]
+        floor = floors[position + 1]
+        rise = floor - floors[position]
         steps = []
         for index in open_choices[position]:
             choice = stage.choices[index]
             extra = choice.held_bytes - rise
-            most = (
-                min(ceilings[position + 1], budget - stage.standing_bytes - choice.transient_bytes)
-                - floor
-            )
-            most = min(
-                most, reach + extra
-            )  # transient bytes that always fit here are as good as none
+            room = budget - stage.standing_bytes - choice.transient_bytes
+            most = min(ceilings[position + 1], room) - floor
+            # More than this can't be reached: transient bytes that always fit cost nothing.
+            most = min(most, reach + extra)
             if most >= max(0, extra):
                 steps.append(Step(index, extra, most, choice.cost))
         reach = max((step.most for step in steps), default=0)
-        menus.append(
-            [steps[i] for i in unbeaten([(s.cost, s.extra, s.extra - s.most) for s in steps])]
-        )
+        rows = [(step.cost, step.extra, step.extra - step.most) for step in steps]
+        menus.append([steps[index] for index in unbeaten(rows)])
     return menus

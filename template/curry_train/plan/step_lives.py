@@ -1,7 +1,9 @@
-"""The lives of all storages through one training step, and whose they are.
+"""Record every storage of one training step: its owner, and when it is made and freed.
 
-The step runs on the model itself, whose weights are put back, and on a copy of the optimizer. It is the second one: the
-first makes the optimizer's state. Proof: `python -m pytest tests/test_timeline.py`.
+The step runs on the model itself, whose weights are restored, with a copy of the optimizer. The
+second step is recorded, because the first one creates the optimizer state.
+
+Proof: `python -m pytest tests/test_timeline.py`.
 """
 
 import contextlib
@@ -21,9 +23,9 @@ from .profiler import as_trained
 from .report import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, PHASES, STATE, TEMPORARIES
 
 Loss = Callable[[nn.Module, Any], Tensor]
-ASKS_FOR_DEVICE = (
-    torch.ops.prim.device.default
-)  # tensors without values do so through the dispatcher, real ones do not
+
+# Tensors without values return their device through the dispatcher, real ones do not.
+ASKS_FOR_DEVICE = torch.ops.prim.device.default
 
 
 def record_step(
@@ -37,40 +39,39 @@ def record_step(
     give_state: Callable[[torch.optim.Optimizer], None] | None = None,
     make: "Callable[..., StepLives] | None" = None,
 ) -> "StepLives":
-    """The lives of all storages of the step that `measure_timeline` describes; `accumulated`: the last microstep of
-    several, which finds gradients of those before. With `give_state` the first step is not run and every parameter
-    that is trained gets its optimizer state from there: the same, where each gets a gradient and the step leaves
-    nothing else. This is for tensors without values, and none is put back."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    """Record the storages of the step that `measure_timeline` reports.
+
+    `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
+    `give_state` is for tensors without values: it sets the optimizer state instead of a first step,
+    and no values are restored. The result is the same if every trainable parameter gets a gradient
+    and a step leaves no other tensors behind.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
     if not trained:
         raise ValueError(
-            f"{type(module).__name__} has no parameter that requires grad: there is nothing to train"
+            f"{type(module).__name__} has no parameter that requires grad: "
+            "there is nothing to train"
         )
     optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
-    stepped = {
-        id(parameter): parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    if not any(id(parameter) in stepped for parameter in trained):
+    stepped = _stepped_parameters(optimizer)
+    if not any(id(p) in stepped for p in trained):
         raise ValueError(
             f"the {type(optimizer).__name__} holds no parameter of {type(module).__name__}"
         )
-    device, layers = trained[0].device, divide(module, blocks=blocks)
-    with (
-        as_trained(module),
-        _kept({} if give_state else {id(parameter): parameter for parameter in trained} | stepped),
-        seeded(0),
-        torch.enable_grad(),
-    ):
+    device = trained[0].device
+    layers = divide(module, blocks=blocks)
+    restored = {}
+    if not give_state:
+        restored = {id(p): p for p in trained} | stepped
+    with as_trained(module), _kept(restored), seeded(0), torch.enable_grad():
         gc.collect()
         before = 0
         if device.type == "cuda":
-            there = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
-            before = torch.cuda.memory_allocated(device) - there
-        optimizer = copy.deepcopy(
-            optimizer, dict(stepped)
-        )  # a copy of its state, over the same parameters
+            own = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
+            before = torch.cuda.memory_allocated(device) - own
+
+        # The memo makes this a copy of the state over the same parameters.
+        optimizer = copy.deepcopy(optimizer, dict(stepped))
         if give_state is None:
             _take_step(module, batch, loss, optimizer)
         else:
@@ -80,6 +81,7 @@ def record_step(
         elif give_state is not None:
             for parameter in trained:
                 parameter.grad = torch.empty_like(parameter)
+
         gc.collect()
         lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
         lives.follow_all(batch, optimizer)
@@ -88,9 +90,18 @@ def record_step(
         return lives
 
 
+def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """Return the parameters of an optimizer by id."""
+    return {
+        id(parameter): parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
 @contextlib.contextmanager
 def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
-    """Start without gradients; put values and gradients back."""
+    """Drop the gradients of parameters; restore values and gradients at the end."""
     before = [
         (parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()
     ]
@@ -106,7 +117,7 @@ def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 class StepLives(LiveStorages):
-    """The lives of all storages of a step; owners are pairs of group and layer."""
+    """Record the storages of a step; the owner of each is a pair of group and layer."""
 
     def __init__(
         self,
@@ -117,12 +128,11 @@ class StepLives(LiveStorages):
         optimizer: str,
     ) -> None:
         super().__init__(owner=self._owner_now, device=device)
-        self.module, self.cuda, self.before = (
-            module,
-            device if device.type == "cuda" else None,
-            before,
-        )
-        self.running, self.optimizer = RunningLayers(module, layers), optimizer
+        self.module = module
+        self.cuda = device if device.type == "cuda" else None
+        self.before = before
+        self.running = RunningLayers(module, layers)
+        self.optimizer = optimizer
         self.phase = PHASES[0]
         self.phases: list[str] = []
         self.allocated: list[int] = []
@@ -138,39 +148,35 @@ class StepLives(LiveStorages):
         return out
 
     def follow_all(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Count what is there before the step."""
+        """Count the tensors that exist before the step."""
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
-            (PARAMETERS, self.module.parameters()),
+            (PARAMETERS, parameters),
             (STATE, _tensors(list(optimizer.state.values()))),
-            (
-                GRADIENTS,
-                [
-                    parameter.grad
-                    for parameter in self.module.parameters()
-                    if parameter.grad is not None
-                ],
-            ),
+            (GRADIENTS, gradients),
             (BATCH, [*self.module.buffers(), *_tensors(batch)]),
         ):
             for tensor in tensors:
                 self.follow(tensor, owner=(owner, REST))
 
     def own(self, group: str, tensors: Iterable[Tensor]) -> None:
-        """Say whose tensors these turned out to be, as far as the step made them."""
+        """Assign the tensors that the step made to a group."""
         for tensor in tensors:
             for life in self.lives_of(tensor):
                 if life.owner[0] != PARAMETERS:
                     life.owner = (group, REST)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """The last phase."""
+        """Run the last phase, the optimizer step."""
         optimizer.step()
         self.own(STATE, _tensors(list(optimizer.state.values())))
         self.end_phase()
 
     def repeat(self, lives: Iterable[Life], num_operations: int) -> None:
-        """The last phase, from an earlier record; its lives count from the first operation of the phase."""
-        first, self.num_operations = self.num_operations, self.num_operations + num_operations
+        """Replay the last phase from a record whose operations count from the phase's first one."""
+        first = self.num_operations
+        self.num_operations += num_operations
         for life in lives:
             died = None if life.died is None else first + life.died
             self.lives.append(Life(life.nbytes, life.owner, first + life.born, died))
@@ -179,7 +185,7 @@ class StepLives(LiveStorages):
         self.ends[self.phase] = self.num_operations - 1
 
     def end_phase(self) -> None:
-        """A point for what is left when a phase's own variables are gone."""
+        """Add a point for the bytes that remain when the local variables of a phase are gone."""
         self.ends[self.phase] = self.num_operations
         self.num_operations += 1
         self._read()
@@ -194,13 +200,10 @@ class StepLives(LiveStorages):
     def _owner_now(self) -> tuple[str, str]:
         if self.phase == "forward":
             return ACTIVATIONS, self.running.current
-        if (
-            self.phase == "backward" and torch.is_grad_enabled()
-        ):  # recomputed; gradients are made without grad mode
-            return (
-                ACTIVATIONS,
-                self.running.latest if self.running.current == REST else self.running.current,
-            )
+        # Recompute runs in grad mode, and backward makes gradients without it.
+        if self.phase == "backward" and torch.is_grad_enabled():
+            in_layer = self.running.current != REST
+            return ACTIVATIONS, self.running.current if in_layer else self.running.latest
         self.running.latest = REST
         return TEMPORARIES, REST
 
@@ -212,31 +215,35 @@ def _take_step(
     optimizer: torch.optim.Optimizer,
     record: StepLives | None = None,
 ) -> None:
+    """Run forward, backward and optimizer step, and mark the phases in the record."""
     value = loss(module, batch)
     if value.dim() or not value.requires_grad:
-        what = (
-            f"has shape {tuple(value.shape)}"
-            if value.dim()
-            else "depends on no parameter of the module"
-        )
+        problem = "depends on no parameter of the module"
+        if value.dim():
+            problem = f"has shape {tuple(value.shape)}"
         raise ValueError(
-            f"the loss must be one number that {type(module).__name__} can be trained with; it {what}"
+            f"the loss must be one number that {type(module).__name__} can be trained with; "
+            f"it {problem}"
         )
+
     if record:
         record.end_phase()
     with torch.no_grad():
         start = torch.ones_like(value)
     value.backward(start)
     del start
+
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     if not gradients:
         raise ValueError(
-            f"backward left no gradient in {type(module).__name__}: let the loss use the module that it is given"
+            f"backward left no gradient in {type(module).__name__}: let the loss use the module "
+            "that it gets as its argument"
         )
     if record:
         record.own(GRADIENTS, gradients)
         record.end_phase()
     del gradients
+
     if record:
         record.take(optimizer)
     else:
@@ -248,5 +255,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _bytes_of(tensors: list[Tensor], device: torch.device) -> int:
-    here = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
+    """Sum the bytes of the distinct storages on a device."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,7 +1,9 @@
-"""Every way to use less memory that this project has, by name; what is registered here appears in every command.
+"""Registry of strategies: every way to use less memory that this project has, by name.
 
-A module `plan/*_strategies.py` registers with a tuple `FOUND`, so that a project that holds only some techniques has
-the strategies of those. Proof: `python -m pytest tests/test_recompute_contract.py`.
+Every command lists the strategies in this registry. A module `plan/*_strategies.py` registers its
+own in a tuple `FOUND`, so a project with only some techniques has only their strategies.
+
+Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
 import importlib
@@ -13,10 +15,11 @@ from .strategy import Sample, Strategy
 __all__ = ["STRATEGIES", "Sample", "Strategy"]
 
 
-FIRST = "recompute_strategies"  # nothing, and whole blocks: what the others are read against
+FIRST = "recompute_strategies"  # none and full, the references for all others
 
 
 def _discover() -> dict[str, Strategy]:
+    """Import the strategy modules of this package and collect their strategies."""
     found = (module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
     names = sorted(
         (name for name in found if name.endswith("_strategies")),

@@ -1,4 +1,4 @@
-"""What a way to use less memory is to the commands: a name, a line about it, and a function that changes a model.
+"""Strategy: a named way to use less memory, with a function that applies it to a model.
 
 Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
@@ -14,11 +14,11 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 @dataclass(frozen=True)
 class Sample:
-    """What a strategy may measure before it chooses."""
+    """Inputs that a strategy may use to measure a model before it chooses."""
 
     batch: Any
     loss: Loss
-    blocks: str | Sequence[str] | None = None
+    blocks: str | Sequence[str] | None = None  # names or globs; None for the repeated blocks
 
 
 Apply = Callable[[nn.Module, Sample], list[str]]
@@ -26,12 +26,13 @@ Apply = Callable[[nn.Module, Sample], list[str]]
 
 @dataclass(frozen=True)
 class Strategy:
-    """`apply` changes a model in place and returns the names of the modules that it changed.
-
-    `facts` are figures of its own, such as bytes moved, of a model that it changed and that has run a step since.
-    """
+    """A named way to use less memory."""
 
     name: str
-    summary: str
+    summary: str  # one line for the commands
+
+    # Changes a model in place, and returns the names of the modules that it changed.
     apply: Apply
+
+    # Returns extra figures, such as bytes moved, of a changed model that has run a step.
     facts: Callable[[nn.Module], dict[str, float]] | None = None

@@ -1,4 +1,4 @@
-"""Every byte that is alive through one training step, and whose the bytes at the peak are.
+"""Timeline: measure the bytes alive through one training step, by owner.
 
     timeline = measure_timeline(model, batch, loss)
     print(timeline.table())
@@ -30,34 +30,37 @@ def measure_timeline(
     optimizer: torch.optim.Optimizer | None = None,
     blocks: str | Sequence[str] | None = None,
 ) -> Timeline:
-    """Follow forward, backward and optimizer step, with AdamW if no optimizer is given.
+    """Measure forward, backward and optimizer step, with AdamW if no optimizer is given.
 
-    The model itself runs, so that whatever it is wrapped in runs too; its weights, buffers, gradients and mode and
-    every generator are put back, and the optimizer is a copy. A module in eval mode is measured in training mode.
-    Layers are those of `MemoryProfiler`.
+    The model itself runs, with everything that it is wrapped in. Its weights, buffers, gradients
+    and mode and every generator are restored, and the optimizer is a copy. A module in eval mode is
+    measured in training mode. Layers are those of `MemoryProfiler`.
     """
     lives = record_step(module, batch, loss, optimizer=optimizer, blocks=blocks)
     return timeline_of(lives, type(module).__name__)
 
 
 def timeline_of(record: StepLives, model: str) -> Timeline:
-    """The report of a recorded step."""
+    """Build the timeline of a recorded step."""
     length = len(record.phases)
     changes = {group: [0] * (length + 1) for group in GROUPS}
     for life in record.lives:
         changes[life.owner[0]][life.born] += life.nbytes
         changes[life.owner[0]][length if life.died is None else life.died] -= life.nbytes
+
     owners = {group: list(accumulate(change[:length])) for group, change in changes.items()}
     totals = [sum(figures) for figures in zip(*owners.values(), strict=True)]
     if record.cuda:
         owners[ALLOCATOR] = [
-            found - known for found, known in zip(record.allocated, totals, strict=True)
+            allocated - known for allocated, known in zip(record.allocated, totals, strict=True)
         ]
         totals = record.allocated
     else:
         del owners[ALLOCATOR]
+
     highest = totals.index(max(totals))
-    kept = [
+    at_peak = {group: figures[highest] for group, figures in owners.items()}
+    shown = [
         index
         for index, total in enumerate(totals)
         if index == 0 or total != totals[index - 1] or index in record.ends.values()
@@ -67,17 +70,19 @@ def timeline_of(record: StepLives, model: str) -> Timeline:
         optimizer=record.optimizer,
         device=str(record.cuda or "cpu"),
         num_operations=length,
-        points=tuple(Point(index, record.phases[index], totals[index]) for index in kept),
-        owners={
-            group: tuple(figures[index] for index in kept) for group, figures in owners.items()
-        },
+        points=tuple(Point(index, record.phases[index], totals[index]) for index in shown),
+        owners={group: _figures_at(figures, shown) for group, figures in owners.items()},
         after={phase: totals[index] for phase, index in record.ends.items()},
-        peak=_peak(record, highest, {group: figures[highest] for group, figures in owners.items()}),
+        peak=_peak(record, highest, at_peak),
     )
 
 
+def _figures_at(figures: Sequence[int], indices: Sequence[int]) -> tuple[int, ...]:
+    return tuple(figures[index] for index in indices)
+
+
 def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
-    """The point with the most bytes; on CUDA, what was allocated and freed within an operation is added to it."""
+    """Build the peak; on CUDA, add what an operation allocated and freed again while it ran."""
     if record.cuda:
         within = torch.cuda.max_memory_allocated(record.cuda) - record.before - sum(owners.values())
         owners[ALLOCATOR] += within

@@ -1,10 +1,12 @@
-"""One optimizer step of a case with a lever applied, as often as it is called: what a benchmark times and measures.
+"""Training step: the optimizer step that a benchmark times, with a lever applied.
 
     step = TrainingStep(Case(load_workload("transformer")), find_lever("full"))
     step()
 
-A step is whole: gradients dropped, forward and backward of every microbatch, the optimizer. It is taken with a learning
-rate of 0, so that each one computes the same as the one before, and steps that share weights do not disturb each other.
+A step drops the gradients, runs forward and backward of every microbatch, and steps the optimizer.
+The learning rate is 0, so that every step computes the same, and steps that share weights do not
+disturb each other.
+
 Proof: `python -m pytest tests/test_bench_steps.py`.
 """
 
@@ -30,8 +32,11 @@ from .strategy import Sample
 
 
 class TrainingStep:
-    """`like` is another step of the same model: its weights and, once it has run, its optimizer's state are shared, so
-    that many steps fit beside each other. `batch` is that of the case where it is left out."""
+    """A repeatable optimizer step of a case with a lever applied.
+
+    `batch` defaults to the batch of the case. `like` is another step of the same model: its weights
+    and, once it has run, its optimizer state are shared, so that many steps fit in memory at once.
+    """
 
     def __init__(
         self,
@@ -47,7 +52,8 @@ class TrainingStep:
             raise ValueError(f"the plain step is in {case.dtype} already")
         if lever.autocast is not None and (lever.dtype or case.dtype) == lever.autocast:
             raise ValueError(
-                f"autocast to {lever.autocast} has nothing to do: the weights are of that type already"
+                f"autocast to {lever.autocast} has nothing to do: the weights have that dtype "
+                "already"
             )
         self.case = replace(case, dtype=lever.dtype or case.dtype)
         self.lever = lever
@@ -55,12 +61,14 @@ class TrainingStep:
         self.model = self.case.build()
         whole = self.case.batch() if batch is None else self.case.place(batch)
         self.window = self._window(whole)
+
         shares = like is not None and self.case.dtype == like.case.dtype
         if like is not None and shares:
             for parameter, shared in zip(
                 self.model.parameters(), like.model.parameters(), strict=True
             ):
                 parameter.data = shared.data
+
         microbatch = self.window.microbatches[0]
         sample = Sample(microbatch, self.mean_loss, self.case.blocks)
         self.changed = [name for change in lever.changes for name in change(self.model, sample)]
@@ -74,7 +82,7 @@ class TrainingStep:
         return train_window(self.model, self.window, self.loss, self.optimizer)
 
     def loss(self, module: nn.Module, microbatch: Any) -> Tensor:
-        """The sum over the terms of a microbatch."""
+        """Return the loss of a microbatch, summed over its terms."""
         with self._precision():
             return self.case.workload.loss(module, microbatch)
 
@@ -82,7 +90,7 @@ class TrainingStep:
         return self.loss(module, microbatch) / self.case.workload.count(microbatch)
 
     def drop_gradients(self) -> None:
-        """They would stay until this step's next turn, beside those of the others."""
+        """Drop the gradients, which would stay in memory while other steps run."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def wait(self) -> None:
@@ -95,29 +103,29 @@ class TrainingStep:
 
     @property
     def unit(self) -> str:
-        """What the terms are, as far as the batch tells."""
+        """The unit of the loss terms, derived from the batch: samples, tokens or terms."""
         microbatches = self.window.microbatches
         if self.num_terms == sum(map(batch_size, microbatches)):
             return "samples"
-        whole = [
+        matrices = [
             leaf
             for leaf in tree_iter(microbatches[0])
             if isinstance(leaf, Tensor) and leaf.dim() == 2
         ]
-        return "tokens" if any(not leaf.is_floating_point() for leaf in whole) else "terms"
+        return "tokens" if any(not leaf.is_floating_point() for leaf in matrices) else "terms"
 
     @property
     def dtype_of_products(self) -> torch.dtype:
         return self.lever.autocast or self.case.dtype
 
     def count_flops(self) -> int:
-        """All that runs, what is computed again included."""
+        """Count the FLOPs of the whole step, recompute included."""
         self.drop_gradients()
-        if holds_compiled_code(
-            self.model
-        ):  # which runs as eager code while a dispatch mode watches
+        # FlopCount is a dispatch mode, under which compiled code runs as eager code.
+        if holds_compiled_code(self.model):
             counts = (
-                count_executed_flops(self.model, each, self.mean_loss) for each in self.window
+                count_executed_flops(self.model, microbatch, self.mean_loss)
+                for microbatch in self.window
             )
             return sum(count.total for count in counts)
         with FlopCount() as count:
@@ -126,24 +134,30 @@ class TrainingStep:
         return count.flops
 
     def peak_bytes(self) -> int | None:
-        """Parameters, optimizer state and the batch, and what the step adds at its fullest moment. Compiled code on the
-        CPU is followed through forward and backward alone, and not at all where it accumulates: None."""
+        """Measure the peak of the step, with parameters, optimizer state and batch.
+
+        Compiled code on the CPU is followed through forward and backward only, and not at all if it
+        accumulates gradients: then the peak is None.
+        """
         self.drop_gradients()
-        there = self._there()
+        existing = self._there()
         if self.device.type != "cuda" and holds_compiled_code(self.model):
             if len(self.window) > 1:
                 return None
             within = measure_allocated(self.model, self.window.microbatches[0], self.mean_loss)
-            return bytes_of(there, self.device) + within.peak_bytes
-        peak = peak_of_step(self, there, self.device)
+            return bytes_of(existing, self.device) + within.peak_bytes
+        peak = peak_of_step(self, existing, self.device)
         self.drop_gradients()
         return peak
 
     def _window(self, batch: Any) -> Any:
-        size, number = batch_size(batch), self.lever.accumulate
+        """Cut the batch into microbatches; the first ones are larger if the sizes differ."""
+        size = batch_size(batch)
+        number = self.lever.accumulate
         if size < number:
             raise ValueError(
-                f"a batch of {size} samples can't be cut into {number} microbatches: --batch-size {number} or more"
+                f"a batch of {size} samples can't be cut into {number} microbatches: "
+                f"use --batch-size {number} or more"
             )
         sizes = [size // number + (place < size % number) for place in range(number)]
         count = self.case.workload.count
@@ -152,12 +166,13 @@ class TrainingStep:
         )
 
     def _there(self) -> list[Tensor]:
+        """List the tensors that exist before the step."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         others = [*self.optimizer.state.values(), *self.window.microbatches]
         return tensors + [leaf for leaf in tree_iter(others) if isinstance(leaf, Tensor)]
 
     def _share_state(self, like: "TrainingStep") -> None:
-        """The moments of the same weights, which are the same whatever the step is."""
+        """Share the optimizer state, which does not depend on the lever."""
         known = dict(zip(like.model.parameters(), self.model.parameters(), strict=True))
         for parameter, state in like.optimizer.state.items():
             self.optimizer.state[known[parameter]] = state  # type: ignore[index]

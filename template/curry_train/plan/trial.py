@@ -1,4 +1,6 @@
-"""Whether a training step can be told from shapes: a first one, which names the operation that can't.
+"""Trial step: check whether a training step can be estimated from shapes alone.
+
+If it can't, the error names the operation.
 
 Proof: `python -m pytest tests/test_estimate.py`.
 """
@@ -20,18 +22,21 @@ from ..core.untouched import seeded, unwatched
 from ..core.workload import Case
 from .step_lives import ASKS_FOR_DEVICE
 
-LARGER = "its kernel makes larger or smaller tensors than shapes tell"
-SPARSE = "shapes do not tell how many values a sparse tensor has"
+LARGER = "the sizes of the tensors that its kernel makes do not follow from shapes"
+SPARSE = "the number of values in a sparse tensor does not follow from shapes"
 BATCH_SIZE = 2  # batch norm needs two
 
 
 def needs_rehearsal(case: Case) -> bool:
-    """Whether the second step is not like the first one: a forward and backward leave tensors behind, as a cache or a
-    buffer that is assigned does, a trained parameter gets no gradient, or Python's random numbers have a say.
+    """Check whether the second step may differ from the first one, so that both must run.
 
-    Raises one of `NEEDS_VALUES` where shapes are not enough."""
-    module, batch = case.build(), case.batch(BATCH_SIZE)
-    there = {
+    It may differ if forward and backward leave tensors behind (a cache, or a buffer that is
+    assigned), if a trainable parameter gets no gradient, or if Python's random numbers are drawn.
+    Raises one of `NEEDS_VALUES` if shapes are not enough.
+    """
+    module = case.build()
+    batch = case.batch(BATCH_SIZE)
+    existing = {
         _key(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors_in(batch))
     }
     with seeded(0), torch.enable_grad(), Trial() as trial:
@@ -41,21 +46,23 @@ def needs_rehearsal(case: Case) -> bool:
             loss.sum().backward()
         del loss
         drawn = random.getstate() != before
+
     unused = any(
         parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
     )
     module.zero_grad(set_to_none=True)
     gc.collect()
+    if drawn or unused:
+        return True
     left = (storage() for storage in trial.made)
-    return (
-        drawn
-        or unused
-        or any(storage is not None and storage._cdata not in there for storage in left)
-    )
+    return any(storage is not None and storage._cdata not in existing for storage in left)
 
 
 class Trial(TorchDispatchMode):
-    """Stops at operations whose storages are not those of the real ones; `made` has the storages of the others."""
+    """Raise an error at operations whose real storages differ from those that shapes give.
+
+    `made` has the storages of all other operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ _LARGER = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}
 
 
 def who_needs_values(error: BaseException) -> str:
-    """The operation, and the module in whose forward it stands."""
+    """Name the operation that needs values, and the module whose forward calls it."""
     owner = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

@@ -1,13 +1,15 @@
-"""Candidates held against the whole step: what the chain of blocks says of a plan is checked, and corrected.
+"""Check candidates against an estimate of the whole step, and correct the chain of blocks.
 
-The chain leaves out what two blocks share and what is gone by the time a block is in backward. So the whole step of
-what it chose is estimated, and the chain is solved again for the budget that this leaves, up or down, until the budget
-is used or nothing better is found. Proof: `python -m pytest tests/test_plan.py`.
+The chain does not see what two blocks share, or what is freed before a block is in backward.
+So the whole step is estimated with the options that the chain chose, and the chain is solved again
+for a smaller or larger budget, until the real budget is used or nothing better is found.
+
+Proof: `python -m pytest tests/test_plan.py`.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -20,20 +22,64 @@ from .options import FULL, NONE, Option, apply_options
 from .saved_plan import Candidate
 from .sharding import Sharding
 
-MOST_STEPS = 6  # whole steps for one candidate
-MOST_SOLVED = 24
-CLOSE = 0.985  # of the budget: more than that is not asked for where the chain sees nothing better
-FINE = 0.002  # of the budget: closer bounds are not looked between
-NEAR = 1.1  # what is so far above the budget may fit with another choice than the chain's
-DOUBTFUL = 1.35  # so much more than the whole step may the chain say
-Key = tuple[
-    int, bool, bool, tuple[tuple[str, Option], ...]
-]  # microbatch, accumulated, chunked loss, and options
+# Limits of the search for one candidate.
+MOST_STEPS = 6  # whole steps that are estimated
+MOST_SOLVED = 24  # times that the chain is solved
+
+# Fractions of the budget.
+CLOSE = 0.985  # a peak above this ends the search if the chain offers nothing better
+FINE = 0.002  # the search ends once its bounds are closer than this
+NEAR = 1.1  # up to this peak, a choice other than the chain's may still fit
+
+DOUBTFUL = 1.35  # the chain may overestimate a whole step by up to this factor
+
+# Microbatch, accumulated, chunked loss, and options.
+Key = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
+
+
+@dataclass
+class _BudgetSearch:
+    """State of the search for the chain's budget whose plan uses the real budget best."""
+
+    budget_bytes: int
+    room: int  # the chain's budget
+    best: Candidate | None  # the fastest candidate that fits
+    least: Candidate | None = None  # the candidate with the least peak
+    low: int = 0  # largest budget of the chain whose plan fits
+    high: int = 0  # smallest budget of the chain whose plan does not fit, 0 if none is known
+
+    def offer(self, whole: Candidate) -> None:
+        """Take a candidate that fits if it is faster than the best one."""
+        if self.best is None or order(whole) < order(self.best):
+            self.best = whole
+
+    def restart(self, room: int) -> None:
+        """Drop the bounds, because the chain was corrected."""
+        self.low = 0
+        self.high = 0
+        self.room = room
+
+    def next_room(self, wanted: int, slack: int) -> int | None:
+        """Return the chain's next budget, given the wanted one; None ends the search."""
+        close = self.best is not None and self.best.peak_bytes >= CLOSE * self.budget_bytes
+        if self.high:
+            if close or self.high - self.low < FINE * self.budget_bytes:
+                return None
+            if not self.low < wanted < self.high:
+                wanted = (self.low + self.high) // 2
+        elif wanted <= self.room:
+            if close:
+                return None
+            wanted = self.room + max(slack, round(5 * FINE * self.budget_bytes))
+        return max(1, wanted)
 
 
 class WholeSteps:
-    """Whole steps from shapes, each estimated once. `chain` has what a candidate's blocks cost, `solve` gives the
-    chain's choice for another budget."""
+    """Estimate whole steps from shapes, each of them once.
+
+    `chain` returns the chain for a candidate, with what its blocks cost. `solve` returns the
+    chain's choice for another budget.
+    """
 
     def __init__(
         self,
@@ -43,15 +89,22 @@ class WholeSteps:
         chain: Callable[[Candidate], Chain],
         solve: Callable[[Candidate, int], Candidate],
     ) -> None:
-        self.sketch, self.sharding, self.chain, self.solve = sketch, sharding, chain, solve
+        self.sketch = sketch
+        self.sharding = sharding
+        self.chain = chain
+        self.solve = solve
+
+        # Peak and FLOPs of each whole step that was estimated.
         self.known: dict[Key, tuple[int, float]] = {}
-        self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(
-            dict
-        )  # as `Chain.solve` takes it
-        self.seen: set[tuple[bool, bool]] = set()  # where the chain's least peak was checked
+
+        # Corrections of the chain, as `Chain.solve` takes them, by chunked loss and accumulated.
+        self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)
+
+        # Chunked loss and accumulated, where the chain's least peak was checked.
+        self.seen: set[tuple[bool, bool]] = set()
 
     def start(self, chain: Chain, *, chunked: bool) -> None:
-        """What is known from the steps as they are."""
+        """Take the plain step of a chain as the first whole step, and correct the chain by it."""
         plain = Candidate(SIZES[-1], 1, chunked, 0, None, dict.fromkeys(chain.names, Option(NONE)))
         step = chain.steps[-1]
         peak = step.peak_bytes + self.sharding.extra_bytes(step, accumulated=False)
@@ -59,8 +112,9 @@ class WholeSteps:
         self._learn(replace(plain, peak_bytes=peak))
 
     def peak(self, candidate: Candidate) -> tuple[int, float]:
-        """The peak of the whole step, and the FLOPs of a microstep."""
-        if (key := self._key(candidate)) not in self.known:
+        """Return the peak of the whole step, and the FLOPs of one microbatch."""
+        key = self._key(candidate)
+        if key not in self.known:
             with drop_saved() as offload:
 
                 def change(module: nn.Module) -> None:
@@ -82,7 +136,7 @@ class WholeSteps:
         return self.known[key]
 
     def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
-        """Whether the chain's choice is worth checking: it may say too much, until it was corrected."""
+        """Check whether a candidate may fit; until it is corrected, the chain may overestimate."""
         doubt = NEAR if _way(candidate) in self.seen else DOUBTFUL
         return (
             candidate.peak_bytes <= doubt * budget_bytes
@@ -90,81 +144,89 @@ class WholeSteps:
         )
 
     def _known_to_fit(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """The fastest of what was looked at before, for whatever budget."""
+        """Return the fastest fitting candidate of those estimated before, for any budget."""
         fitting = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
         return min(fitting, key=order, default=None)
 
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
-        """All choices of the same microbatch of which the whole step was estimated."""
+        """List all choices for the same microbatch whose whole step was estimated."""
         *same, _ = self._key(candidate)
-        options = [key[-1] for key in self.known if [*key[:-1]] == same]
-        return [self._whole(replace(candidate, options=dict(each))) for each in options]
+        estimated = [key[-1] for key in self.known if [*key[:-1]] == same]
+        return [self._whole(replace(candidate, options=dict(options))) for options in estimated]
 
     def check(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """The fastest of the same microbatch that was found to fit, or else what has the least peak."""
-        best, least = self._known_to_fit(candidate, budget_bytes), None
-        low, high, room = (
-            0,
-            0,
-            budget_bytes,
-        )  # what the chain may take: it fits with `low`, it does not with `high`
+        """Find the fastest options for the same microbatch whose whole step fits the budget.
+
+        If none is found, return the candidate with the least peak.
+        """
+        search = _BudgetSearch(
+            budget_bytes, room=budget_bytes, best=self._known_to_fit(candidate, budget_bytes)
+        )
         most = len(self.known) + MOST_STEPS
         for _ in range(MOST_SOLVED):
             if len(self.known) >= most and self._key(candidate) not in self.known:
                 break
             whole = self._whole(candidate)
-            least = whole if least is None or whole.peak_bytes < least.peak_bytes else least
-            slack, poorest = budget_bytes - whole.peak_bytes, candidate.peak_bytes > room
-            room = max(room, candidate.peak_bytes)
-            if slack >= 0:
-                best = whole if best is None or order(whole) < order(best) else best
-                low = max(low, room)
-                if self._is_fastest(whole):
-                    break
-            else:
-                high = min(high or room, room)
-                other = (
-                    self._last_as_it_is(whole, budget_bytes)
-                    if whole.peak_bytes <= NEAR * budget_bytes
-                    else whole
-                )
-                if other.peak_bytes <= budget_bytes and (
-                    best is None or order(other) < order(best)
-                ):
-                    best = other
-            if poorest:
+            slack = budget_bytes - whole.peak_bytes
+            # Above its own budget, the chain's choice is the one with the least peak.
+            is_least_peak = candidate.peak_bytes > search.room
+            self._compare(search, candidate, whole)
+            if slack >= 0 and self._is_fastest(whole):
+                break
+
+            if is_least_peak:
                 self.seen.add(_way(whole))
-            if poorest and best is None and whole.peak_bytes > NEAR * budget_bytes:
-                self._learn(whole)
+            nothing_fits = is_least_peak and search.best is None
+            error = self._learn(whole)
+            if nothing_fits and whole.peak_bytes > NEAR * budget_bytes:
                 break
-            if (error := self._learn(whole)) is not None:  # the chain says something else now
-                low, high, room = 0, 0, max(1, budget_bytes - error)
-                candidate = self.solve(candidate, room)
-                continue
-            if poorest and slack < 0 and best is None:
+
+            if error is not None:
+                search.restart(max(1, budget_bytes - error))
+            elif nothing_fits:
                 break
-            wanted, close = (
-                candidate.peak_bytes + slack,
-                best is not None and best.peak_bytes >= CLOSE * budget_bytes,
-            )
-            if high and (close or high - low < FINE * budget_bytes):
-                break
-            if high and not low < wanted < high:
-                wanted = (low + high) // 2
-            elif not high and wanted <= room:
-                if close:
+            else:
+                room = search.next_room(candidate.peak_bytes + slack, slack)
+                if room is None:
                     break
-                wanted = room + max(slack, round(5 * FINE * budget_bytes))
-            room = max(1, wanted)
-            candidate = self.solve(candidate, room)
+                search.room = room
+            candidate = self.solve(candidate, search.room)
+        return self._result(search)
+
+    def _result(self, search: _BudgetSearch) -> Candidate:
+        """Return the best candidate of a search, after a try with other options for last blocks."""
+        budget_bytes = search.budget_bytes
+        if search.best is not None:
+            return self._last_as_it_is(search.best, budget_bytes)
+        least = search.least
         assert least is not None
-        if best is None and least.peak_bytes <= NEAR * budget_bytes:
+        if least.peak_bytes <= NEAR * budget_bytes:
             found = self._poorest(least)
             return min(found, key=lambda one: order(one.within(budget_bytes)))
-        return least if best is None else self._last_as_it_is(best, budget_bytes)
+        return least
+
+    def _compare(self, search: _BudgetSearch, candidate: Candidate, whole: Candidate) -> None:
+        """Update the search with the whole step of a candidate."""
+        budget_bytes = search.budget_bytes
+        if search.least is None or whole.peak_bytes < search.least.peak_bytes:
+            search.least = whole
+        search.room = max(search.room, candidate.peak_bytes)
+        if whole.peak_bytes <= budget_bytes:
+            search.offer(whole)
+            search.low = max(search.low, search.room)
+            return
+
+        search.high = min(search.high or search.room, search.room)
+        if whole.peak_bytes <= NEAR * budget_bytes:
+            other = self._last_as_it_is(whole, budget_bytes)
+            if other.peak_bytes <= budget_bytes:
+                search.offer(other)
 
     def _last_as_it_is(self, best: Candidate, budget_bytes: int) -> Candidate:
-        """The last block comes into backward when nothing was freed: recomputing it may save nothing."""
+        """Try a candidate with its last block not recomputed, and return the better of the two.
+
+        The last block is in backward while nothing is freed, so recomputing it may save nothing.
+        """
         last = [*best.options][-1:]
         if not last or best.options[last[0]].kind == NONE:
             return best
@@ -172,11 +234,15 @@ class WholeSteps:
         return min(best, other, key=lambda one: order(one.within(budget_bytes)))
 
     def least(self, candidate: Candidate, *, near: float | None = None) -> Candidate:
-        """What peaks least of this microbatch, of equal ones what computes least: no time has a say in it. Where the
-        chain's figure is far above `near`, it has to do."""
-        chain, many = self.chain(candidate), candidate.steps > 1
-        options, peak = chain.least(candidate.microbatch, accumulated=many)
-        peak += self.sharding.extra_bytes(chain.steps[-1], accumulated=many)
+        """Find the options with the least peak for this microbatch, regardless of time.
+
+        Of equal peaks the fewest FLOPs win. If the chain's figure is far above `near`, it is
+        returned without a check.
+        """
+        chain = self.chain(candidate)
+        accumulated = candidate.steps > 1
+        options, peak = chain.least(candidate.microbatch, accumulated=accumulated)
+        peak += self.sharding.extra_bytes(chain.steps[-1], accumulated=accumulated)
         poorest = replace(
             candidate,
             options=options,
@@ -191,34 +257,45 @@ class WholeSteps:
         return min(found, key=lambda one: (one.peak_bytes, one.flops))
 
     def _learn(self, whole: Candidate) -> int | None:
-        """At no moment is there more than at the peak: the chain says so from now on. What it still says too little;
-        None where it has nothing to learn."""
-        chain, less, many = self.chain(whole), self.less[_way(whole)], whole.steps > 1
+        """Correct the chain where it predicts more bytes than the peak of the whole step.
+
+        Return by how much the chain's peak is too low; None if nothing was corrected.
+        """
+        chain = self.chain(whole)
+        less = self.less[_way(whole)]
+        accumulated = whole.steps > 1
         if not whole.options:
             return None
-        extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=many)
-        found = chain.moments(whole.microbatch, whole.options, accumulated=many, less=less)
-        above = {name: there + extra - whole.peak_bytes for name, there in found.items()}
-        wrong = {name: most for name, most in above.items() if most > whole.microbatch}
-        for name, most in wrong.items():
-            less[name] = less.get(name, 0.0) + most / whole.microbatch
+        extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        predicted = chain.moments(
+            whole.microbatch, whole.options, accumulated=accumulated, less=less
+        )
+        above = {name: moment + extra - whole.peak_bytes for name, moment in predicted.items()}
+        wrong = {name: excess for name, excess in above.items() if excess > whole.microbatch}
+        for name, excess in wrong.items():
+            less[name] = less.get(name, 0.0) + excess / whole.microbatch
         return max(0, -max(above.values())) if wrong else None
 
     def _poorest(self, candidate: Candidate) -> list[Candidate]:
-        """This and all blocks recomputed whole, and both with other choices for the last block, which is in backward
-        while nothing was freed."""
-        found, names = [self._whole(candidate)], list(candidate.options)
+        """List alternatives with a low peak, each with its whole step.
+
+        These are the candidate, and both the candidate and full recompute of all blocks with `none`
+        and `full` for the last block, which is in backward while nothing is freed.
+        """
+        found = [self._whole(candidate)]
+        names = list(candidate.options)
         if names and self.chain(candidate).offers(Option(FULL)):
             full = dict.fromkeys(names, Option(FULL))
-            ways = [
-                {**whole, names[-1]: Option(kind)}
-                for whole in (full, candidate.options)
+            alternatives = [
+                {**base, names[-1]: Option(kind)}
+                for base in (full, candidate.options)
                 for kind in (NONE, FULL)
             ]
-            found += [self._whole(replace(candidate, options=options)) for options in ways]
+            found += [self._whole(replace(candidate, options=options)) for options in alternatives]
         return found
 
     def _is_fastest(self, candidate: Candidate) -> bool:
+        """Check whether a candidate is as fast as the plain step."""
         chain = self.chain(candidate)
         least = (
             candidate.steps * chain.plain_seconds(candidate.microbatch) + chain.optimizer_seconds
@@ -226,8 +303,10 @@ class WholeSteps:
         return candidate.step_seconds is None or candidate.step_seconds <= least
 
     def _whole(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the peak, time and FLOPs of its whole step."""
         peak, flops = self.peak(candidate)
-        chain, steps = self.chain(candidate), candidate.steps
+        chain = self.chain(candidate)
+        steps = candidate.steps
         seconds = (
             steps * chain.seconds(candidate.microbatch, candidate.options) + chain.optimizer_seconds
         )
@@ -246,11 +325,15 @@ class WholeSteps:
 
 
 def _way(candidate: Candidate) -> tuple[bool, bool]:
+    """Return the key under which corrections of the chain are stored."""
     return candidate.chunked_loss, candidate.steps > 1
 
 
 def order(candidate: Candidate) -> tuple[float, bool, float, int]:
-    """Fastest first; of equal ones the plainer, and what has more room; what does not fit last, by how much."""
+    """Sort key: the fastest first, and candidates that do not fit last.
+
+    Ties are broken by whole before chunked loss, then the lower peak, then the smaller microbatch.
+    """
     if candidate.step_seconds is None:
         return float("inf"), candidate.chunked_loss, candidate.peak_bytes, candidate.microbatch
     return (

@@ -1,4 +1,4 @@
-"""Floor 1: one file per technique, each usable on its own. Imports core at most."""
+"""Memory and training techniques, one module each, usable alone; they import only `core`."""
 
 from ..core.lazy import lazy_names
 

@@ -1,11 +1,15 @@
-"""Cross-entropy in chunks where logits own the peak: of a language model's head and loss, one chunk exists at a time.
+"""Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
 
-    loss = chunked_cross_entropy(hidden, head.weight, targets)    # in code of one's own
-    apply_chunked_loss(model)                                     # without an edit: the head's output stands for logits
+    # Called from your own training code:
+    loss = chunked_cross_entropy(hidden, head.weight, targets)
+    # Or without editing the model; the head then returns a stand-in for the logits:
+    apply_chunked_loss(model)
 
-`F.cross_entropy` of a changed head's output runs in chunks, as the loss of Hugging Face models does; whatever else
-reads the logits gets them whole, and `chunked_loss_report` says what did. Gradients are computed in forward, so no
-product runs again. Proof: `python -m pytest tests/test_chunked_loss.py`.
+`F.cross_entropy` on the stand-in runs in chunks, and so does the loss of Hugging Face models. Any
+other operation that reads the logits computes all of them, and `chunked_loss_report` lists those
+operations. Gradients are computed in the forward, so no matrix product runs twice.
+
+Proof: `python -m pytest tests/test_chunked_loss.py`.
 """
 
 from typing import Any
@@ -28,23 +32,29 @@ __all__ = [
     "remove_chunked_loss",
 ]
 
-CHUNK_TOKENS, USE = "_chunked_loss", "_chunked_loss_use"
+CHUNK_TOKENS = "_chunked_loss"
+USE = "_chunked_loss_use"
 
 
 class ChunkedHead(Derived):
-    """A Linear whose output, in training, is made when somebody reads it. In eval mode, without grad mode and while
-    `torch.compile` traces it, it is the plain Linear."""
+    """A Linear whose training output is computed only when it is read.
+
+    It behaves as the plain Linear in eval mode, without grad mode and while `torch.compile` traces
+    it.
+    """
 
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, hidden: Tensor) -> Any:
         trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        inputs = [given for given in (hidden, self.weight, self.bias) if given is not None]
-        if not trains or not any(given.requires_grad for given in inputs):
+        inputs = [tensor for tensor in (hidden, self.weight, self.bias) if tensor is not None]
+        if not trains or not any(tensor.requires_grad for tensor in inputs):
             return super().forward(hidden)
-        use = self.__dict__[USE] = LossUse()
-        if any(hasattr(given, "full_tensor") for given in inputs):
+
+        use = LossUse()
+        self.__dict__[USE] = use
+        if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
         return stand_in(Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS], use))
@@ -53,11 +63,12 @@ class ChunkedHead(Derived):
 def apply_chunked_loss(
     model: nn.Module, *, head: str | None = None, chunk_tokens: int | None = None
 ) -> list[str]:
-    """Let the loss of a model's head run in chunks, in place, and return the head's name.
+    """Make the loss of a model's head run in chunks, in place, and return the head's name.
 
-    The head is the Linear that a Hugging Face model calls its output embeddings, or else the one widest Linear that is
-    wider than its input; `head` is a glob over module names that names it, or several. Without `chunk_tokens` the
-    float32 logits of a chunk are about 64 MiB. Do this before DDP, `fully_shard` and `torch.compile`.
+    `head` is a glob over module names and may match several heads. Without it the head is the
+    Linear that a Hugging Face model returns as its output embeddings, or else the single widest
+    Linear, if it is wider than its input. Without `chunk_tokens` the float32 logits of a chunk take
+    about 64 MiB. Call this before DDP, `fully_shard` and `torch.compile`.
     """
     check_chunk_tokens(chunk_tokens)
     found = _find_heads(model, head)
@@ -67,7 +78,7 @@ def apply_chunked_loss(
 
 
 def remove_chunked_loss(model: nn.Module) -> list[str]:
-    """Undo `apply_chunked_loss`, and return the names of the heads that were changed."""
+    """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
     names = list(chunked_loss_report(model))
     for name in names:
         restore(model.get_submodule(name), CHUNK_TOKENS, USE)
@@ -75,7 +86,10 @@ def remove_chunked_loss(model: nn.Module) -> list[str]:
 
 
 def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
-    """Of each changed head: the losses since its last forward that ran in chunks, and what asked for all logits."""
+    """Report, per changed head, the chunked losses and the operations that read all logits.
+
+    The counts start anew at each forward of the head in training.
+    """
     return {
         name: module.__dict__[USE]
         for name, module in model.named_modules()
@@ -94,24 +108,26 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
         found = _output_embeddings(model) or _widest(linears)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no output layer: no Linear is wider than all others and than its own input; "
-            "name it with head="
+            f"{type(model).__name__} has no output layer: no Linear is wider than all others "
+            "and than its own input; name it with head="
         )
     for name, module in found.items():
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             kind = f"{name or 'the model'} is a {type(module).__name__}"
             if isinstance(module, Derived):
-                raise ValueError(f"{kind}, changed already; undo that first (remove_chunked_loss)")
+                raise ValueError(
+                    f"{kind}, which is changed already; undo that first (remove_chunked_loss)"
+                )
             raise ValueError(
-                f"{kind} and no plain nn.Linear, so its loss can't run in chunks; leave it whole"
+                f"{kind}, not a plain nn.Linear, so its loss can't run in chunks; leave it out"
             )
     return found
 
 
 def _output_embeddings(model: nn.Module) -> dict[str, nn.Module]:
-    """What a Hugging Face model names."""
-    named = getattr(model, "get_output_embeddings", None)
-    head = named() if callable(named) else None
+    """Find the head that a Hugging Face model returns from `get_output_embeddings`."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
     return {
         name: module
         for name, module in model.named_modules()
@@ -120,7 +136,10 @@ def _output_embeddings(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
-    """Layers inside blocks are as wide as each other, so that they are never the one widest."""
+    """Find the Linear that is wider than all others and than its own input.
+
+    Layers inside blocks repeat with the same width, so none of them is the single widest.
+    """
     most = max((linear.out_features for linear in linears.values()), default=0)
     widest = [name for name, linear in linears.items() if linear.out_features == most]
     return {

@@ -1,10 +1,15 @@
-"""Gradient accumulation that equals the large batch: uneven token counts, short last windows, DDP and FSDP2.
+"""Gradient accumulation that gives the gradients of the large batch.
 
     accumulation = GradientAccumulation(steps=4)
     for window in accumulation.windows(loader, count=num_valid_tokens):
-        result = train_window(model, window, summed_loss, optimizer, clip_norm=1.0, scheduler=scheduler)
+        result = train_window(
+            model, window, summed_loss, optimizer, clip_norm=1.0, scheduler=scheduler
+        )
 
-Losses are sums, divided once by the window's terms on all ranks. Proof: `python -m pytest tests/test_grad_accum.py`.
+This holds for uneven token counts, for a short last window, and under DDP and FSDP2: losses are
+sums, each divided once by the number of terms in the window on all ranks.
+
+Proof: `python -m pytest tests/test_grad_accum.py`.
 """
 
 import contextlib
@@ -24,12 +29,15 @@ Microbatch = TypeVar("Microbatch")
 
 
 class NonFiniteWindow(ArithmeticError):
-    """A loss or a gradient was not finite; the weights and the optimizer are as they were before the window."""
+    """Raised for a loss or gradient that is not finite; weights and optimizer are unchanged."""
 
 
 @dataclass(frozen=True)
 class GradientAccumulation:
-    """`steps` microbatches make one optimizer step. Indices count from 0, within a window or over the whole run."""
+    """Number of microbatches per optimizer step.
+
+    Microbatch indices count from 0, within a window or over the whole run.
+    """
 
     steps: int = 1
 
@@ -40,9 +48,14 @@ class GradientAccumulation:
     def from_config(
         cls, config: Any, key: str = "gradient_accumulation_steps"
     ) -> "GradientAccumulation":
-        """Read the number of steps from a mapping, dataclass, namespace or OmegaConf node; 1 where it is absent."""
+        """Read the number of steps from a mapping or from an object's attribute; 1 if absent.
+
+        Dataclasses, namespaces and OmegaConf nodes work.
+        """
         steps = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-        return cls() if steps is None else cls(steps=_whole_number(key, steps, least=1))
+        if steps is None:
+            return cls()
+        return cls(steps=_whole_number(key, steps, least=1))
 
     @property
     def enabled(self) -> bool:
@@ -55,9 +68,10 @@ class GradientAccumulation:
         return _whole_number("index", index, least=0) % self.steps == self.steps - 1
 
     def train_step_kwargs(self, index: int) -> dict[str, Any]:
-        """What the step of microbatch `index` has to do, in windows that are all full and count alike.
+        """Return what to do at microbatch `index` if all windows are full and equally weighted.
 
-        For uneven microbatches and for the end of the data use `windows`, which knows the real divisor.
+        For uneven microbatches and for the end of the data use `windows`, which computes the real
+        divisor.
         """
         return _step_kwargs(
             first=self.is_first(index), last=self.is_last(index), loss_divisor=float(self.steps)
@@ -70,39 +84,44 @@ class GradientAccumulation:
         count: Callable[[Microbatch], Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Iterator["Window[Microbatch]"]:
-        """Cut the data into windows of `steps` microbatches; what is left at the end is a shorter window.
+        """Group the data into windows of `steps` microbatches; the last window may be shorter.
 
-        `count` gives the terms (valid tokens) of a microbatch whose loss is a sum; without it each microbatch counts
-        as one mean. With ranks, one small all-reduce per window agrees on the divisor, and ranks whose data end apart
-        are told so instead of hanging.
+        `count` returns the number of terms (valid tokens) of a microbatch whose loss is a sum;
+        without it each microbatch counts as one term. With several ranks one small all-reduce per
+        window sums the divisor, and ranks whose data end at different places raise an error
+        instead of hanging.
         """
         source = iter(microbatches)
         for index in itertools.count():
-            held = tuple(itertools.islice(source, self.steps))
+            window = tuple(itertools.islice(source, self.steps))
             terms = [
                 1 if count is None else _whole_number("count(microbatch)", count(mb), least=0)
-                for mb in held
+                for mb in window
             ]
-            total, ranks = _agree(sum(terms), len(held), index=index, group=group)
-            if not held and index == 0:
+            total, num_ranks = _agree(sum(terms), len(window), index=index, group=group)
+
+            if not window and index == 0:
                 raise ValueError("there is no microbatch to train on: the data are empty")
-            if not held:
+            if not window:
                 return
             if total == 0:
                 raise ValueError(
-                    f"window {index}: none of its {len(held)} microbatches has a valid term (count returned 0 for "
-                    "each), so there is nothing to divide by; drop such samples before batching, or use larger windows"
+                    f"window {index}: none of its {len(window)} microbatches has a valid term "
+                    "(count returned 0 for each), so there is nothing to divide by; drop such "
+                    "samples before batching, or use larger windows"
                 )
-            yield Window(held, loss_divisor=total / ranks, num_terms=total, index=index)
+            yield Window(window, loss_divisor=total / num_ranks, num_terms=total, index=index)
 
 
 @dataclass(frozen=True)
 class Window(Generic[Microbatch]):
-    """The microbatches of one optimizer step. `loss_divisor` turns each summed loss into its share of the mean over
-    `num_terms` terms on all ranks; DDP and FSDP2 average over ranks, which is allowed for."""
+    """The microbatches of one optimizer step and the divisor of their losses."""
 
     microbatches: tuple[Microbatch, ...]
+    # Turns each summed loss into its share of the mean over `num_terms`. It accounts for the
+    # average over ranks that DDP and FSDP2 take.
     loss_divisor: float
+    # On all ranks.
     num_terms: int
     index: int = 0
 
@@ -113,7 +132,7 @@ class Window(Generic[Microbatch]):
         return iter(self.microbatches)
 
     def train_step_kwargs(self, index: int) -> dict[str, Any]:
-        """As `GradientAccumulation.train_step_kwargs`, with this window's own length and divisor."""
+        """Return what to do at microbatch `index`, with this window's length and divisor."""
         if not 0 <= _whole_number("index", index, least=0) < len(self):
             raise ValueError(f"index {index} is outside a window of {len(self)} microbatches")
         return _step_kwargs(
@@ -123,11 +142,12 @@ class Window(Generic[Microbatch]):
 
 @dataclass(frozen=True)
 class WindowResult:
-    """The same on every rank. `stepped` is False where a gradient scaler skipped the step."""
+    """Metrics of one optimizer step, identical on every rank."""
 
     loss: float
     grad_norm: float
     num_terms: int
+    # False if a gradient scaler skipped the step.
     stepped: bool
 
 
@@ -141,27 +161,20 @@ def train_window(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> WindowResult:
-    """One optimizer step: zero, accumulate, sync, unscale, clip, step and schedule once, metrics once.
+    """Take one optimizer step: zero, accumulate, sync, unscale, clip, step, schedule, metrics.
 
-    The device is waited for once per window. A non-finite loss or gradient raises `NonFiniteWindow` on every rank
-    before the weights change; with a scaler a non-finite gradient is the scaler's business and skips the step.
+    Everything but the accumulation happens once per window, and so does the wait for the device. A
+    non-finite loss or gradient raises `NonFiniteWindow` on every rank before the weights change.
+    With a scaler a non-finite gradient raises nothing: the scaler skips the step.
     """
     if not (clip_norm is None or clip_norm > 0):
         raise ValueError(f"clip_norm must be above 0, got {clip_norm!r}; None is no clipping")
-    sync, losses = _sync_context(model), []
-    optimizer.zero_grad(set_to_none=True)
-    last = len(window) - 1
-    for index, microbatch in enumerate(window.microbatches):
-        with sync(index == last):
-            value = loss(model, microbatch) / window.loss_divisor
-            if value.dim():
-                raise ValueError(
-                    f"the loss must be one number, the sum over its terms; got shape {tuple(value.shape)}"
-                )
-            (value if scaler is None else scaler.scale(value)).backward()
-        losses.append(value.detach())
+
+    sync = _sync_context(model)
+    losses = _accumulate(model, window, loss, optimizer, sync=sync, scaler=scaler)
     if scaler is not None:
         scaler.unscale_(optimizer)
+
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = get_total_norm(
         [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -170,6 +183,7 @@ def train_window(
     if not (math.isfinite(total) and (scaler is not None or math.isfinite(grad_norm))):
         optimizer.zero_grad(set_to_none=True)
         raise NonFiniteWindow(_describe(window, losses, total, grad_norm))
+
     if clip_norm is not None:
         clip_grads_with_norm_(parameters, clip_norm, norm)
     if scaler is None:
@@ -185,6 +199,33 @@ def train_window(
     return WindowResult(total, grad_norm, window.num_terms, stepped)
 
 
+def _accumulate(
+    model: nn.Module,
+    window: Window[Microbatch],
+    loss: Callable[[nn.Module, Microbatch], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
+    scaler: torch.amp.GradScaler | None,
+) -> list[Tensor]:
+    """Run forward and backward of every microbatch and return the divided, detached losses."""
+    losses = []
+    optimizer.zero_grad(set_to_none=True)
+    last = len(window) - 1
+    for index, microbatch in enumerate(window.microbatches):
+        with sync(index == last):
+            value = loss(model, microbatch) / window.loss_divisor
+            if value.dim():
+                raise ValueError(
+                    "the loss must be one number, the sum over its terms; "
+                    f"got shape {tuple(value.shape)}"
+                )
+            scaled = value if scaler is None else scaler.scale(value)
+            scaled.backward()
+        losses.append(value.detach())
+    return losses
+
+
 def _step_kwargs(*, first: bool, last: bool, loss_divisor: float) -> dict[str, Any]:
     return {
         "zero_grad": first,
@@ -196,7 +237,10 @@ def _step_kwargs(*, first: bool, last: bool, loss_divisor: float) -> dict[str, A
 
 
 def _sync_context(model: nn.Module) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
-    """How this model is told to keep its gradients local: FSDP2's switch, DDP's `no_sync`, or nothing to tell."""
+    """Return a context per microbatch that syncs gradients in the last one only.
+
+    It uses FSDP2's switch or DDP's `no_sync`, and does nothing for a model with neither.
+    """
     local = contextlib.nullcontext()
     if switch := getattr(model, "set_requires_gradient_sync", None):
         return lambda last: contextlib.nullcontext(switch(last))
@@ -204,8 +248,9 @@ def _sync_context(model: nn.Module) -> Callable[[bool], contextlib.AbstractConte
         return lambda last: local if last else no_sync()
     if _num_ranks(None) > 1:
         raise RuntimeError(
-            f"{dist.get_world_size()} ranks are running, but {type(model).__name__} is wrapped in neither "
-            "DistributedDataParallel nor fully_shard: the ranks would part silently. Wrap the whole model"
+            f"{dist.get_world_size()} ranks are running, but {type(model).__name__} is wrapped in "
+            "neither DistributedDataParallel nor fully_shard: the weights of the ranks would "
+            "diverge silently. Wrap the whole model"
         )
     return lambda last: local
 
@@ -217,41 +262,46 @@ def _num_ranks(group: dist.ProcessGroup | None) -> int:
 def _agree(
     terms: int, size: int, *, index: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """All ranks' terms and the number of ranks, after checking that every rank has a window of the same size."""
+    """Sum the terms over ranks and check that every rank has a window of the same size.
+
+    Returns the sum and the number of ranks.
+    """
     ranks = _num_ranks(group)
     if ranks == 1:
         return terms, 1
-    sums = torch.tensor(
-        [terms, size, size**2], device="cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    )
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    sums = torch.tensor([terms, size, size**2], device=device)
     dist.all_reduce(sums, group=group)
     total, sizes, squares = sums.tolist()
     if squares * ranks != sizes * sizes:
         raise ValueError(
-            f"window {index} has {size} microbatches on rank {dist.get_rank(group)} and {sizes} on all {ranks} ranks "
-            "together: give every rank the same number of microbatches (a DistributedSampler pads or drops)"
+            f"window {index} has {size} microbatches on rank {dist.get_rank(group)} and {sizes} "
+            f"on all {ranks} ranks together: give every rank the same number of microbatches "
+            "(a DistributedSampler pads or drops)"
         )
     return total, ranks
 
 
 def _reduce_metrics(losses: list[Tensor], norm: Tensor) -> tuple[float, float]:
-    """The mean loss over all terms and the gradient norm, as numbers that every rank agrees on."""
-    if hasattr(norm, "full_tensor"):  # FSDP2 keeps the norm as a sharded tensor
+    """Return the mean loss over all terms and the gradient norm, equal on every rank."""
+    if hasattr(norm, "full_tensor"):  # FSDP2 holds the norm as a sharded tensor
         norm = norm.full_tensor()
-    values, ranks = torch.stack([*losses, norm]), _num_ranks(None)
+    values = torch.stack([*losses, norm])
+    ranks = _num_ranks(None)
     if ranks > 1:
         values = torch.stack([values[:-1].sum(), values[-1]])
         dist.all_reduce(values)
-    *parts, grad_norm = values.tolist()
-    return sum(parts) / ranks, grad_norm / ranks
+    *loss_values, grad_norm = values.tolist()
+    return sum(loss_values) / ranks, grad_norm / ranks
 
 
 def _describe(window: Window[Any], losses: list[Tensor], total: float, grad_norm: float) -> str:
     bad = ", ".join(str(index) for index, value in enumerate(losses) if not value.isfinite())
     where = f"microbatch {bad} of {len(losses)}" if bad else "no loss of this rank"
     return (
-        f"window {window.index}: loss {total}, gradient norm {grad_norm}; not finite: {where}. The weights were not "
-        "changed. Look at that data, lower the learning rate, or pass count= if a microbatch has no valid term"
+        f"window {window.index}: loss {total}, gradient norm {grad_norm}; not finite: {where}. "
+        "The weights were not changed. Check that data, lower the learning rate, or pass count= "
+        "if a microbatch has no valid term"
     )
 
 

@@ -1,13 +1,15 @@
-"""How gradients and activations flow: per layer their norms, what of them is zero or not finite, and how far the
-weights move, in any training loop.
+"""Per-layer statistics of gradients, activations and weight updates, in any training loop.
 
     with GradFlow(model, optimizer, every=10) as flow:
-        train(model, optimizer)         # as it is
-    print(flow.table())                 # what is wrong comes first
+        train(model, optimizer)         # your loop, unchanged
+    print(flow.table())                 # problems come first
     flow.records[-1].layers["layers.0"].gradient.norm
 
-Each layer is counted once under recompute: a forward that backward runs again is passed over. Training stays the same
-to the bit. Proof: `python -m pytest tests/test_grad_flow.py`.
+The statistics are norms, counts of zeros and of non-finite values, and how far the weights move.
+Under recompute each layer is counted once: the forward that runs again in backward is skipped.
+Training is unchanged to the bit.
+
+Proof: `python -m pytest tests/test_grad_flow.py`.
 """
 
 import contextlib
@@ -34,16 +36,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class GradFlow:
-    """Probes every `every`-th optimizer step of a model, from the first one on, while the context is open.
+    """Probe every `every`-th optimizer step, starting with the first, while the context is open.
 
-    `layers` are globs over module names; without them the blocks, the modules that own parameters, and activations.
-    A step ends where the last of its optimizers has stepped, or, without an optimizer, where `flow.step()` is called.
-    Gradients are read when a backward has ended, so before clipping, and the last backward of a window counts. With a
-    `scaler` they are divided by its scale. With several ranks every rank has to open the context.
+    `layers` are globs over module names; without them these are the blocks, the modules that own
+    parameters, and the activation modules. A step ends when the last of its optimizers has stepped
+    or, without an optimizer, when `flow.step()` is called. Gradients are read when a backward has
+    ended, so before clipping, and the last backward of a window counts. With a `scaler` they are
+    divided by its scale. With several ranks every rank must open the context.
 
-    `recompute="filter"` passes over the forward that backward runs again; `"off"` keeps all activations of a probed
-    step instead. `updates` compares the weights before and after, and needs a copy of them while the optimizer steps.
-    `group` are the ranks that have other parts of the batch, those of DDP or of a one-dimensional FSDP2 by themselves.
+    `recompute="filter"` skips the forward that runs again in backward; `"off"` turns recompute off
+    in probed steps, which then hold all activations. `updates` compares the weights before and
+    after the step, and needs a copy of them during the optimizer step. `group` is the group of
+    ranks that share a batch; for DDP and for one-dimensional FSDP2 it is found automatically.
     """
 
     def __init__(
@@ -61,19 +65,26 @@ class GradFlow:
         first_step: int = 0,
     ) -> None:
         check_arguments(model, every, recompute, first_step, scaler)
-        self.model, self.every, self.recompute, self.updates = model, every, recompute, updates
+        self.model = model
+        self.every = every
+        self.recompute = recompute
+        self.updates = updates
         self.optimizers = optimizers_of(model, optimizer)
         self.records: list[StepFlow] = []
         self.next_step = first_step
         self._inner = inner_of(model)
         self._layers = choose_layers(self._inner, layers, blocks=blocks)
-        self._scaler, self._group = scaler, group
+        self._scaler = scaler
+        self._group = group
         self._is_open = False
-        self._whole, self._probed = contextlib.ExitStack(), contextlib.ExitStack()
+        # Undone when the context closes, and after each probed step.
+        self._whole = contextlib.ExitStack()
+        self._probed = contextlib.ExitStack()
 
     def __enter__(self) -> "GradFlow":
         if self._is_open:
             raise RuntimeError("this GradFlow is open already: make another one")
+
         named = {
             name: value for name, value in self._inner.named_parameters() if value.requires_grad
         }
@@ -85,10 +96,15 @@ class GradFlow:
             after_backward=self._backward_ended,
         )
         self._ranks = self._group or group_of_batch(self.model)
-        compiled, divided = compiled_modules(self.model), any(map(is_divided, named.values()))
-        self._notes = ((COMPILED,) if compiled else ()) + (
-            (ONE_RANK,) if divided and self._ranks is None else ()
-        )
+
+        is_sharded = any(map(is_divided, named.values()))
+        notes = []
+        if compiled_modules(self.model):
+            notes.append(COMPILED)
+        if is_sharded and self._ranks is None:
+            notes.append(ONE_RANK)
+        self._notes = tuple(notes)
+
         self._is_open = True
         for optimizer in self.optimizers:
             for handle in (
@@ -105,14 +121,14 @@ class GradFlow:
         self._whole.close()
 
     def step(self) -> None:
-        """The end of an optimizer step, for a loop whose optimizer this does not know."""
+        """End a step, in a loop whose optimizer was not passed to `GradFlow`."""
         if self.optimizers:
             raise ValueError(
-                "GradFlow was given the optimizer, whose hooks end each step: leave flow.step() out"
+                "GradFlow was given the optimizer, whose hooks end each step: remove flow.step()"
             )
         if not self._is_open:
             raise RuntimeError(
-                "flow.step() outside of `with GradFlow(...)`: open the context first"
+                "flow.step() was called outside of `with GradFlow(...)`: open the context first"
             )
         if self._probing:
             if not self._parameters.were_read():
@@ -122,15 +138,15 @@ class GradFlow:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong, worst first; an empty list where nothing is."""
+        """Problems found in the records, worst first."""
         return find(self.records)
 
     def table(self, *, most: int = 24) -> str:
-        """At most 80 columns: what is wrong, and the last step's layers."""
+        """Render the findings and the layers of the last step in at most 80 columns."""
         return table(self.records, most=most)
 
     def to_json(self) -> dict[str, Any]:
-        """All records, and what is wrong. Infinite figures are the words `inf` and `nan`."""
+        """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
         return {
             "every": self.every,
             "recompute": self.recompute,
@@ -139,10 +155,11 @@ class GradFlow:
         }
 
     def _begin(self) -> None:
-        """Hooks are there in steps that are probed, and in no other."""
+        """Install the hooks if the next step is probed; other steps run without hooks."""
         self._probing = self._is_open and self.next_step % self.every == 0
         if not self._probing:
             return
+
         self._restart()
         with contextlib.ExitStack() as stack:
             if self.recompute == "off":
@@ -171,7 +188,10 @@ class GradFlow:
             self._gradients_go()
 
     def _gradients_go(self) -> None:
-        """A backward's gradients are dropped, and no optimizer has used them: the step was skipped, and is due."""
+        """Record a skipped step when gradients are dropped before an optimizer has used them.
+
+        The step number does not advance, so the same step is probed again.
+        """
         if self._read_at == AFTER_BACKWARD and not self._began:
             self._close(stepped=False)
             self._restart()
@@ -185,7 +205,7 @@ class GradFlow:
         self._read_at = where
 
     def _scale(self) -> Tensor | None:
-        """On the device: asking the scaler for the number would wait for it."""
+        """Return the scale as a device tensor; `get_scale()` would wait for the device."""
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         return self._scaler.scale(torch.ones((), device=next(self.model.parameters()).device))
@@ -194,9 +214,8 @@ class GradFlow:
         if not self._probing:
             return
         self._began.add(id(optimizer))
-        scale = getattr(
-            optimizer, "grad_scale", None
-        )  # a scaler leaves it to a fused optimizer to divide
+        # A scaler leaves the division by the scale to a fused optimizer.
+        scale = getattr(optimizer, "grad_scale", None)
         evaluates = any(callable(value) for value in (*arguments[1:], *keywords.values()))
         if not evaluates and not self._parameters.were_read():
             self._read(AT_THE_STEP, scale)
@@ -207,12 +226,15 @@ class GradFlow:
             if optimizer is self.optimizers[-1]:
                 self._next()
             return
-        if not self._parameters.were_read():  # an optimizer that evaluates the model in its step
+        # True after an optimizer that evaluates the model inside its step.
+        if not self._parameters.were_read():
             self._read(AT_THE_STEP, None)
         self._parameters.after_step(optimizer)
+
         overflowed = getattr(optimizer, "found_inf", None)
         if overflowed is not None:
             self._overflowed.append(overflowed)
+
         self._ended.add(id(optimizer))
         if len(self._ended) == len(self.optimizers):
             self._close(stepped=True)
@@ -233,7 +255,7 @@ class GradFlow:
         self.records.append(record)
 
 
-COMPILED = "compiled code runs no hooks: activations inside of it were not seen"
+COMPILED = "compiled code runs no hooks: activations inside of it were not measured"
 ONE_RANK = (
-    "activations are this rank's alone: pass group= to add up those of the ranks that share a batch"
+    "activations are those of this rank only: pass group= to add up the ranks that share a batch"
 )

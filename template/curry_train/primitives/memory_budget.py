@@ -1,10 +1,13 @@
-"""Compile blocks with a bound on the bytes that they save for backward; the compiler chooses what it computes again.
+"""Compile blocks with a memory budget: the compiler chooses which activations to recompute.
 
-    memory_budget(model, 0.5)                            # of the bytes that compiled code saves
-    memory_budget(model, 0.5, batch=batch, loss=loss)    # compile now, on this batch, and check the gradients
+    memory_budget(model, 0.5)    # save half of the bytes that compiled code saves by default
+    # Compile now, on this batch, and check the gradients:
+    memory_budget(model, 0.5, batch=batch, loss=loss)
 
-Names, state dict, copies and pickles are those of the bare model. The blocks run compiled in training with gradients,
-and as they were in eval mode and without grad mode. Proof: `python -m pytest tests/test_memory_budget.py`.
+Names, state dict, copies and pickles are those of the original model. The blocks run compiled in
+training with gradients, and uncompiled in eval mode and without grad mode.
+
+Proof: `python -m pytest tests/test_memory_budget.py`.
 """
 
 import contextlib
@@ -30,27 +33,30 @@ from ..core.untouched import seeded, untouched
 __all__ = ["BudgetUnsafe", "Budgeted", "CompileFailed", "memory_budget", "remove_memory_budget"]
 
 BUDGET = "_budget"
-AT_MOST = 0.05  # rounding of half precision stays below; another random number leaves a generator elsewhere as well
+# Rounding in half precision stays below this. A different random number also shows as a generator
+# in a different state.
+AT_MOST = 0.05
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How a block is compiled; an attribute of the block, and copied with it. Blocks of one kind share their code."""
+    """How a block is compiled; stored on the block, and copied with it."""
 
     share: float
     backend: str
+    # Blocks of the same kind share their compiled code.
     kind: str
 
 
 class Budgeted(Derived):
-    """A block that in training runs compiled with its budget, also inside a model that is compiled around it."""
+    """A block that runs compiled with its budget in training, also inside a compiled model."""
 
     runs_compiled_code = True
 
     @property
     def runs_compiled(self) -> bool:
-        """Whether a forward right now would run compiled."""
+        """Whether a forward would run compiled now."""
         return bool(self.training and torch.is_grad_enabled())
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -63,7 +69,7 @@ class Budgeted(Derived):
 
 
 def _bare_forward(block: nn.Module) -> Callable[..., Any]:
-    """The forward of the class that the block had."""
+    """Return the forward of the block's original class."""
     forward: Any = super(Budgeted, block).forward  # type: ignore[misc]
     return forward.__func__
 
@@ -84,11 +90,14 @@ def memory_budget(
 ) -> list[str]:
     """Compile the blocks of a model with a memory budget, in place, and return their names.
 
-    `budget` is a share of the bytes that a compiled block saves without it, between 0.0 (the block's inputs) and 1.0;
-    what is saved falls with it in steps. Random numbers are drawn once, whatever it is. `blocks` is a glob over module
-    names, or several; without it the blocks are those that the model repeats. Do this before DDP and `fully_shard`.
-    With `batch` and `loss` a step compiles the blocks now, drops gradients, and where the blocks draw random numbers is
-    held against the same code at 1.0: `BudgetUnsafe` if they differ.
+    `budget` is a share of the bytes that a compiled block saves by default, between 0.0 (only the
+    block's inputs) and 1.0; the saved bytes fall with it in steps. Random numbers are drawn once at
+    every budget. `blocks` is a glob over module names, or several; without it these are the blocks
+    that the model repeats. Call this before DDP and `fully_shard`.
+
+    With `batch` and `loss` one step compiles the blocks now and drops its gradients. If the blocks
+    draw random numbers, that step is compared with the same code at budget 1.0, and a difference
+    raises `BudgetUnsafe`.
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ValueError(
@@ -96,16 +105,18 @@ def memory_budget(
         )
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend must be one of {', '.join(BACKENDS)}, which know budgets; got {backend!r}"
+            f"backend must be one of {', '.join(BACKENDS)}, which support budgets; got {backend!r}"
         )
     if (batch is None) != (loss is None):
         raise ValueError("give batch and loss both, to compile and check now, or neither")
+
     found = find_blocks(model, blocks)
     with contextlib.ExitStack() as undo:
         for name, block in found.items():
             if not isinstance(type(block).forward, types.FunctionType):
                 raise ValueError(
-                    f"{name} is a {type(block).__name__}, which torch.compile can't trace: leave it out"
+                    f"{name} is a {type(block).__name__}, which torch.compile can't trace: "
+                    "leave it out"
                 )
             become(Budgeted, block, **{BUDGET: Budget(float(budget), backend, _kind(block))})
             undo.callback(restore, block, BUDGET)
@@ -116,7 +127,7 @@ def memory_budget(
 
 
 def remove_memory_budget(model: nn.Module) -> list[str]:
-    """Undo `memory_budget`, and return the names of the blocks that were compiled."""
+    """Undo `memory_budget` and return the names of the blocks that were compiled."""
     names = [name for name, module in model.named_modules() if isinstance(module, Budgeted)]
     for name in names:
         restore(model.get_submodule(name), BUDGET)
@@ -124,24 +135,27 @@ def remove_memory_budget(model: nn.Module) -> list[str]:
 
 
 def _kind(block: nn.Module) -> str:
-    """A name for the class and the shapes of what it holds: other shapes are other code."""
-    held = [*block.named_parameters(), *block.named_buffers()]
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in held]
+    """Name a block by its class, tensor shapes and dtypes, which decide its compiled code."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     return f"{type(block).__name__}_{hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"
 
 
 def _check(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> None:
-    """Compile by a step, and where the blocks draw hold it against one without a budget."""
+    """Compile by running one step, and check it if the blocks draw random numbers."""
     bounded = _recorded(model, batch, loss)
     for block in blocks:
         code = _compiled(_bare_forward(block), block.__dict__[BUDGET])
         if not code.num_graphs:
             raise CompileFailed(
-                f"{code.name} became no compiled graph: is it in the forward, in training mode?"
+                f"{code.name} produced no compiled graph: check that the forward runs it in "
+                "training mode"
             )
+
     drawn = _drawn(model, blocks, batch, loss)
     if not drawn:
         return
+
     before = {block: block.__dict__[BUDGET] for block in blocks}
     try:
         for block, budget in before.items():
@@ -151,10 +165,11 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss
         for block, budget in before.items():
             block.__dict__[BUDGET] = budget
     if not found.holds:
+        share = next(iter(before.values())).share
         raise BudgetUnsafe(
-            f"with budget {next(iter(before.values())).share:g} a step is not that of the same code at 1.0: "
-            f"{found.describe()}; the blocks draw random numbers ({', '.join(sorted(drawn))}): take those out of the "
-            "blocks, or use recompute_blocks"
+            f"with budget {share:g} a step differs from the same code at 1.0: {found.describe()}; "
+            f"the blocks draw random numbers ({', '.join(sorted(drawn))}): "
+            "take those out of the blocks, or use recompute_blocks"
         )
 
 
@@ -164,34 +179,35 @@ def _recorded(model: nn.Module, batch: Any, loss: Loss) -> StepRecord:
 
 
 class _Draws(TorchDispatchMode):
-    """Notes the operations that draw random numbers; compiled code runs uncompiled while it looks."""
+    """Record operations that draw random numbers; under it compiled code runs uncompiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.names = 0, set[str]()
+        self.depth = 0
+        self.names = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.inside and draws(func, args, kwargs or {}):
+        if self.depth and draws(func, args, kwargs or {}):
             self.names.add(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def _drawn(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> set[str]:
-    """The operations in the blocks that draw random numbers on this batch."""
-    seen = _Draws()
+    """List the operations in the blocks that draw random numbers on this batch."""
+    draws_mode = _Draws()
 
     def enter(*_: Any) -> None:
-        seen.inside += 1
+        draws_mode.depth += 1
 
     def leave(*_: Any) -> None:
-        seen.inside -= 1
+        draws_mode.depth -= 1
 
     handles = [block.register_forward_pre_hook(enter) for block in blocks]
     handles += [block.register_forward_hook(leave) for block in blocks]
     try:
-        with untouched(model), seen:
+        with untouched(model), draws_mode:
             loss(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    return seen.names
+    return draws_mode.names

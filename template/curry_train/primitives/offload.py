@@ -1,11 +1,14 @@
-"""Move what blocks hold for backward to CPU memory, and bring it back when backward comes.
+"""Offload activations of blocks to CPU memory and copy them back during backward.
 
-    offload_blocks(model)                              # all blocks but the last
-    offload_blocks(model, batch=batch, loss=loss)      # the host memory is counted and reserved before the first step
+    offload_blocks(model)    # all blocks but the last
+    # Count and reserve the host memory before the first step:
+    offload_blocks(model, batch=batch, loss=loss)
     print(offload_report(model).table())
 
-Each storage is moved once, whatever views of it are saved; parameters, buffers and small tensors stay. Proof:
-`python -m pytest tests/test_offload.py`.
+Each storage is moved once, however many views of it are saved. Parameters, buffers and small
+tensors stay on the device.
+
+Proof: `python -m pytest tests/test_offload.py`.
 """
 
 import functools
@@ -40,21 +43,25 @@ __all__ = [
 OFFLOADER = "_offloader"
 PLAIN = (Tensor, nn.Parameter)
 VALUE = operator.methodcaller("value")
-PARAMETER, WEIGHT_CAST, DUPLICATE, SMALL = (
-    "parameter or buffer",
-    "cast of a parameter",
-    "duplicate",
-    "too small",
-)
-SLICE, ALIAS, OTHER = "slice of data", "alias of what moved", "no plain tensor of the device"
+# Reasons for leaving a tensor on the device.
+PARAMETER = "parameter or buffer"
+WEIGHT_CAST = "cast of a parameter"
+DUPLICATE = "duplicate"
+SMALL = "too small"
+SLICE = "slice of data"
+ALIAS = "alias of what moved"
+OTHER = "no plain tensor of the device"
 
 
 class NothingToMove(ValueError):
-    """The blocks hold nothing that offload could move."""
+    """Raised when the blocks save nothing that offload could move."""
 
 
 class Offloaded(Derived):
-    """A block whose saved tensors are on the host until backward; the bare one in eval, no grad and compiled code."""
+    """A block whose saved tensors are on the host until backward.
+
+    In eval mode, without grad mode and in compiled code it behaves as the original block.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
@@ -64,7 +71,7 @@ class Offloaded(Derived):
 
 
 class Surroundings:
-    """What one call of a block finds there, and leaves where it is."""
+    """The tensors that one call of a block must leave on the device."""
 
     def __init__(self, step: Step, block: nn.Module, inputs: Any) -> None:
         self.owned = step.owned | _addresses(block)
@@ -75,19 +82,18 @@ class Surroundings:
             if type(leaf) is Tensor and leaf.layout is torch.strided
         ]
         data = {_address(leaf): leaf for leaf in leaves if not leaf.requires_grad}
-        # A part of something that the caller holds, such as a data set on the device, frees nothing.
+        # Moving a slice of a tensor that the caller holds, such as a data set on the device, frees
+        # nothing.
         self.slices = {address for address, leaf in data.items() if 2 * leaf.nbytes < _size(leaf)}
 
     def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
-        """None for a tensor that moves, if its storage has not moved already."""
+        """Return the reason to leave a tensor on the device, or None to move its storage."""
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
             return OTHER
         if isinstance(base, nn.Parameter) or _address(tensor) in self.owned:
             return PARAMETER
-        if self.device not in (
-            None,
-            tensor.device.type,
-        ):  # such as the seed of a kernel, which is on the host
+        # Such as the seed of a kernel, which is on the host.
+        if self.device not in (None, tensor.device.type):
             return OTHER
         if tensor.is_conj() or tensor.is_neg() or _size(tensor) % tensor.itemsize:
             return OTHER
@@ -99,7 +105,7 @@ class Surroundings:
 
 
 class Offloader:
-    """What the offloaded blocks of a model share."""
+    """State shared by the offloaded blocks of a model."""
 
     def __init__(self, model: nn.Module | None, min_bytes: int) -> None:
         self.min_bytes = min_bytes
@@ -117,9 +123,8 @@ class Offloader:
         Offloader.__init__(self, *state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
-        return Offloader(
-            memo.get(id(self.model())), self.min_bytes
-        )  # the model's own copy, if it is what is copied
+        # The copy of the model, if the whole model is being copied.
+        return Offloader(memo.get(id(self.model())), self.min_bytes)
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self.lanes:
@@ -131,15 +136,17 @@ class Offloader:
             step = self.step()
             if step is None or step.unpacked:
                 model = self.model()
-                # Without the block's own: FSDP2 frees them after its forward, and their addresses are used again.
+                # Leave out the block's own tensors: FSDP2 frees them after the block's forward, and
+                # their addresses are reused.
                 step = Step(frozenset() if model is None else _addresses(model) - _addresses(block))
-                self.step, self.report = weakref.ref(step), step.report
+                self.step = weakref.ref(step)
+                self.report = step.report
         return saved_tensors_hooks(
             functools.partial(self.pack, step, Surroundings(step, block, inputs)), VALUE
         )
 
     def pack(self, step: Step, around: "Surroundings", tensor: Tensor) -> Saved | Stays:
-        """What autograd holds in place of a tensor."""
+        """Return the object that autograd holds in place of a tensor."""
         base = tensor if tensor._base is None else tensor._base
         reason = around.why_it_stays(tensor, base, self.min_bytes)
         with self.lock:
@@ -153,6 +160,7 @@ class Offloader:
             step.report.skip(tensor, reason)
             if moved is not None and reason == DUPLICATE:
                 return step.save(moved, tensor)
+
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
         return Stays(tensor, step) if weight is None else CastAgain(tensor, weight, step)
 
@@ -165,21 +173,24 @@ class Offloader:
     def reserve(
         self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
     ) -> None:
-        """Count what one forward would move, without keeping any of it, and have the host memory for it."""
+        """Count the bytes that one forward would move, and reserve the host memory for them."""
         self.counted = []
         try:
             with untouched(model):
                 loss(model, batch)
             sizes = self.counted
         finally:
-            self.counted, self.step, self.report = None, lambda: None, OffloadReport()
+            self.counted = None
+            self.step = lambda: None
+            self.report = OffloadReport()
+
         if not sizes:
             raise NothingToMove(
-                f"the blocks save nothing of {self.min_bytes:,} bytes or more that could move: use a larger batch, "
-                "lower min_bytes, name other blocks, or leave offload out"
+                f"the blocks save nothing of {self.min_bytes:,} bytes or more that could move: use "
+                "a larger batch, lower min_bytes, name other blocks, or leave offload out"
             )
         for device in {device for device, _ in sizes}:
-            self.lane(device).pool.reserve(nbytes for on, nbytes in sizes if on == device)
+            self.lane(device).pool.reserve(nbytes for source, nbytes in sizes if source == device)
 
 
 def offload_blocks(
@@ -191,24 +202,23 @@ def offload_blocks(
     batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> list[str]:
-    """Have the blocks of a model, but the last ones, keep what they hold for backward on the host, in place; return
-    their names.
+    """Offload the blocks of a model, in place, and return the names of the offloaded ones.
 
-    Backward begins with the last `keep_last` blocks, so they would be back at once. With `batch` and `loss` one forward
-    counts the bytes, and `HostMemoryShort` is raised here and not in a step. Before DDP, `fully_shard` and
+    The last `keep_last` blocks are not offloaded: backward starts with them, so their tensors would
+    be copied back at once. With `batch` and `loss` one forward counts the bytes, so that
+    `HostMemoryShort` is raised here and not during a step. Call this before DDP, `fully_shard` and
     `torch.compile`.
     """
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
     if batch is not None and loss is None:
-        raise ValueError(
-            "batch is given and loss is not: to count the bytes of a step both are needed"
-        )
+        raise ValueError("batch is given and loss is not: counting the bytes of a step needs both")
     if any(isinstance(module, Offloaded) for module in model.modules()):
         raise ValueError(
             "blocks of this model are offloaded already: call remove_offload(model) first"
         )
+
     found = find_blocks(model, blocks)
     names = list(found)[: len(found) - keep_last]
     if not names:
@@ -219,6 +229,7 @@ def offload_blocks(
         raise ValueError(
             "the blocks are in eval mode, where nothing is moved: call model.train() first"
         )
+
     offloader = Offloader(model, min_bytes)
     for name in names:
         become(Offloaded, found[name], **{OFFLOADER: offloader})
@@ -232,7 +243,7 @@ def offload_blocks(
 
 
 def remove_offload(model: nn.Module) -> list[str]:
-    """Undo `offload_blocks`, free the host memory, and return the names of the blocks that were offloaded."""
+    """Undo `offload_blocks`, free the host memory, and return the offloaded blocks' names."""
     names = [name for name, module in model.named_modules() if isinstance(module, Offloaded)]
     for name in names:
         module = model.get_submodule(name)
@@ -244,7 +255,7 @@ def remove_offload(model: nn.Module) -> list[str]:
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
-    """What the last step of a model with offloaded blocks moved, up to now."""
+    """Report what the last step of a model with offloaded blocks has moved so far."""
     for module in model.modules():
         if isinstance(module, Offloaded):
             offloader: Offloader = module.__dict__[OFFLOADER]
@@ -256,7 +267,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
 
 
 def _addresses(module: nn.Module) -> frozenset[int]:
-    """Where the parameters and buffers of a module are."""
+    """Return the storage addresses of a module's parameters and buffers."""
     tensors = [*module.parameters(), *module.buffers()]
     return frozenset(_address(tensor) for tensor in tensors if type(tensor) in PLAIN)
 
@@ -275,7 +286,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _weight_of_cast(base: Tensor) -> Tensor | None:
-    """The parameter that a tensor is a copy of in another precision."""
+    """Return the parameter that a tensor is a cast of, if any."""
     node = base.grad_fn
     if node is None or node.name() != CAST or base._version:
         return None

@@ -3,8 +3,10 @@
     model.layers[3] = Recompute(model.layers[3])    # one block
     recompute_blocks(model)                         # every block that the model repeats, in place
 
-A recomputing block is the same module under a subclass: parameter names, state dict, hooks, attributes, copies and
-pickles are the bare block's. Proof: `python -m pytest tests/test_recompute.py`.
+A recomputing block is the same module under a subclass: its parameter names, state dict, hooks,
+attributes, copies and pickles are those of the original block.
+
+Proof: `python -m pytest tests/test_recompute.py`.
 """
 
 from collections.abc import Sequence
@@ -21,22 +23,22 @@ OPTIONS = "_recompute"
 
 
 class Recompute(Derived):
-    """`Recompute(block)` trains as `block` does and keeps only the block's inputs for backward.
+    """A block that trains the same and keeps only its inputs for backward.
 
-    Nothing is recomputed in eval mode, without grad mode, or while `enabled` is False. Further keywords are
-    `use_reentrant`, `preserve_rng_state` and `determinism_check` of `torch.utils.checkpoint.checkpoint`. Statistics of
-    BatchNorm are updated once.
+    Nothing is recomputed in eval mode, without grad mode, or while `enabled` is False. The other
+    keywords are `use_reentrant`, `preserve_rng_state` and `determinism_check` of
+    `torch.utils.checkpoint.checkpoint`. BatchNorm statistics are updated once.
     """
 
     def __new__(cls, module: nn.Module, enabled: bool = True, **options: Any) -> Any:
         return derive(cls, module, **{OPTIONS: Options(enabled=enabled, **options)})
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """The module that `__new__` took over is initialised already."""
+        """Do nothing: the module passed to `__new__` is initialised already."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether a forward right now would be recomputed in backward."""
+        """Whether backward would recompute a forward that runs now."""
         return bool(self.__dict__[OPTIONS].enabled and self.training and torch.is_grad_enabled())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +50,7 @@ class Recompute(Derived):
 
 
 class CheckpointWrapper(Recompute):
-    """`Recompute` under the name and with the arguments that torch's own wrapper has."""
+    """`Recompute` with the name and the arguments of torch's own wrapper."""
 
     def __new__(
         cls, module: nn.Module, use_reentrant: bool = False, preserve_rng_state: bool = True
@@ -62,8 +64,9 @@ def recompute_blocks(
 ) -> list[str]:
     """Make the blocks of a model recompute, in place, and return their names.
 
-    `blocks` is a glob over module names, or several; without it the blocks are those that the model repeats. Options
-    are those of `Recompute`. Do this before DDP, `fully_shard` and `torch.compile`.
+    `blocks` is a glob over module names, or several; without it these are the blocks that the model
+    repeats. The options are those of `Recompute`. Call this before DDP, `fully_shard` and
+    `torch.compile`.
     """
     found = find_blocks(model, blocks)
     for block in found.values():
@@ -72,7 +75,7 @@ def recompute_blocks(
 
 
 def remove_recompute(model: nn.Module) -> list[str]:
-    """Undo `recompute_blocks`, and return the names of the modules that were recomputing."""
+    """Undo `recompute_blocks` and return the names of the modules that were recomputing."""
     names = [name for name, module in model.named_modules() if isinstance(module, Recompute)]
     for name in names:
         restore(model.get_submodule(name), OPTIONS)

@@ -1,10 +1,14 @@
-"""Keep matrix products and attention, compute norms, activations and their products again: without a dispatch mode.
+"""Regions: recompute norms and elementwise operations, without a dispatch mode.
 
     apply_regions(model)
-    print(report_regions(model, batch, loss).table())    # what is kept, and what an edit of the source could free
+    # The bytes held, and edits of the source that would free more:
+    print(report_regions(model, batch, loss).table())
 
-Nothing that multiplies matrices runs twice, and no code of the model's own does: a tensor whose making is cheap is made
-again from what autograd has kept of its making. Proof: `python -m pytest tests/test_regions.py`.
+The outputs of matrix products and attention stay saved. No matrix product and none of the model's
+own code runs twice: a tensor that is cheap to compute is computed again in backward from the
+tensors that autograd saved for it.
+
+Proof: `python -m pytest tests/test_regions.py`.
 """
 
 import re
@@ -22,12 +26,16 @@ from ..core.recipes import Keeper, can_be_made
 from ..core.replay import Replay
 from ..core.untouched import generator_states, untouched
 
-KEEPER, NAMED = "_regions", "_regions_name"
+KEEPER = "_regions"
+NAMED = "_regions_name"
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class Regions(Derived):
-    """A block whose cheap tensors are made again in backward; in eval mode and without grad mode the bare block."""
+    """A block whose cheap tensors are recomputed in backward.
+
+    In eval mode and without grad mode it behaves as the original block.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
@@ -37,7 +45,7 @@ class Regions(Derived):
 
 
 class Replayed(Derived):
-    """A norm, or a module that was named, inside of such a block: it is run once more in backward."""
+    """A norm or a named module inside a `Regions` block; it runs once more in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
@@ -47,24 +55,27 @@ class Replayed(Derived):
         output = Replay(super().forward, args, kwargs).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(
-                f"{name} draws random numbers, and would draw others the second time: leave it out of also"
+                f"{name} draws random numbers, and would draw different ones the second time: "
+                "leave it out of also"
             )
         return output
 
 
 def _active(module: nn.Module) -> bool:
-    """The compiler computes cheap operations again by its own choice, so there is nothing to add."""
+    """Whether regions apply now; not in compiled code, where the compiler recomputes by itself."""
     return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def apply_regions(
     model: nn.Module, *, blocks: str | Sequence[str] | None = None, also: Sequence[str] = ()
 ) -> list[str]:
-    """Make the blocks of a model keep products and attention, and the rest as far as it can't be made again; in place.
+    """Recompute the cheap tensors of a model's blocks, in place, and return the blocks' names.
 
-    Norms inside the blocks are run once more, and modules that `also` names by globs, such as an activation of your
-    own: they must draw no random numbers, remember nothing, and be cheap. Returns the blocks' names. Before DDP,
-    `fully_shard` and `torch.compile`; compiled code does this by itself.
+    The outputs of matrix products and attention stay saved, and so does any tensor that can't be
+    recomputed. Norms inside the blocks run once more in backward, and so do the modules that the
+    globs in `also` match, such as an activation of your own. Those must be cheap, draw no random
+    numbers and hold no state. Call this before DDP, `fully_shard` and `torch.compile`;
+    compiled code does this by itself.
     """
     found = find_blocks(model, blocks)
     inside = {
@@ -74,18 +85,19 @@ def apply_regions(
         if path
     }
     named = match_inside(found, also, option="also")
+
     for block in found.values():
         become(Regions, block, **{KEEPER: Keeper()})
     for name, module in inside.items():
-        if (name in named or _is_norm(module)) and not isinstance(
-            module, Replayed
-        ):  # a shared one has several names
+        # A shared module has several names and is changed at the first.
+        is_changed = isinstance(module, Replayed)
+        if (name in named or _is_norm(module)) and not is_changed:
             become(Replayed, module, **{NAMED: name if name in named else None})
     return list(found)
 
 
 def remove_regions(model: nn.Module) -> list[str]:
-    """Undo `apply_regions`, and return the names of the blocks that had been changed."""
+    """Undo `apply_regions` and return the names of the blocks that were changed."""
     names = [name for name, module in model.named_modules() if isinstance(module, Regions)]
     for module in list(model.modules()):
         if isinstance(module, Regions | Replayed):
@@ -94,62 +106,73 @@ def remove_regions(model: nn.Module) -> list[str]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A norm without statistics of its own, by class or, like those of Hugging Face models, by name."""
-    named = type(module).__name__.endswith("Norm") and not any(True for _ in module.children())
-    bare = not any(True for _ in module.buffers()) and all(
-        weight.dim() <= 1 for weight in module.parameters()
-    )
-    return isinstance(module, NORMS) or (named and bare)
+    """Whether a module is a norm without running statistics.
+
+    Norms of torch are recognised by class, others (those of Hugging Face models) by name.
+    """
+    if isinstance(module, NORMS):
+        return True
+    has_children = any(True for _ in module.children())
+    has_buffers = any(True for _ in module.buffers())
+    has_norm_name = type(module).__name__.endswith("Norm")
+    has_vectors_only = all(weight.dim() <= 1 for weight in module.parameters())
+    return has_norm_name and has_vectors_only and not has_children and not has_buffers
 
 
 @dataclass(frozen=True)
 class Unreached:
-    """A tensor that is kept though what it was made of is kept as well: where, by which operation, and the edit."""
+    """A saved tensor that could be recomputed from other saved tensors, and the edit to do so."""
 
+    # The module that ran when the tensor was saved.
     module: str
+    # The autograd node that computed it.
     made_by: str
     nbytes: int
+    # The change of the source that would free it.
     edit: str
 
 
 @dataclass(frozen=True)
 class RegionReport:
-    """`kept_bytes` of the blocks after forward, parameters aside, and what of it an edit of the source would free."""
+    """Bytes held by blocks with regions, and how many an edit of the source would free."""
 
+    # After the forward, without parameters.
     kept_bytes: int
     unreached: tuple[Unreached, ...]
 
     def table(self) -> str:
-        """A line for each kind of tensor, the same in all blocks together; readable at 80 columns."""
+        """Render one entry per kind of tensor, summed over the blocks, in 80 columns."""
         free = sum(row.nbytes for row in self.unreached)
         lines = [
-            f"kept in the blocks: {self.kept_bytes / 2**20:,.2f} MiB, of it {free / 2**20:,.2f} not reached"
+            f"held in the blocks: {self.kept_bytes / 2**20:,.2f} MiB, "
+            f"of which {free / 2**20:,.2f} not reached"
         ]
         groups: dict[tuple[str, str, str], int] = {}
         for row in self.unreached:
             key = re.sub(r"\d+", "*", row.module), row.made_by, row.edit
             groups[key] = groups.get(key, 0) + row.nbytes
         for (module, made_by, edit), nbytes in sorted(groups.items(), key=lambda group: -group[1]):
-            lines += [f"  {nbytes / 2**20:,.2f} MiB in {module}, made by {made_by}", f"    {edit}"]
+            lines.append(f"  {nbytes / 2**20:,.2f} MiB in {module}, computed by {made_by}")
+            lines.append(f"    {edit}")
         return "\n".join(lines)
 
 
 def report_regions(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
 ) -> RegionReport:
-    """What the blocks of a model with regions keep, found in one forward, and what they could not reach."""
+    """Run one forward and report the bytes that the blocks hold and those not reached."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, Regions)}
     if not blocks:
         raise ValueError("no block of this model has regions: call apply_regions(model) first")
+
     owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     running = RunningLayers(model, {name: module for name, module in model.named_modules() if name})
-    kept: dict[
-        int, tuple[str, Tensor]
-    ] = {}  # alive, so that no other storage takes the place of one
+    # Holds the tensors alive, so that no new storage gets the address of a freed one.
+    saved: dict[int, tuple[str, Tensor]] = {}
 
     def note(tensor: Tensor, base: Tensor) -> None:
         if _storage(tensor) not in owned:
-            kept.setdefault(_storage(tensor), (running.current, base))
+            saved.setdefault(_storage(tensor), (running.current, base))
 
     keepers = [block.__dict__[KEEPER] for block in blocks.values()]
     with untouched(model), running:
@@ -160,14 +183,14 @@ def report_regions(
         finally:
             for keeper in keepers:
                 keeper.note = None
-        makers = {base.grad_fn for _, base in kept.values() if base.grad_fn is not None}
+        makers = {base.grad_fn for _, base in saved.values() if base.grad_fn is not None}
         rows = tuple(
             _unreached(model, where, base)
-            for where, base in kept.values()
+            for where, base in saved.values()
             if base.grad_fn is not None and can_be_made(base.grad_fn, makers - {base.grad_fn})
         )
         del value  # the graph was needed until here
-    return RegionReport(sum(base.untyped_storage().nbytes() for _, base in kept.values()), rows)
+    return RegionReport(sum(base.untyped_storage().nbytes() for _, base in saved.values()), rows)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -175,31 +198,31 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _unreached(model: nn.Module, where: str, base: Tensor) -> Unreached:
-    """The edit that would reach a tensor which was saved while the module `where` ran."""
+    """Choose the edit that would free a tensor saved while the module `where` ran."""
     node: Any = base.grad_fn
     module = model.get_submodule(where)
-    if theirs := _of_torch(module, model.get_submodule(where.rpartition(".")[0])):
-        edit = f"{theirs} of torch computes it: replace that module"
-    elif any(
-        weight.dim() > 1 for weight in module.parameters(recurse=False)
-    ):  # its own input; who made it is outside
+    has_matrix = any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+    if torch_class := _of_torch(module, model.get_submodule(where.rpartition(".")[0])):
+        edit = f"torch's {torch_class} computes it: replace that module"
+    elif has_matrix:  # the tensor is the module's input, computed outside of it
         where, _, name = where.rpartition(".")
-        edit = f"make the input of {name} in a module of its own, and name that with also=[...]"
+        edit = f"compute the input of {name} in its own module, and name that with also=[...]"
     elif any(True for _ in module.children()):
-        edit = "put the expression into a module of its own, and name that with also=[...]"
+        edit = "move the expression into its own module, and name that with also=[...]"
     else:
-        edit = f'also=["*.{where.rpartition(".")[2]}"] if it is cheap, draws nothing and remembers nothing'
+        edit = (
+            f'also=["*.{where.rpartition(".")[2]}"] if it is cheap, draws no random numbers '
+            "and holds no state"
+        )
     return Unreached(where, node.name(), base.untyped_storage().nbytes(), edit)
 
 
 def _of_torch(*modules: nn.Module) -> str | None:
-    """The first that has code of torch's own around modules of its own, by its class; containers have none."""
-    kinds = [class_as_written(module) for module in modules if any(True for _ in module.children())]
-    return next(
-        (
-            kind.__name__
-            for kind in kinds
-            if kind.__module__.startswith("torch.") and kind not in CONTAINERS
-        ),
-        None,
-    )
+    """Name the first module class of torch with children, other than containers, if any."""
+    for module in modules:
+        if not list(module.children()):
+            continue
+        kind = class_as_written(module)
+        if kind.__module__.startswith("torch.") and kind not in CONTAINERS:
+            return kind.__name__
+    return None

@@ -1,11 +1,14 @@
-"""Selective recompute by operation: in each block some operations keep their outputs, the others are computed again.
+"""Selective activation checkpointing (SAC): a policy chooses which operations to recompute.
 
-    apply_sac(model)                                   # matrix products, attention, convolutions are kept
+    apply_sac(model)    # saves the outputs of matrix products, attention and convolutions
     apply_sac(model, "every_second_matmul")
     apply_sac(model, ["aten.mm", "aten.addmm"], blocks="layers.*")
 
-Calls that draw random numbers are always computed again, from the generator's state of the first time; torch lets a
-kept one shift all that are drawn after it. Proof: `python -m pytest tests/test_sac.py`.
+Operations that draw random numbers are always recomputed, from the generator state of their first
+run. In torch's own implementation a saved random operation shifts all random numbers drawn after
+it.
+
+Proof: `python -m pytest tests/test_sac.py`.
 """
 
 import functools
@@ -36,18 +39,22 @@ __all__ = [
     "remove_sac",
 ]
 
-OPTIONS, CONTEXTS = "_sac", "_sac_contexts"
+OPTIONS = "_sac"
+CONTEXTS = "_sac_contexts"
 CAST = torch.ops.aten._to_copy.default
-MANY = (
-    1 / 3
-)  # of the outputs of cheap operations; a few, such as those of a router, may have a reason
+# A policy may save this share of the outputs of cheap operations: for a few, such as those of a
+# router, there may be a reason.
+MANY = 1 / 3
 KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 @dataclass
 class _Run:
-    """One forward of one block. What is decided in it holds when the block is computed again: torch before 2.13 asks a
-    second time, and a policy that counts would answer otherwise."""
+    """One forward of one block and the decisions of its policy.
+
+    The recompute repeats the decisions of the first run. Torch before 2.13 calls the policy a
+    second time, where a policy that counts its calls would decide differently.
+    """
 
     policy: Policy
     block: str
@@ -60,7 +67,8 @@ class _Run:
         first, second = create_selective_checkpoint_contexts(self.decide)
         kinds: list[Any] = [type(first), type(second)]
         first.__class__, second.__class__ = map(_told, kinds)
-        first.at_exit, second.at_entry = self.check, self.replay
+        first.at_exit = self.check
+        second.at_entry = self.replay
         return first, second
 
     def decide(self, context: Any, operation: Operation, *args: Any, **kwargs: Any) -> bool:
@@ -76,83 +84,87 @@ class _Run:
     def _wants(
         self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        policy, family = self.policy, operations.family_of(operation)
+        policy = self.policy
+        family = operations.family_of(operation)
         self.calls[family] += 1
         if (family, self.calls[family] - 1) in policy.calls:
             return True
         if policy.choose is not None:
             return _as_bool(policy, policy.choose(context, operation, *args, **kwargs), operation)
-        return (
-            self.calls[family] % 2 == 1
-            if operation in policy.alternate
-            else operation in policy.save
-        )
+        if operation in policy.alternate:
+            return self.calls[family] % 2 == 1
+        return operation in policy.save
 
     def replay(self) -> None:
         self.replays = True
         self.asked.clear()
 
     def check(self) -> None:
-        """After the first run: a policy that kept nothing, or only what is cheap, is a mistake."""
-        kept = [operation for operation, choices in self.kept.items() if any(choices)]
-        if not kept:
-            seen = ", ".join(
-                sorted({str(operation).removesuffix(".default") for operation in self.kept})
-            )
+        """Refuse, after the first run, a policy that saved nothing or only cheap outputs."""
+        saved = [operation for operation, choices in self.kept.items() if any(choices)]
+        if not saved:
+            names = {str(operation).removesuffix(".default") for operation in self.kept}
             raise PolicyError(
-                f"policy {self.policy.name!r} keeps no output of {self.block}, so the block would be recomputed whole; "
-                f"use recompute_blocks if that is meant. Its operations are {seen}. (Composite ones such as "
-                "aten.linear never appear here, and calls that draw random numbers are always computed again.)"
+                f"policy {self.policy.name!r} saves no output of {self.block}, so the block would "
+                "be recomputed whole; use recompute_blocks if that is intended. Its operations are "
+                f"{', '.join(sorted(names))}. (Composite ones such as aten.linear never appear "
+                "here, and calls that draw random numbers are always recomputed.)"
             )
+
         for operation in operations.SPLITS:
             if operation in self.kept:
                 raise PolicyError(
-                    f"{self.block} runs {operation}, as nn.GRU does on a CPU, and writes over its parts, which torch "
-                    "does not see: a kept output would be another in backward; use recompute_blocks, or leave it out"
+                    f"{self.block} runs {operation}, as nn.GRU does on a CPU, and overwrites the "
+                    "outputs, which torch does not detect: a saved output would have another value "
+                    "in backward; use recompute_blocks, or leave the block out"
                 )
+
         cheap = {
             operation: choices
             for operation, choices in self.kept.items()
             if operations.is_cheap(operation)
         }
-        outputs, most = sum(map(sum, cheap.values())), sum(map(len, cheap.values())) * MANY
-        expensive = sum(
+        num_saved_cheap = sum(map(sum, cheap.values()))
+        most_saved_cheap = sum(map(len, cheap.values())) * MANY
+        num_expensive = sum(
             len(self.kept[operation]) for operation in self.kept.keys() & operations.EXPENSIVE
         )
-        if expensive and not operations.EXPENSIVE & set(kept) and outputs > most:
+        saves_expensive = bool(operations.EXPENSIVE & set(saved))
+        if num_expensive and not saves_expensive and num_saved_cheap > most_saved_cheap:
             raise PolicyError(
-                f"policy {self.policy.name!r} is the wrong way round for {self.block}: it keeps {outputs} outputs of "
-                f"cheap operations, and computes all {expensive} matrix products, convolutions and attentions again. "
-                f"{FIGURES}"
+                f"policy {self.policy.name!r} is the wrong way round for {self.block}: it saves "
+                f"{num_saved_cheap} outputs of cheap operations, and recomputes all "
+                f"{num_expensive} matrix products, convolutions and attentions. {FIGURES}"
             )
 
 
 def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
-    """What a policy of torch's kind says of an operation."""
+    """Convert the answer of a torch policy for an operation into True for save."""
     if answer is CheckpointPolicy.MUST_CPU_OFFLOAD:
         raise PolicyError(
-            f"policy {policy.name!r} says MUST_CPU_OFFLOAD for {operation}, which torch takes for recompute without a "
-            "word; offload_blocks moves activations to the CPU"
+            f"policy {policy.name!r} returns MUST_CPU_OFFLOAD for {operation}, which torch "
+            "silently treats as recompute; use offload_blocks to move activations to the CPU"
         )
     if not isinstance(answer, bool | CheckpointPolicy):
         raise PolicyError(
-            f"policy {policy.name!r} must answer with a CheckpointPolicy or a bool, got {answer!r}"
+            f"policy {policy.name!r} must return a CheckpointPolicy or a bool, got {answer!r}"
         )
     keep = answer if isinstance(answer, bool) else answer in KEPT
     if keep and operations.writes_in_place(operation):
         raise PolicyError(
-            f"policy {policy.name!r} keeps {operation}, which writes in place: leave it out"
+            f"policy {policy.name!r} saves {operation}, which writes in place: leave it out"
         )
     return keep
 
 
 @functools.cache
 def _told(kind: Any) -> Any:
-    """Torch's dispatch mode, which says when it is entered, and when it is left without an error, and lets casts pass.
+    """Subclass torch's dispatch mode with callbacks at entry and exit, and leave casts out.
 
-    Autocast casts a weight once and remembers it for the whole forward, so the second run of a block may meet more
-    casts than the first, or fewer; a cast is always done again. The compiler takes dispatch modes alone, so this is a
-    subclass and no context around one.
+    The exit callback runs only without an error. Autocast casts a weight once and caches it for the
+    whole forward, so the recompute of a block may run more or fewer casts than the first run;
+    therefore a cast is always recomputed. The compiler accepts only dispatch modes here, so this is
+    a subclass and not a context around one.
     """
 
     class Told(kind):  # type: ignore[misc]
@@ -181,7 +193,10 @@ def _told(kind: Any) -> Any:
 
 
 class Sac(Derived):
-    """A block that keeps what its policy says; in eval mode and without grad mode it is the bare block."""
+    """A block that saves the outputs its policy selects and recomputes the others.
+
+    In eval mode and without grad mode it behaves as the original block.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -204,19 +219,24 @@ def apply_sac(
     blocks: str | Sequence[str] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Make the blocks of a model keep what `policy` says and compute the rest again, in place; return their names.
+    """Apply a policy to the blocks of a model, in place, and return the blocks' names.
 
-    Before DDP, `fully_shard` and `torch.compile`. A policy that keeps nothing of a block is an error of its first
-    forward. Options are those of `Recompute`, but reentrant checkpointing knows no policies.
+    Each block saves the outputs that `policy` selects and recomputes the rest. A policy that saves
+    nothing of a block raises an error in the block's first forward. The options are those of
+    `Recompute`, except that reentrant checkpointing does not support policies. Call this before
+    DDP, `fully_shard` and `torch.compile`.
     """
-    chosen, settings = make_policy(policy), Options(**options)
+    chosen = make_policy(policy)
+    settings = Options(**options)
     if settings.use_reentrant:
-        raise PolicyError("reentrant checkpointing knows no policies: leave use_reentrant at False")
+        raise PolicyError(
+            "reentrant checkpointing does not support policies: leave use_reentrant at False"
+        )
+
     found = find_blocks(model, blocks)
     for name, block in found.items():
-        become(
-            Sac, block, **{OPTIONS: settings, CONTEXTS: functools.partial(_contexts, chosen, name)}
-        )
+        contexts = functools.partial(_contexts, chosen, name)
+        become(Sac, block, **{OPTIONS: settings, CONTEXTS: contexts})
     return list(found)
 
 
@@ -225,7 +245,7 @@ def _contexts(policy: Policy, block: str) -> Pair:
 
 
 def remove_sac(model: nn.Module) -> list[str]:
-    """Undo `apply_sac`, and return the names of the blocks that had a policy."""
+    """Undo `apply_sac` and return the names of the blocks that had a policy."""
     names = [name for name, module in model.named_modules() if isinstance(module, Sac)]
     for name in names:
         restore(model.get_submodule(name), OPTIONS, CONTEXTS)

@@ -1,11 +1,13 @@
-"""Recompute runs of blocks, one checkpoint each, without an edit of the loop that calls them.
+"""Recompute segments of consecutive blocks without editing the loop that calls them.
 
     recompute_segments(model, 4)
-    choose_segments(model, batch, loss)    # measures which count has the lowest peak
+    choose_segments(model, batch, loss)    # measures which number has the lowest peak
 
-The first block of a run computes the whole run under one checkpoint; the others hand its result on. The last run is
-kept, as in `torch.utils.checkpoint.checkpoint_sequential`, because backward would need it first. Proof:
-`python -m pytest tests/test_recompute_contract.py`.
+The first block of a segment computes the whole segment under one `torch.utils.checkpoint` call; the
+other blocks return its result. The last segment is not recomputed, as in
+`torch.utils.checkpoint.checkpoint_sequential`, because backward needs it first.
+
+Proof: `python -m pytest tests/test_recompute_contract.py`.
 """
 
 import itertools
@@ -26,12 +28,12 @@ SEGMENT = "_segment"
 
 
 class ChainBroken(ValueError):
-    """Blocks that do not follow each other can't share a checkpoint."""
+    """Raised when the blocks of a segment do not feed each other directly."""
 
 
 @dataclass
 class Segment:
-    """A run of blocks and, between the calls of one forward, what it computed."""
+    """Consecutive blocks and, between the calls of one forward, their result."""
 
     names: list[str]
     blocks: list[nn.Module]
@@ -41,7 +43,7 @@ class Segment:
     arguments: tuple[Any, ...] = ()
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first block of the run computes it, the others hand its result on, and the last lets go of it."""
+        """Compute the segment at its first block, return its result at the others."""
         position = next(index for index, other in enumerate(self.blocks) if other is block)
         if position == 0:
             self.arguments = (args[1:], kwargs)
@@ -52,13 +54,15 @@ class Segment:
             self._check(position, args, kwargs)
         output = self.output
         if position == len(self.blocks) - 1:
-            self.output, self.arguments = None, ()
+            self.output = None
+            self.arguments = ()
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.running = True
         try:
-            output, rest = None, args[1:]
+            output = None
+            rest = args[1:]
             for block in self.blocks:
                 output = block(*args, **kwargs)
                 args = (_stream(output, block), *rest)
@@ -70,18 +74,18 @@ class Segment:
         name = self.names[position]
         if self.output is None or not args or args[0] is not _stream(self.output, self.blocks[0]):
             raise ChainBroken(
-                f"{name} does not take the output of {self.names[position - 1]} as it is, so the two can't share a "
-                "checkpoint; recompute each block by itself (strategy full)"
+                f"{name} does not take the output of {self.names[position - 1]} unchanged, so the "
+                "two can't share a segment; recompute each block by itself (strategy full)"
             )
         if not _same((args[1:], kwargs), self.arguments):
             raise ChainBroken(
-                f"{name} takes other arguments than {self.names[0]}, so the two can't share a checkpoint; recompute "
-                "each block by itself (strategy full)"
+                f"{name} takes other arguments than {self.names[0]}, so the two can't share a "
+                "segment; recompute each block by itself (strategy full)"
             )
 
 
 class SegmentMember(Derived):
-    """A block in a `Segment`. Its hooks run where it is really computed."""
+    """A block in a `Segment`; its hooks run where the block is computed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         segment: Segment = self.__dict__[SEGMENT]
@@ -97,21 +101,25 @@ def recompute_segments(
     blocks: str | Sequence[str] | None = None,
     preserve_rng_state: bool = True,
 ) -> list[str]:
-    """Put each chain of blocks under `num_segments` checkpoints less the last, in place; return the blocks' names.
+    """Recompute each chain of blocks in segments, in place, and return the blocks' names.
 
-    Chains are the blocks of one container; `blocks` is a glob over module names, or several. Each block's first
-    argument must be the previous one's output, and the others the same, or `ChainBroken` is raised as the model runs.
+    A chain is the blocks of one container. It is split into `num_segments` segments, and all but
+    the last are recomputed. `blocks` is a glob over module names, or several. Each block must take
+    the previous block's output as its first argument, and the other arguments must be the same for
+    all; otherwise the forward raises `ChainBroken`.
     """
     if isinstance(num_segments, bool) or not isinstance(num_segments, int) or num_segments < 1:
         raise ValueError(
             f"the number of segments must be a whole number of at least 1, got {num_segments!r}"
         )
-    found, recomputed = find_blocks(model, blocks), []
+    found = find_blocks(model, blocks)
+    recomputed = []
     longest = max(len(chain) for chain in _chains(list(found)))
     if num_segments > longest:
         raise ValueError(
             f"{num_segments} segments are more than the {longest} blocks of the longest chain"
         )
+
     options = Options(preserve_rng_state=preserve_rng_state)
     for chain in _chains(list(found)):
         for names in _split(chain, num_segments)[:-1]:
@@ -136,7 +144,10 @@ def choose_segments(
     *,
     blocks: str | Sequence[str] | None = None,
 ) -> int:
-    """The number of segments with the lowest measured peak; of equal ones the fewest, which recompute least."""
+    """Measure which number of segments has the lowest peak.
+
+    Of several with the same peak the smallest number is returned, which recomputes least.
+    """
     longest = max(len(chain) for chain in _chains(list(find_blocks(model, blocks))))
     peaks = {}
     for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
@@ -144,35 +155,36 @@ def choose_segments(
         try:
             peaks[count] = measure_memory(model, batch, loss).peak_bytes
         except ChainBroken:
-            continue  # runs of one block are always whole, and one run is never checkpointed
+            # Segments of one block never break the chain, and a single segment is not recomputed.
+            continue
         finally:
             remove_segments(model)
     return min(peaks, key=lambda count: (peaks[count], count))
 
 
 def _chains(names: list[str]) -> list[list[str]]:
-    """Blocks of one container, in order."""
+    """Group block names by their container, in order."""
     chains: dict[str, list[str]] = {}
     for name in names:
         chains.setdefault(name.rpartition(".")[0], []).append(name)
     return list(chains.values())
 
 
-def _split(chain: list[str], parts: int) -> list[list[str]]:
-    """Runs whose lengths differ by one at most, the longer ones first, none empty."""
-    parts = min(parts, len(chain))
-    size, longer = divmod(len(chain), parts)
-    starts = [index * size + min(index, longer) for index in range(parts + 1)]
+def _split(chain: list[str], num_segments: int) -> list[list[str]]:
+    """Split into non-empty segments whose lengths differ by at most one, longer ones first."""
+    num_segments = min(num_segments, len(chain))
+    size, num_longer = divmod(len(chain), num_segments)
+    starts = [index * size + min(index, num_longer) for index in range(num_segments + 1)]
     return [chain[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def _stream(output: Any, block: nn.Module) -> Tensor:
-    """What the next block takes: the output, or the first of several."""
+    """Return the tensor for the next block: the output, or its first element."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(first, Tensor):
         raise ChainBroken(
-            f"{type(block).__name__} returns {type(output).__name__}; segments need blocks that return "
-            "a tensor, or a tuple that opens with it"
+            f"{type(block).__name__} returns {type(output).__name__}; segments need blocks that "
+            "return a tensor, or a tuple that starts with one"
         )
     return first
 
@@ -184,9 +196,8 @@ def _same(arguments: Any, others: Any) -> bool:
 
 
 def _is_the_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(
-        other, Tensor
-    ):  # slices of one buffer are new tensors each time
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # Slices of one buffer are new tensor objects each time, so compare the memory.
         return (
             value.data_ptr() == other.data_ptr()
             and value.shape == other.shape

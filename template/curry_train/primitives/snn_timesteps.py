@@ -1,10 +1,14 @@
-"""Recompute a loop over time in chunks: the state between chunks is kept, and what the steps held is computed again.
+"""Recompute a loop over time in chunks: only the state between chunks is held.
 
-    rate, state = checkpoint_timesteps(model.step, inputs, state, outputs="mean")    # in place of the loop
-    recompute_timesteps(model)    # a model whose loop is a method `unroll`, as it is
+    # In place of the loop in the model's forward:
+    rate, state = checkpoint_timesteps(model.step, inputs, state, outputs="mean")
+    # Or, for a model whose loop is a method `unroll`, without editing it:
+    recompute_timesteps(model)
 
-`step(x_t, state) -> (output_t, state)` must be a function of its input and state: one that keeps state to itself is
-refused with `HiddenState`. Gradients flow through the state from the last timestep to the first; nothing is detached.
+`step(x_t, state) -> (output_t, state)` must be a function of its input and state; a step that holds
+state of its own raises `HiddenState`. Gradients flow through the state from the last timestep to
+the first; nothing is detached.
+
 Proof: `python -m pytest tests/test_snn_timesteps.py`.
 """
 
@@ -49,7 +53,8 @@ __all__ = [
 OPTIONS = "_timesteps"
 
 
-@_disable_dynamo  # a loop that is traced is unrolled; torch.compiler.disable would import the compiler here
+# Tracing would unroll the loop. `torch.compiler.disable` would import the compiler here.
+@_disable_dynamo
 def checkpoint_timesteps(
     step: Step,
     inputs: Any,
@@ -60,30 +65,39 @@ def checkpoint_timesteps(
     time_dim: int = 0,
     outputs: str = "stack",
 ) -> tuple[Any, Any]:
-    """`run_timesteps`, bit for bit, holding one chunk of timesteps and the states between chunks.
+    """Run the loop bit for bit as `run_timesteps`, holding one chunk of timesteps at a time.
 
-    `inputs` is a tensor with time in `time_dim`, or a sequence of timesteps. `outputs` is "stack", "sum", "mean" or
-    "last"; only "stack" holds an output for each timestep. `levels=1` computes each timestep once more at most;
-    `levels=2` puts chunks into larger chunks, and computes each twice more at most. Without `chunk_size` the first call
-    measures, and chunks get shorter towards the end (`core/timestep_schedule.py`); with it they are even. The first
-    call also looks for hidden state, and runs a few steps for that. In eval mode and without grad mode this is the
-    plain loop; so is one chunk that is as long as the whole.
+    The states between chunks are held as well. `inputs` is a tensor with time in `time_dim`, or a
+    sequence of timesteps. `outputs` is "stack", "sum", "mean" or "last"; only "stack" holds an
+    output for each timestep. `levels=1` recomputes each timestep at most once; `levels=2` nests
+    chunks in larger chunks and recomputes each timestep at most twice.
+
+    Without `chunk_size` the first call measures costs, and chunks get shorter towards the end
+    (`core/timestep_schedule.py`); with it all chunks have the same size. The first call also runs a
+    few steps to detect hidden state. In eval mode, without grad mode, and with one chunk as long as
+    the whole loop, this is the plain loop.
     """
     _check(chunk_size, levels)
-    timesteps, roots = slice_time(inputs, time_dim), roots_of(step)
-    if not torch.is_grad_enabled() or (
-        roots and not any(module.training for module in roots.values())
-    ):
+    timesteps = slice_time(inputs, time_dim)
+    roots = roots_of(step)
+    is_eval = roots and not any(module.training for module in roots.values())
+    if is_eval or not torch.is_grad_enabled():
         return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
+
     collected = Collected(outputs, time_dim)
     known = _learn(step, roots, timesteps, state, costs=chunk_size is None)
     if known.costs is not None and chunk_size is None:
         schedule = best_schedule(len(timesteps), known.costs, levels)
     else:
         schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
-    left = known.left_behind
+
     loop = _Loop(
-        step, timesteps, collected, list(roots.values()), places_of(step) if left else (), left
+        step,
+        timesteps,
+        collected,
+        modules=list(roots.values()),
+        places=places_of(step) if known.left_behind else (),
+        left_behind=known.left_behind,
     )
     state = loop.run(state, 0, schedule, again=False)
     return collected.finish(), state
@@ -92,9 +106,9 @@ def checkpoint_timesteps(
 def choose_chunk_size(
     step: Step, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
 ) -> int:
-    """The size of even chunks with the lowest peak, from what the state and one timestep measure in bytes.
+    """Choose the size of even chunks with the lowest peak, from measured bytes.
 
-    Near sqrt(T * state bytes / step bytes): a small state and a large step ask for short chunks.
+    It is near sqrt(T * state bytes / step bytes): a small state and a large step give short chunks.
     """
     _check(None, levels)
     timesteps = slice_time(inputs, time_dim)
@@ -104,27 +118,29 @@ def choose_chunk_size(
 
 
 class RecomputedTimesteps(Derived):
-    """A module that steps through time by `checkpoint_timesteps`."""
+    """A module whose loop over time runs through `checkpoint_timesteps`."""
 
-    def unroll(self, step: Step, inputs: Any, state: Any, **kept: Any) -> tuple[Any, Any]:
-        return checkpoint_timesteps(step, inputs, state, **self.__dict__[OPTIONS], **kept)
+    def unroll(self, step: Step, inputs: Any, state: Any, **options: Any) -> tuple[Any, Any]:
+        return checkpoint_timesteps(step, inputs, state, **self.__dict__[OPTIONS], **options)
 
 
 def recompute_timesteps(
     model: nn.Module, *, chunk_size: int | None = None, levels: int = 1
 ) -> list[str]:
-    """Make the loops over time of a model recompute, in place, and return the names of the modules that have one.
+    """Make a model's loops over time recompute, in place, and return the modules' names.
 
-    A module has one where it calls `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
-    `unroll = staticmethod(run_timesteps)` or a method like it.
+    A module has such a loop if it calls
+    `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
+    `unroll = staticmethod(run_timesteps)` or a similar method.
     """
     _check(chunk_size, levels)
     found = steppers(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no method unroll(step, inputs, state), so its loop over time can't be "
-            "replaced from outside; replace the loop in its forward by one line: "
-            'outputs, state = checkpoint_timesteps(self.step, inputs, state, time_dim=0, outputs="stack")'
+            f"{type(model).__name__} has no method unroll(step, inputs, state), so its loop over "
+            "time can't be replaced from outside; replace the loop in its forward by one line: "
+            "outputs, state = checkpoint_timesteps(self.step, inputs, state, time_dim=0, "
+            'outputs="stack")'
         )
     for module in found.values():
         become(
@@ -134,7 +150,7 @@ def recompute_timesteps(
 
 
 def remove_timesteps(model: nn.Module) -> list[str]:
-    """Undo `recompute_timesteps`, and return the names of the modules that were recomputing."""
+    """Undo `recompute_timesteps` and return the names of the modules that were recomputing."""
     names = [
         name for name, module in model.named_modules() if isinstance(module, RecomputedTimesteps)
     ]
@@ -150,13 +166,17 @@ def _check(chunk_size: int | None, levels: int) -> None:
         isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
     ):
         raise ValueError(
-            f"chunk_size must be a whole number from 1 up, or None to measure it; got {chunk_size!r}"
+            "chunk_size must be a whole number from 1 up, or None to measure it; "
+            f"got {chunk_size!r}"
         )
 
 
 @dataclass
 class _Known:
-    """What the first call with a step found out. Names only: a reference to a module would keep it alive."""
+    """Results of the first call with a step.
+
+    They hold names only: a reference to a module would keep it alive.
+    """
 
     left_behind: Mapping[Key, bool]
     costs: Costs | None = None
@@ -168,12 +188,16 @@ _known: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
 def _learn(
     step: Step, roots: Mapping[str, nn.Module], timesteps: Sequence[Any], state: Any, *, costs: bool
 ) -> _Known:
-    """Once for each function and its modules; each time for a function made anew that reaches no module."""
+    """Check a step for hidden state and measure its costs, once per function and its modules.
+
+    For a function that is created anew and reaches no module, this happens at each call.
+    """
     if costs and not roots:
         raise ValueError(
-            "step reaches no module to remember a measurement by: give chunk_size, such as "
+            "step reaches no module to store a measurement for: pass chunk_size, such as "
             "choose_chunk_size(step, inputs, state), measured once"
         )
+
     owner = next(iter(roots.values()), step)
     of_owner = _known.setdefault(owner, {})
     key = code_of(step), tuple(map(id, roots.values()))
@@ -187,7 +211,7 @@ def _learn(
 
 @dataclass
 class _Loop:
-    """All that the chunks of one call share."""
+    """State shared by the chunks of one call."""
 
     step: Step
     timesteps: Sequence[Any]
@@ -199,25 +223,33 @@ class _Loop:
     versions: dict[int, list[int]] = field(default_factory=dict)
 
     def run(self, state: Any, first: int, schedule: Schedule, *, again: bool) -> Any:
-        """The state after some timesteps; the last chunk of them is kept, because backward needs it first."""
+        """Run the timesteps of a schedule and return the state after them.
+
+        The last chunk is not recomputed, because backward needs it first.
+        """
         if not schedule.chunks:
             for index in range(first, first + schedule.num_steps):
                 output, state = take_step(self.step, self._timestep(index, again=again), state)
                 if not again:
                     self.collected.add(output)
             return state
-        *before, last = schedule.chunks
-        for inside in before:
+        *earlier, last = schedule.chunks
+        for inside in earlier:
             leaves, shape = tree_flatten(state)
             chunk = _Chunk(self, shape, first, inside, again)
-            options = Options(preserve_rng_state=False)  # the chunk does that itself
-            made = run_checkpointed(chunk, tuple(leaves), {}, modules=self.modules, options=options)
-            state = tree_unflatten(list(made), self._check_shape(chunk.shape_after))
+            options = Options(preserve_rng_state=False)  # the chunk restores generators itself
+            new_leaves = run_checkpointed(
+                chunk, tuple(leaves), {}, modules=self.modules, options=options
+            )
+            state = tree_unflatten(list(new_leaves), self._check_shape(chunk.shape_after))
             first += inside.num_steps
         return self.run(state, first, last, again=again)
 
     def _timestep(self, index: int, *, again: bool) -> Any:
-        """A timestep, which is no input of a checkpoint that torch would look after."""
+        """Return a timestep, after checking in the recompute that it was not modified.
+
+        It is not an input of the checkpoint, so torch does not check it.
+        """
         timestep = self.timesteps[index]
         leaves = (timestep,) if isinstance(timestep, Tensor) else tree_leaves(timestep)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -230,8 +262,8 @@ class _Loop:
     def _check_shape(self, shape: TreeSpec) -> TreeSpec:
         if self.shape is not None and shape != self.shape:
             raise ValueError(
-                "the state that step returns changes its structure with time: keep it as it is, and collect over time "
-                "with `outputs`"
+                "the state that step returns changes its structure over time: keep its structure, "
+                "and collect over time with `outputs`"
             )
         self.shape = shape
         return shape
@@ -239,7 +271,7 @@ class _Loop:
 
 @dataclass
 class _Chunk:
-    """Timesteps under one checkpoint. Only the first run collects outputs, and leaves anything behind."""
+    """Timesteps under one checkpoint; only the first run collects outputs and side effects."""
 
     loop: _Loop
     shape: TreeSpec
@@ -254,11 +286,11 @@ class _Chunk:
         self.runs += 1
         if self.runs == 1:
             before = Generators([*leaves, *tree_leaves(self.loop.timesteps[self.first])])
-            made = self._run(leaves, again=self.again)
-            self.drawn_from = (
-                before if before.moved() else None
-            )  # most steps draw nothing, and a state is 5 KB
-            return made
+            result = self._run(leaves, again=self.again)
+            # Most steps draw no random numbers, and a generator state takes 5 KB.
+            self.drawn_from = before if before.moved() else None
+            return result
+
         with ExitStack() as stack:
             if self.loop.left_behind:
                 stack.enter_context(put_back_later(self.loop.places, only=self.loop.left_behind))
@@ -269,5 +301,5 @@ class _Chunk:
     def _run(self, leaves: Sequence[Any], *, again: bool) -> tuple[Any, ...]:
         state = tree_unflatten(list(leaves), self.shape)
         state = self.loop.run(state, self.first, self.inside, again=again)
-        made, self.shape_after = tree_flatten(state)
-        return tuple(made)
+        new_leaves, self.shape_after = tree_flatten(state)
+        return tuple(new_leaves)

@@ -1,4 +1,7 @@
-"""Floor 2: state that survives. Writes, verifies and loads a run's checkpoints. Imports core and primitives at most."""
+"""Checkpoints and journals: write, verify and load the saved state of a run.
+
+Floor 2 of the package: imports core and primitives at most.
+"""
 
 from ..core.lazy import lazy_names
 
@@ -39,19 +42,25 @@ __getattr__, __dir__, __all__ = lazy_names(
     },
     technique_of=dict.fromkeys(
         (
-            *(
-                "background",
-                "errors",
-                "files",
-                "names",
-                "object_files",
-                "saved_run",
-                "snapshot",
-                "state",
-                "store",
-            ),
-            *("diff", "journal", "journal_history", "journal_lines", "journal_reading"),
-            *("attach", "disk_estimate", "policy", "policy_config", "resume"),
+            "attach",
+            "background",
+            "diff",
+            "disk_estimate",
+            "errors",
+            "files",
+            "journal",
+            "journal_history",
+            "journal_lines",
+            "journal_reading",
+            "names",
+            "object_files",
+            "policy",
+            "policy_config",
+            "resume",
+            "saved_run",
+            "snapshot",
+            "state",
+            "store",
         ),
         "checkpoint-policy",
     )

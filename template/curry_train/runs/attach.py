@@ -1,15 +1,17 @@
-"""Saving and resuming for a training script that exists, in a few lines around its loop.
+"""Save and resume an existing training loop with a few added lines.
 
-    run = saving(model, optimizer, scheduler, runs="runs/mine", rollback_every=100)    # resumes what is there
+    # Resumes if the folder already holds a saved state.
+    run = saving(model, optimizer, scheduler, runs="runs/mine", rollback_every=100)
     for epoch in run.epochs(range(10)):
         for batch in run.batches(loader):
-            ...                                                                        # the loop as it was
+            ...  # the unchanged loop body
             run.step(loss=loss)
     run.close()
 
-A save is made when the loop asks for the next batch, when all of its body is done: wherever the schedule is stepped,
-the state is that between two steps. After SIGTERM the step is ended and saved, and the status is 143; where a loss
-spike was gone back from it is 75. Started again, the run goes on.
+A save happens when the loop requests the next batch, after its whole body has run. The saved state
+therefore always lies between two steps, wherever the loop steps its schedule. On SIGTERM the run
+finishes the step, saves and exits with status 143; after rolling back from a loss spike it exits
+with status 75. Restart the process to continue the run.
 Proof: `python -m pytest tests/test_attach.py`.
 """
 
@@ -41,10 +43,10 @@ from .termination import Termination
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-TRY_AGAIN = os.EX_TEMPFAIL  # 75
-WAIT_SECONDS = (
-    5.0  # a process that was killed holds its lock until the kernel has given back its memory
-)
+# Exit status 75 after a rollback: start the process again to continue the run.
+TRY_AGAIN = os.EX_TEMPFAIL
+# A killed process holds its lock until the kernel has freed its memory.
+WAIT_SECONDS = 5.0
 
 
 def saving(
@@ -62,21 +64,32 @@ def saving(
     spike: SpikeConfig | Mapping[str, Any] | None = None,
     **policy: Any,
 ) -> "AttachedRun":
-    """Save this training into the folder `runs`, and go on where it was. Build everything as at the first start.
+    """Save this training into the folder `runs`, and resume from the state saved there.
 
-    `policy` takes the keys of the block `checkpoint:`. `extra` is anything else with `state_dict`. `resume=None` starts
-    anew, in a folder where nothing is. With `journal` each loss is read and written, for `runs show`, `diff`, `plot`;
-    with `spike`, the keys of the block `spike:`, each is judged.
+    Build the model, optimizer and scheduler exactly as at the first start.
+
+    `policy` takes the keys of the config block `checkpoint:`. `extra` maps names to any other
+    objects that have a `state_dict`. `resume=None` starts a new run and needs an empty folder.
+    `journal` reads and records the loss of every step for `runs show`, `diff` and `plot`. `spike`
+    takes the keys of the config block `spike:` and checks the loss of every step for spikes.
     """
     no_schedule_forgotten(optimizer, scheduler, extra or {})
-    config, position, watch = PolicyConfig.from_config(policy), DataPosition(), AttachedWatch(spike)
-    held = {**(extra or {}), "data-position": position, "spike-watchdog": watch.watchdog}
-    state = TrainingState(model, optimizer, scheduler, scaler, extra=held, generators=generators)
+    config = PolicyConfig.from_config(policy)
+    position = DataPosition()
+    watch = AttachedWatch(spike)
+
+    saved_objects = {**(extra or {}), "data-position": position, "spike-watchdog": watch.watchdog}
+    state = TrainingState(
+        model, optimizer, scheduler, scaler, extra=saved_objects, generators=generators
+    )
     return AttachedRun(state, position, watch, runs, config, resume, in_background, journal)
 
 
 class AttachedRun:
-    """Made by `saving`. Also a context, which closes it. `resumed` says what was loaded, `steps` how many were done."""
+    """A training run made by `saving`; close it, or use it as a context manager.
+
+    `resumed` describes what was loaded, or is None. `steps` counts the optimizer steps done.
+    """
 
     def __init__(
         self,
@@ -89,28 +102,39 @@ class AttachedRun:
         in_background: bool,
         journal: bool,
     ) -> None:
-        self.state, self._position, self._watch = state, position, watch
+        self.state = state
+        self._position = position
+        self._watch = watch
+
         self.store = Store(runs)
         if journal:
             require_disk(self.store.files, runs)
         self.store.open(wait_seconds=WAIT_SECONDS)
         self._saver = BackgroundSaver(self.store) if in_background else None
         self.policy = SavingPolicy(self.store, config, saver=self._saver)
-        self.resumed: Resumed | None = None if resume is None else self.policy.resume(state, resume)
+
+        self.resumed: Resumed | None = None
+        if resume is not None:
+            self.resumed = self.policy.resume(state, resume)
         self._resuming = self.resumed is not None
-        if self.resumed is not None:  # loaders make theirs known later
+        if self.resumed is not None:
+            # Loaders register their generators later, in `batches`: drop the notes about those.
             notes = self.resumed.report.notes
             notes[:] = [note for note in notes if not note.startswith(f"the generator {OF_DATA}")]
-        self._by_epochs = self._in_epoch = self._iterating = False
+
+        self._by_epochs = False
+        self._in_epoch = False
+        self._iterating = False
         self._metrics: dict[str, Any] | None = None
-        self._ranks, self._open = watch.ranks, True
+        self._ranks = watch.ranks
+        self._open = True
         watch.begin(state, self.store)
-        own = (
-            AttachedJournal(runs, state, self.resumed, config=config, ranks=watch.ranks)
-            if journal
-            else None
-        )
-        self._journal = own
+
+        self._journal: AttachedJournal | None = None
+        if journal:
+            self._journal = AttachedJournal(
+                runs, state, self.resumed, config=config, ranks=watch.ranks
+            )
         self._termination = Termination()
 
     def __enter__(self) -> "AttachedRun":
@@ -124,7 +148,8 @@ class AttachedRun:
     ) -> None:
         if error is None:
             self.close()
-        elif self._open:  # where it stopped is no place between two steps
+        elif self._open:
+            # Don't save: the exception may have left the state in the middle of a step.
             if self._journal is not None:
                 self._journal.ended(f"{type(error).__name__}: {error}")
             self._release(kind, error, at)
@@ -134,8 +159,12 @@ class AttachedRun:
         return self.state.step
 
     def epochs(self, epochs: Iterable[T]) -> Iterator[T]:
-        """Those that are not done yet. What follows the loop over batches belongs to its epoch."""
-        self._by_epochs, first = True, self._position.epoch
+        """Iterate over the epochs that are not finished yet.
+
+        Code after the loop over batches still belongs to its epoch.
+        """
+        self._by_epochs = True
+        first = self._position.epoch
         for number, epoch in enumerate(epochs):
             if number < first:
                 continue
@@ -148,36 +177,17 @@ class AttachedRun:
             self._save()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """What is left of a pass over the loader."""
-        if self._iterating:
-            raise ValueError(
-                "another loop over batches is open: only the loader that training follows goes in here"
-            )
-        if self._resuming and self._position.epoch and not self._by_epochs:
-            raise ValueError(
-                f"the run is in epoch {self._position.epoch}: write `for epoch in run.epochs(range(...))` around the "
-                f"loop over batches, so that the epochs before are not trained again"
-            )
+        """Iterate over the remaining batches of this pass over the loader."""
+        self._check_loop_over_batches()
         if self._position.batch == 0 and (why := inexact(loader)):
             logger.warning("%s", why)
         self.state.generators |= {
-            f"{OF_DATA}{name}": one for name, one in generators_of(loader).items()
+            f"{OF_DATA}{name}": generator for name, generator in generators_of(loader).items()
         }
+
         self._iterating = True
         try:
-            if self._resuming and self._position.began is None:
-                self.state.restore_random()
-            elif not self._resuming and self._position.began is not None:
-                if self._by_epochs:
-                    raise ValueError(
-                        "an epoch has one loop over batches: give it one loader, and the others none"
-                    )
-                self._position.begin_epoch(self._position.epoch + 1)
-            iterator = self._position.iterator(loader, self.state.generators)
-            if self._resuming and self._position.batch:
-                self.state.restore_random()
-            self._resuming = False
-            for batch in iterator:
+            for batch in self._remaining_batches(loader):
                 self._position.batch += 1
                 self.state.position += 1
                 if self._watch.skips(self.state.position - 1):
@@ -189,24 +199,60 @@ class AttachedRun:
         finally:
             self._iterating = False
 
+    def _check_loop_over_batches(self) -> None:
+        if self._iterating:
+            raise ValueError(
+                "another loop over batches is open: pass only the training loader to run.batches()"
+            )
+        if self._resuming and self._position.epoch and not self._by_epochs:
+            raise ValueError(
+                f"the run is in epoch {self._position.epoch}: write "
+                f"`for epoch in run.epochs(range(...))` around the loop over batches, so that "
+                f"finished epochs are not trained again"
+            )
+
+    def _remaining_batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Restore the generators and return an iterator over the remaining batches."""
+        if self._resuming and self._position.began is None:
+            self.state.restore_random()
+        elif not self._resuming and self._position.began is not None:
+            if self._by_epochs:
+                raise ValueError(
+                    "an epoch has one loop over batches: "
+                    "call run.batches() once per epoch, with the training loader"
+                )
+            self._position.begin_epoch(self._position.epoch + 1)
+
+        iterator = self._position.iterator(loader, self.state.generators)
+        if self._resuming and self._position.batch:
+            self.state.restore_random()
+        self._resuming = False
+        return iterator
+
     def step(self, loss: Any = None, **metrics: Any) -> None:
-        """After the optimizer's step, on every rank. Numbers or tensors, looked at only when something is due."""
+        """Call after the optimizer's step, on every rank.
+
+        The loss and metrics are numbers or tensors; they are read only when a save, the journal or
+        the spike watchdog needs them.
+        """
         if self._watch.config.rolls_back and not self.state.position:
             raise ValueError(
-                "spike.action=rollback skips batches: take them from run.batches(loader)"
+                "spike.action=rollback has to skip batches: take them from run.batches(loader)"
             )
         self.state.step += 1
         self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
         self._save_between()
 
     def measured(self, **metrics: Any) -> None:
-        """Figures that came after the step, such as `dev_loss` at the end of an epoch. Within a loop over epochs or
-        batches one rank may say them for all."""
+        """Record metrics measured after the step, such as `dev_loss` at the end of an epoch.
+
+        Inside a loop over epochs or batches it is enough to call this on one rank.
+        """
         self._metrics = (self._metrics or {}) | metrics
         self._save_between()
 
     def close(self) -> None:
-        """Save the end, wait for it, and give the folder back."""
+        """Save the final state, wait for the save and release the folder."""
         if self._open:
             self._close("closed")
 
@@ -224,19 +270,20 @@ class AttachedRun:
             self._save()
 
     def _save(self) -> None:
-        metrics, self._metrics = self._metrics, None
+        metrics = self._metrics
+        self._metrics = None
         name = self.policy.config.best_k_metric
-        measured = metrics is not None and metrics.get(name) is not None
-        stop, stepped, measured_there = self._ranks.highest(
-            [self._termination.signal, metrics is not None, measured]
+        measured_here = metrics is not None and metrics.get(name) is not None
+        stop, stepped, measured_anywhere = self._ranks.highest(
+            [self._termination.signal, metrics is not None, measured_here]
         )
+
         if stepped:
             metrics = metrics or {}
-            if (
-                measured_there and self._ranks.size > 1
-            ):  # on the first rank alone, as evaluation often is
+            if measured_anywhere and self._ranks.size > 1:
+                # Evaluation often runs on rank 0 alone, so every rank needs its result.
                 metrics[name] = self._ranks.exchange(
-                    lambda: number_of(metrics[name]) if measured else None, _first
+                    lambda: number_of(metrics[name]) if measured_here else None, _first
                 )
             if self._journal is not None:
                 self._journal.after_step(metrics)
@@ -244,13 +291,18 @@ class AttachedRun:
             saved = self.policy.after_step(self.state.step, self.state, metrics)
             if self._journal is not None:
                 self._journal.saved(saved)
+
         if stop:
             self._termination.signal = 0
             self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
 
     def _judge(self, loss: Any, stop: int) -> None:
-        """Before this step is saved. A loop that is not ours can't be sent to an earlier epoch, so the process ends."""
+        """Check the loss for a spike before this step is saved.
+
+        A rollback ends the process, because it cannot send the caller's loop back to an earlier
+        epoch.
+        """
         spike = self._watch.judge(self.state.step, loss)
         if spike is not None and self._journal is not None:
             self._journal.spiked(spike)
@@ -266,11 +318,12 @@ class AttachedRun:
         self._open = False
         self._termination.release()
         if self._saver is not None:
-            self._saver.__exit__(
-                *(raised or (None, None, None))
-            )  # with an error nothing is asked of other ranks
+            # With an exception the saver closes without communicating with other ranks.
+            self._saver.__exit__(*(raised or (None, None, None)))
         self.store.close()
 
 
-def _first(every: list[float | None]) -> list[float | None]:
-    return [next((value for value in every if value is not None), None)] * len(every)
+def _first(values: list[float | None]) -> list[float | None]:
+    """Give every rank the first value that is not None."""
+    measured = next((value for value in values if value is not None), None)
+    return [measured] * len(values)

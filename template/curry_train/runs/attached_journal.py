@@ -1,4 +1,6 @@
-"""The journal of a training that `saving` keeps, so that `runs show`, `diff` and `plot` can read it.
+"""Write the journal of a training run made by `saving`.
+
+The commands `runs show`, `runs diff` and `runs plot` read it.
 
     journal = AttachedJournal("runs/mine", state, resumed, config=config, ranks=ranks)
     journal.after_step({"loss": loss})
@@ -31,15 +33,15 @@ from .state import TrainingState
 
 
 def require_disk(files: Files, runs: str | os.PathLike[str]) -> None:
-    """Raise where no line can be added to a file."""
+    """Raise ValueError where the storage cannot append lines to a file."""
     if not isinstance(files, LocalFiles):
         raise ValueError(
-            f"a journal needs a folder on a disk, and {runs} is none: leave journal out"
+            f"a journal needs a folder on a disk, and {runs} is not one: leave journal out"
         )
 
 
 class AttachedJournal:
-    """The first rank writes, with its own loss, which is read at each step."""
+    """The journal of one process: rank 0 writes it with its own loss, read at every step."""
 
     def __init__(
         self,
@@ -50,10 +52,13 @@ class AttachedJournal:
         config: PolicyConfig,
         ranks: Ranks,
     ) -> None:
-        self._state, self._config = state, config
+        self._state = state
+        self._config = config
         self._journal = Journal(folder, rank=ranks.rank)
-        self._step, self._since = state.step, time.perf_counter()
+        self._step = state.step
+        self._since = time.perf_counter()
         self.before_step()
+
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
         )
@@ -68,62 +73,86 @@ class AttachedJournal:
             )
 
     def before_step(self) -> None:
-        """A schedule may be stepped before the step is told, so its rate is read here."""
-        rates = [float(group["lr"]) for one in self._state.optimizers for group in one.param_groups]
+        """Read the learning rate, because the loop may step its schedule before `after_step`."""
+        rates = [
+            float(group["lr"])
+            for optimizer in self._state.optimizers
+            for group in optimizer.param_groups
+        ]
         self._rate = rates[0] if rates else 0.0
 
     def after_step(self, metrics: Mapping[str, Any]) -> None:
-        """What came since the last call: a step, a measurement."""
-        step, now, name = self._state.step, time.perf_counter(), self._config.best_k_metric
+        """Write the step and the evaluation that happened since the last call."""
+        step = self._state.step
+        now = time.perf_counter()
+        name = self._config.best_k_metric
+
         if step > self._step:
             if metrics.get("loss") is None:
                 raise ValueError(
-                    "a journal has the loss of each step: call run.step(loss=loss), or leave journal out"
+                    "a journal needs the loss of each step: "
+                    "call run.step(loss=loss), or leave journal out"
                 )
-            loss, peak = number_of(metrics["loss"]), peak_bytes(self._device)
             self._journal.step(
                 step,
-                loss=loss,
+                loss=number_of(metrics["loss"]),
                 learning_rate=self._rate,
                 seconds=now - self._since,
-                peak_bytes=peak,
+                peak_bytes=peak_bytes(self._device),
             )
-            self._step, self._since = step, now
-            self.before_step()  # for a loop that takes its batches elsewhere
+            self._step = step
+            self._since = now
+            # A loop that does not take its batches from `run.batches` never calls `before_step`.
+            self.before_step()
+
         if metrics.get(name) is not None:
             self._journal.write("eval", step=step, metric=name, value=number_of(metrics[name]))
 
     def spiked(self, spike: Spike) -> None:
-        """Seen by the watchdog, after its step."""
-        seen = {
-            "loss": spike.loss,
-            "first": spike.first,
-            "baseline": spike.baseline,
-            "limit": spike.limit,
-        }
-        self._journal.write("spike", step=spike.step, reason=spike.words, **seen)
+        """Write a spike that the watchdog found; call after the journal has its step."""
+        self._journal.write(
+            "spike",
+            step=spike.step,
+            reason=spike.words,
+            loss=spike.loss,
+            first=spike.first,
+            baseline=spike.baseline,
+            limit=spike.limit,
+        )
 
     def went_back(self, spike: Spike, done: Recovered, saved: Iterable[Saved]) -> None:
-        """The last events of this process."""
+        """Write the rollback and the skipped batches, and end the journal of this process."""
         self.saved(saved)
-        recovery, folder = done.recovery, done.resumed.saved.folder
-        told = {"checkpoint": folder, "number": recovery.attempt}
-        self._journal.rollback(recovery.back_to, from_step=spike.step, reason=spike.words, **told)
-        words = f"batches {recovery.start} to {recovery.stop - 1} of the run, around the spike of step {spike.step}"
+        recovery = done.recovery
+        self._journal.rollback(
+            recovery.back_to,
+            from_step=spike.step,
+            reason=spike.words,
+            checkpoint=done.resumed.saved.folder,
+            number=recovery.attempt,
+        )
         self._journal.write(
-            "skip", step=recovery.back_to, reason=words, start=recovery.start, stop=recovery.stop
+            "skip",
+            step=recovery.back_to,
+            reason=f"batches {recovery.start} to {recovery.stop - 1} of the run, "
+            f"around the spike of step {spike.step}",
+            start=recovery.start,
+            stop=recovery.stop,
         )
         self.ended("spike")
 
     def ended(self, reason: str, saved: Iterable[Saved] = ()) -> None:
-        """The last event, and the file is given back."""
+        """Write the last event and close the journal."""
         self.saved(saved)
         self._journal.write("stop", step=self._state.step, reason=reason[:1000])
         self._journal.close()
 
     def saved(self, saved: Iterable[Saved]) -> None:
-        """What was committed."""
-        for one in saved:
+        """Write an event for every committed checkpoint."""
+        for checkpoint in saved:
             self._journal.write(
-                "save", step=one.step, checkpoint=one.folder, num_bytes=one.num_bytes
+                "save",
+                step=checkpoint.step,
+                checkpoint=checkpoint.folder,
+                num_bytes=checkpoint.num_bytes,
             )

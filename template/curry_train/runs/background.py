@@ -1,8 +1,9 @@
-"""Save while training goes on: the training thread waits for almost nothing, and no two saves ever meet.
+"""Save checkpoints on a background thread while training continues.
 
-Parameters and optimizer state are copied by a thread during the next forward and backward; the optimizers' next step
-waits for the copies by itself. Then the thread writes and commits. One save runs at a time, in a thread that ends with
-it. Torch's `async_save` stalls for as long as the copy takes, and a stager used again tears a save that still runs.
+A thread copies parameters and optimizer state during the next forward and backward pass; a hook
+makes the optimizers' next step wait for the copies. Then the thread writes and commits. Only one
+save runs at a time, on a thread that ends with it. Torch's `async_save`, in contrast, stalls
+training for the whole copy, and reusing its stager corrupts a save that is still running.
 Proof: `python -m pytest tests/test_store_background.py`.
 """
 
@@ -27,14 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSaver:
-    """Use it as a context, or call `finish`; an error of a save comes up at the next optimizer step, save or `finish`.
+    """Save one checkpoint at a time on a background thread.
 
-    `stalled` sums the seconds that the training thread waited. `timeout` is how long the first rank waits for the parts
-    of the others. What else than the optimizers changes parameters has to call `wait_copied` first.
+    Use as a context manager, or call `finish` at the end. An error of a save is raised at the next
+    optimizer step, save or `finish`. `stalled` sums the seconds that the training thread waited.
+    `timeout` is how many seconds rank 0 waits for the parts of the other ranks. Code other than the
+    optimizers that changes parameters has to call `wait_copied` first.
     """
 
     def __init__(self, store: Store, *, timeout: float = 1800.0) -> None:
-        self.store, self.timeout, self.stalled = store, timeout, 0.0
+        self.store = store
+        self.timeout = timeout
+        self.stalled = 0.0
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -54,7 +59,9 @@ class BackgroundSaver:
         if error is None:
             self.close()
             return
-        self._join()  # the ranks may be at different places now, so nothing is asked of them together
+
+        # After an exception the ranks may be at different places, so don't use collectives here.
+        self._join()
         self._release()
         if self._error is not None:
             logger.error("%s", self._error)
@@ -63,29 +70,34 @@ class BackgroundSaver:
     def save(
         self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
     ) -> None:
-        """Begin a save; returns before it is copied. Waits for the one before, and raises its error."""
+        """Begin a save and return before it is copied.
+
+        Waits for the previous save, and raises its error.
+        """
         began = time.perf_counter()
         ranks = Ranks(self.store.group)
         ranks.all_do(self._settle)
         self._saved = None
+
         writing = self.store.begin(kind, step, state, metric=metric)
         optimizers = writing.optimizers
         self._hook(optimizers)
         self._staging.begin(writing.tensors)
         self._thread = threading.Thread(target=self._run, args=(writing,), name=f"save step {step}")
         self._thread.start()
-        if not optimizers:  # nobody would wait before the tensors change
+        if not optimizers:
+            # Without an optimizer hook nothing else waits before the tensors change.
             self._staging.wait()
         self.stalled += time.perf_counter() - began
 
     def wait_copied(self) -> None:
-        """Until the parameters may change."""
+        """Wait until the parameters may change."""
         began = time.perf_counter()
         self._staging.wait()
         self.stalled += time.perf_counter() - began
 
     def check(self) -> None:
-        """Raise the error of a save that ended."""
+        """Raise the error of a save that has ended."""
         if self._thread is not None and not self._thread.is_alive():
             self._settle()
 
@@ -94,12 +106,12 @@ class BackgroundSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> Saved | None:
-        """Wait for the save that runs; returns the last one that was committed, on every rank."""
+        """Wait for the running save; return on every rank the checkpoint committed last."""
         ranks = Ranks(self.store.group)
         return ranks.exchange(self._settle, lambda _: [self._saved] * ranks.size)
 
     def close(self) -> None:
-        """Finish, and leave no thread, hook or buffer behind."""
+        """Finish the running save and release the thread, the hooks and the buffers."""
         try:
             self.finish()
         finally:
@@ -108,7 +120,8 @@ class BackgroundSaver:
     def _settle(self) -> None:
         self._join()
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
 
     def _join(self) -> None:
@@ -132,7 +145,10 @@ class BackgroundSaver:
         self.check()
 
     def _run(self, writing: Writing) -> None:
-        """On the thread. No rank waits for another but the first, which reads in the folder what they wrote."""
+        """Write and commit; runs on the background thread.
+
+        Only rank 0 waits for other ranks: it reads the parts that they left in the folder.
+        """
         try:
             try:
                 part = writing.write(self._staging.copy())
@@ -150,10 +166,11 @@ class BackgroundSaver:
             self._error.__cause__ = error
 
     def _report(self) -> None:
-        """At the end of the process, for an error that nobody asked for."""
+        """Raise at exit the error of a save that no call has raised."""
         if self._error is not None:
             raise SaveError(
-                f"a save in the background failed, and nobody asked: {self._error}"
+                f"a save in the background failed, and no later call raised its error: "
+                f"{self._error}; call finish() or close() before the process ends"
             ) from self._error
 
 

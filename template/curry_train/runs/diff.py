@@ -1,10 +1,10 @@
-"""What is different between two runs, from their journals: where one went on from the other, what they were made of,
-and the first step at which their losses part.
+"""Compare two runs by their journals: configuration, code, losses, costs and events.
 
     found = difference(read_history("runs/run-001"), read_history("runs/run-002"))
     print(found.losses.parted)
 
-Losses are compared to the bit: what counts is where a difference begins, however small. Nothing here reads or writes.
+Losses are compared bit for bit, because the step at which a difference begins matters, however
+small it is. This module reads and writes no files.
 Proof: `python -m pytest tests/test_diff.py`.
 """
 
@@ -17,15 +17,18 @@ from typing import Any
 
 from .journal_history import Attempt, History, Marks
 
-VISIBLE = 0.01  # of the loss: a difference that a curve shows
-ABSENT = "(none)"  # a key that the other has not
-MOST_STEPS = 20  # of a kind of event that are named
+# Smallest relative difference of the loss that is visible in a plot.
+VISIBLE = 0.01
+# Stands for the value of a key that only the other run has.
+ABSENT = "(none)"
+# Number of steps that are listed for each kind of event.
+MOST_STEPS = 20
 CODE = ("revision", "dirty", "changes", "why")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not the same: a dotted name, and both values as JSON holds them."""
+    """One differing setting or fact: its dotted name, and both values as JSON values."""
 
     name: str
     a: Any
@@ -34,18 +37,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumed:
-    """`later` goes on from the state that `earlier` had at `step`; `how` is resume or rollback."""
+    """How `later` continues from the state of `earlier` at `step`; `how` is resume or rollback."""
 
     earlier: str
     later: str
     step: int
     how: str = "resume"
-    reached: bool = True  # whether the earlier one's journal has that step
+    # Whether the journal of `earlier` reaches that step.
+    reached: bool = True
 
 
 @dataclass(frozen=True)
 class Parting:
-    """A step at which losses differ; `relative` is the amount over A's loss."""
+    """A step at which the losses differ; `relative` is the absolute amount divided by A's loss."""
 
     step: int
     a: float
@@ -64,21 +68,25 @@ class Parting:
 
 @dataclass(frozen=True)
 class Losses:
-    """Steps that both have. `parted` is the first with another loss, `visibly` the first that is 1% off."""
+    """Comparison of the losses, or of another metric, at the steps that both runs have."""
 
     num_common: int
     num_different: int = 0
     first_common: int | None = None
     last_common: int | None = None
+    # The first step with different values.
     parted: Parting | None = None
+    # The first step whose values differ by more than 1%.
     visibly: Parting | None = None
+    # The step with the largest absolute difference.
     largest: Parting | None = None
+    # The first and the last step of each run.
     spans: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Events of a kind in one journal: how many, and the steps of the first."""
+    """Events of one kind in one journal: their number, and the steps of the first ones."""
 
     num: int
     steps: tuple[int, ...]
@@ -86,24 +94,24 @@ class Seen:
 
 @dataclass(frozen=True)
 class Difference:
-    """All of it. `same` says that both names are one journal, and then nothing can differ."""
+    """The whole comparison of two runs, A and B."""
 
     a: str
     b: str
+    # Whether both names mean the same journal, which therefore cannot differ.
     same: bool
     resumed: Resumed | None
     config: list[Change]
     code: list[Change]
     environment: list[Change]
     losses: Losses
-    costs: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # the highest peak and the median time of a step
+    # The highest peak and the median seconds of a step, of A and of B.
+    costs: dict[str, tuple[float, float]] = field(default_factory=dict)
     metrics: dict[str, Losses] = field(default_factory=dict)
-    events: dict[str, tuple[Seen, Seen]] = field(default_factory=dict)  # of each kind, A's and B's
-    told: dict[str, tuple[bool, bool]] = field(
-        default_factory=dict
-    )  # whether the journals tell of each part
+    # The events of A and of B, by kind.
+    events: dict[str, tuple[Seen, Seen]] = field(default_factory=dict)
+    # Whether the journals of A and of B record the configuration, the code and the environment.
+    told: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -117,71 +125,80 @@ class Difference:
 
 
 def difference(a: History, b: History) -> Difference:
-    """Compare the histories that count in the end; what was rolled back is not compared."""
-    facts = a.facts, b.facts
-    parts: dict[str, list[Change]] = {}
-    for part in ("config", "code", "environment"):
-        parts[part] = changes(facts[0].get(part), facts[1].get(part))
-    parts["code"] = [change for change in parts["code"] if change.name.split(".")[0] in CODE]
-    command = changes({"command": facts[0].get("command")}, {"command": facts[1].get("command")})
+    """Compare two runs; steps that were rolled back are left out."""
+    facts_a = a.facts
+    facts_b = b.facts
+    changed: dict[str, list[Change]] = {}
+    recorded: dict[str, tuple[bool, bool]] = {}
+    for section in ("config", "code", "environment"):
+        changed[section] = changes(facts_a.get(section), facts_b.get(section))
+        recorded[section] = (_known(section, facts_a), _known(section, facts_b))
+    changed["code"] = [change for change in changed["code"] if change.name.split(".")[0] in CODE]
+    command = changes({"command": facts_a.get("command")}, {"command": facts_b.get("command")})
+
+    kinds = {*a.marks, *b.marks} - {"start"}
     return Difference(
         a.name,
         b.name,
         same=a.path.resolve() == b.path.resolve() and len(a.attempts) == len(b.attempts),
         resumed=resumed(a, b),
-        config=parts["config"],
-        code=parts["code"],
-        environment=command + parts["environment"],
+        config=changed["config"],
+        code=changed["code"],
+        environment=command + changed["environment"],
         losses=compare(a.steps.step, a.steps.values["loss"], b.steps.step, b.steps.values["loss"]),
         costs=_costs(a, b),
         metrics=_metrics(a, b),
-        events={
-            kind: (_seen(a, kind), _seen(b, kind))
-            for kind in sorted({*a.marks, *b.marks} - {"start"})
-        },
-        told={part: (_known(part, facts[0]), _known(part, facts[1])) for part in parts},
+        events={kind: (_seen(a, kind), _seen(b, kind)) for kind in sorted(kinds)},
+        told=recorded,
     )
 
 
 def resumed(a: History, b: History) -> Resumed | None:
-    """Whether B goes on from A, or A from B; also where both are one journal, up to different attempts."""
+    """Return how B continues from A or A from B, or None.
+
+    A and B may also be the same journal, read up to different attempts.
+    """
     for earlier, later in ((a, b), (b, a)):
         if opening := _went_on(earlier, later):
             how = "rollback" if opening.kind == "rollback" else "resume"
-            held = earlier.steps.step
-            reached = opening.step == 0 or (len(held) > 0 and opening.step <= held[-1])
+            steps = earlier.steps.step
+            reached = opening.step == 0 or (len(steps) > 0 and opening.step <= steps[-1])
             return Resumed(earlier.name, later.name, opening.step, how, reached)
     return None
 
 
 def _went_on(earlier: History, later: History) -> Attempt | None:
+    """Return the attempt of `later` that began from a state of `earlier`, or None."""
     if not earlier.attempts or not later.attempts:
         return None
-    known = {attempt.run for attempt in earlier.attempts} | {earlier.path.parent.name}
-    own = {attempt.run for attempt in later.attempts}
+
+    earlier_runs = {attempt.run for attempt in earlier.attempts} | {earlier.path.parent.name}
+    later_runs = {attempt.run for attempt in later.attempts}
     for attempt in later.attempts:
         if (
             attempt.from_run is not None
-            and attempt.from_run in known
-            and attempt.from_run not in own
+            and attempt.from_run in earlier_runs
+            and attempt.from_run not in later_runs
         ):
             return attempt
-    shared = len(earlier.attempts)
-    began = [
-        (attempt.run, attempt.time, attempt.kind, attempt.step)
-        for attempt in later.attempts[: shared + 1]
-    ]
-    if began[:-1] == [
-        (attempt.run, attempt.time, attempt.kind, attempt.step) for attempt in earlier.attempts
-    ]:
-        return later.attempts[shared]
+
+    # The same journal, or a copy that was continued, begins with all attempts of `earlier`.
+    num_shared = len(earlier.attempts)
+    earlier_openings = [_opening(attempt) for attempt in earlier.attempts]
+    later_openings = [_opening(attempt) for attempt in later.attempts[: num_shared + 1]]
+    if later_openings[:-1] == earlier_openings:
+        return later.attempts[num_shared]
     return None
 
 
+def _opening(attempt: Attempt) -> tuple[str | None, float, str, int]:
+    return attempt.run, attempt.time, attempt.kind, attempt.step
+
+
 def changes(a: Any, b: Any, *, name: str = "") -> list[Change]:
-    """Leaf by leaf; a mapping that only one of them has is told whole."""
+    """List the differing leaves; a mapping that only one side has counts as one leaf."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        found = []
+        found: list[Change] = []
         for key in [*a, *(key for key in b if key not in a)]:
             inner = f"{name}.{key}" if name else str(key)
             found += changes(a.get(key, ABSENT), b.get(key, ABSENT), name=inner)
@@ -190,50 +207,76 @@ def changes(a: Any, b: Any, *, name: str = "") -> list[Change]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """JSON's 1 is not its true, and 1 is 1.0: a file that was written by hand means the same."""
+    """Compare JSON values: 1 differs from true, and equals 1.0."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 def compare(
     steps_a: "array[int]", a: "array[float]", steps_b: "array[int]", b: "array[float]"
 ) -> Losses:
-    """Both go up in steps, so one walk finds the common ones. Figures that are no number on both sides are equal."""
-    spans = _span(steps_a), _span(steps_b)
-    common = different = i = j = 0
-    first = last = None
-    parted = visibly = largest = None
+    """Compare the values at the steps that both have; nan on both sides counts as equal.
+
+    The steps are in ascending order, so that one pass finds the common ones.
+    """
+    num_common = 0
+    num_different = 0
+    first = None
+    last = None
+    parted = None
+    visibly = None
+    largest = None
+    i = 0
+    j = 0
     while i < len(steps_a) and j < len(steps_b):
-        if steps_a[i] != steps_b[j]:
-            i, j = (i + 1, j) if steps_a[i] < steps_b[j] else (i, j + 1)
+        step = steps_a[i]
+        if step < steps_b[j]:
+            i += 1
             continue
-        step, x, y = steps_a[i], a[i], b[j]
-        i, j, common, last = i + 1, j + 1, common + 1, step
+        if step > steps_b[j]:
+            j += 1
+            continue
+
+        value_a = a[i]
+        value_b = b[j]
+        i += 1
+        j += 1
+        num_common += 1
         first = step if first is None else first
-        if x == y or (x != x and y != y):
+        last = step
+        if value_a == value_b or (math.isnan(value_a) and math.isnan(value_b)):
             continue
-        different += 1
-        here = Parting(step, x, y)
-        parted = parted or here
-        if visibly is None and here.relative > VISIBLE:
-            visibly = here
-        if largest is None or _size(here) > _size(largest):
-            largest = here
-    return Losses(common, different, first, last, parted, visibly, largest, spans)
+
+        num_different += 1
+        difference_here = Parting(step, value_a, value_b)
+        parted = parted or difference_here
+        if visibly is None and difference_here.relative > VISIBLE:
+            visibly = difference_here
+        if largest is None or _size(difference_here) > _size(largest):
+            largest = difference_here
+
+    spans = (_span(steps_a), _span(steps_b))
+    return Losses(num_common, num_different, first, last, parted, visibly, largest, spans)
 
 
 def _size(parting: Parting) -> float:
+    """Return the absolute difference, infinite where it is nan."""
     amount = abs(parting.amount)
-    return amount if amount == amount else math.inf
+    return math.inf if math.isnan(amount) else amount
 
 
 def _span(steps: Sequence[int]) -> tuple[int, int] | None:
     return (steps[0], steps[-1]) if len(steps) else None
 
 
-def _known(part: str, facts: Mapping[str, Any]) -> bool:
-    """Code without a revision is not known: two runs outside of git need not be the same."""
-    told = facts.get(part)
-    return isinstance(told, Mapping) and (part != "code" or isinstance(told.get("revision"), str))
+def _known(section: str, facts: Mapping[str, Any]) -> bool:
+    """Whether the journal records this section.
+
+    Code without a revision counts as unknown, since two runs outside of git may run different code.
+    """
+    recorded = facts.get(section)
+    if not isinstance(recorded, Mapping):
+        return False
+    return section != "code" or isinstance(recorded.get("revision"), str)
 
 
 def _seen(history: History, kind: str) -> Seen:
@@ -242,18 +285,22 @@ def _seen(history: History, kind: str) -> Seen:
 
 
 def _costs(a: History, b: History) -> dict[str, tuple[float, float]]:
-    """What both journals tell of."""
+    """Return the highest peak and the median seconds of a step, where both journals record them."""
     found = {}
-    for name, of_all in (("peak_bytes", max), ("seconds", median)):
-        told = [[value for value in history.steps.values[name] if value > 0] for history in (a, b)]
-        if all(told):
-            found[name] = of_all(told[0]), of_all(told[1])
+    for name, summarize in (("peak_bytes", max), ("seconds", median)):
+        values_a = [value for value in a.steps.values[name] if value > 0]
+        values_b = [value for value in b.steps.values[name] if value > 0]
+        if values_a and values_b:
+            found[name] = summarize(values_a), summarize(values_b)
     return found
 
 
 def _metrics(a: History, b: History) -> dict[str, Losses]:
     found = {}
     for name in sorted(a.metrics.keys() & b.metrics.keys()):
-        left, right = a.metrics[name].steps, b.metrics[name].steps
-        found[name] = compare(left.step, left.values["value"], right.step, right.values["value"])
+        steps_a = a.metrics[name].steps
+        steps_b = b.metrics[name].steps
+        found[name] = compare(
+            steps_a.step, steps_a.values["value"], steps_b.step, steps_b.values["value"]
+        )
     return found

@@ -1,7 +1,8 @@
-"""The hash of a file, made of the bytes as they are written.
+"""Hash files while they are written.
 
-`xxh3_128` finds every accidental change and costs next to nothing; where xxhash is not installed, blake2b of the
-standard library does it at about a second for each GB. Neither says who wrote a file: against that, see safe_reader.
+`xxh3_128` finds every accidental change at almost no cost. Without xxhash installed, blake2b from
+the standard library is used, at about a second per GB. Neither authenticates the writer of a file;
+safe_reader protects against hostile files.
 Proof: `python -m pytest tests/test_store.py`.
 """
 
@@ -16,17 +17,18 @@ ALGORITHMS = ("xxh3_128", "blake2b")
 
 
 def default_algorithm() -> str:
-    """The fastest that is installed; the manifest names it."""
+    """Return the fastest installed algorithm; the manifest records its name."""
     return "xxh3_128" if importlib.util.find_spec("xxhash") else "blake2b"
 
 
 def new_hash(algorithm: str) -> Any:
-    """A hash object with `update` and `hexdigest`."""
+    """Return a hash object with `update` and `hexdigest`."""
     if algorithm == "blake2b":
         return hashlib.blake2b(digest_size=16)
     if algorithm != "xxh3_128":
         raise DamagedCheckpoint(
-            f"hash {algorithm!r} is not known: it is one of {', '.join(ALGORITHMS)}"
+            f"hash {algorithm!r} is not one of {', '.join(ALGORITHMS)}: the manifest is damaged, "
+            f"or a newer version of this package wrote it"
         )
     try:
         import xxhash
@@ -38,15 +40,15 @@ def new_hash(algorithm: str) -> Any:
 
 
 def hash_bytes(algorithm: str, data: bytes) -> str:
-    """The hash of bytes at hand."""
     hasher = new_hash(algorithm)
     hasher.update(data)
     return str(hasher.hexdigest())
 
 
 def hash_stream(algorithm: str, stream: BinaryIO) -> tuple[int, str]:
-    """Bytes and hash of what is left in a stream."""
-    hasher, num_bytes = new_hash(algorithm), 0
+    """Return the number of bytes left in a stream, and their hash."""
+    hasher = new_hash(algorithm)
+    num_bytes = 0
     while chunk := stream.read(CHUNK_BYTES):
         hasher.update(chunk)
         num_bytes += len(chunk)
@@ -54,19 +56,20 @@ def hash_stream(algorithm: str, stream: BinaryIO) -> tuple[int, str]:
 
 
 class HashingStream:
-    """Writes on to a binary stream, and keeps count and hash of what went through."""
+    """A writable stream that passes bytes on to another one, and counts and hashes them."""
 
     def __init__(self, stream: BinaryIO, algorithm: str) -> None:
-        self._stream, self._hash = stream, new_hash(algorithm)
+        self._stream = stream
+        self._hash = new_hash(algorithm)
         self.num_bytes = 0
-        self.failed: OSError | None = (
-            None  # torch's zip writer says only that it is at an unexpected place
-        )
+        # The first error of a write. Torch's zip writer hides it behind "unexpected pos".
+        self.failed: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         written = 0
-        while written < view.nbytes:  # an unbuffered stream may take a part
+        # An unbuffered stream may write only a part of the data.
+        while written < view.nbytes:
             try:
                 written += self._stream.write(view[written:])
             except OSError as error:
@@ -80,10 +83,10 @@ class HashingStream:
         return self.num_bytes
 
     def flush(self) -> None:
-        """Nothing: torch flushes after each tensor, and only the end has to be on the disk."""
+        """Do nothing: torch flushes after every tensor, but one sync at the end is enough."""
 
     def close(self) -> None:
-        """Nothing: whoever opened the stream beneath syncs and closes it."""
+        """Do nothing: the caller that opened the underlying stream syncs and closes it."""
 
     def hexdigest(self) -> str:
         return str(self._hash.hexdigest())

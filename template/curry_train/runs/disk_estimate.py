@@ -1,7 +1,8 @@
-"""What a policy takes on the disk: a checkpoint, all that stay, and what is written before the old one goes.
+"""Estimate the disk space that a checkpoint policy needs.
 
-Bytes for each parameter, with AdamW's two moments: 12 for float32, 14 for bfloat16 with a float32 master copy, 6 for
-bfloat16 alone. Proof: `python -m pytest tests/test_disk_estimate.py`.
+Bytes per parameter, with AdamW's two moments: 12 for float32, 14 for bfloat16 with a float32 master
+copy, 6 for bfloat16 alone.
+Proof: `python -m pytest tests/test_disk_estimate.py`.
 """
 
 from collections.abc import Mapping
@@ -12,31 +13,34 @@ from .policy_config import PolicyConfig
 
 GB = 10**9
 LARGE = 10 * GB
+# Weights alone, in bytes per parameter.
 WEIGHTS: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "bfloat16-pure": 2}
-STATE: Mapping[str, int] = {
-    "float32": 12,
-    "bfloat16": 14,
-    "float16": 14,
-    "bfloat16-pure": 6,
-}  # weights and the rest
+# Weights and optimizer state together, in bytes per parameter.
+STATE: Mapping[str, int] = {"float32": 12, "bfloat16": 14, "float16": 14, "bfloat16-pure": 6}
 
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """Bytes. `total` is what stays; `in_flight` is there beside it while a new one is written."""
+    """The disk space of a policy, in bytes."""
 
+    # Number of parameters of the model.
     parameters: int
     dtype: str
+    # Size of a checkpoint with the optimizer state.
     checkpoint: int
+    # Size of a best-K checkpoint, which holds the weights alone.
     best: int
+    # Size of all checkpoints that the policy retains, by kind.
     kept: Mapping[str, int]
+    # Sum of `kept`.
     total: int
+    # Size of the new checkpoint that is written before an old one is deleted.
     in_flight: int
     advice: tuple[str, ...] = ()
 
     @property
     def most(self) -> int:
-        """What the volume has to hold."""
+        """The highest use of the volume at any moment."""
         return self.total + self.in_flight
 
     def to_json(self) -> dict[str, Any]:
@@ -50,23 +54,30 @@ def estimate_disk(
     dtype: str = "float32",
     state_bytes_per_parameter: float | None = None,
 ) -> DiskEstimate:
-    """For so many parameters. `state_bytes_per_parameter` is for another optimizer: SGD with momentum takes 8."""
+    """Estimate the disk space for a model with this number of parameters.
+
+    `state_bytes_per_parameter` is for an optimizer other than AdamW: SGD with momentum takes 8.
+    """
     config = config or PolicyConfig()
     if parameters < 1:
         raise ValueError(f"parameters must be 1 or more, got {parameters}")
     if dtype not in STATE:
         raise ValueError(f"dtype must be one of {', '.join(STATE)}; got {dtype!r}")
-    each = STATE[dtype] if state_bytes_per_parameter is None else state_bytes_per_parameter
-    if each < WEIGHTS[dtype]:
+    state_bytes = STATE[dtype] if state_bytes_per_parameter is None else state_bytes_per_parameter
+    if state_bytes < WEIGHTS[dtype]:
         raise ValueError(
-            f"state_bytes_per_parameter must be {WEIGHTS[dtype]} or more for {dtype}; got {each}"
+            f"state_bytes_per_parameter must be {WEIGHTS[dtype]} or more for {dtype}; "
+            f"got {state_bytes}"
         )
-    checkpoint, best = int(parameters * each), parameters * WEIGHTS[dtype]
+
+    checkpoint = int(parameters * state_bytes)
+    best = parameters * WEIGHTS[dtype]
     rollback = best if config.rollback_parameters_only else checkpoint
-    keep = config.retention
+    retention = config.retention
     kept = {
-        "rollback": 0 if config.rollback_every is None else keep.rollback_keep * rollback,
-        "recovery": keep.recovery_keep * checkpoint,  # one is written at the end in any case
+        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * rollback,
+        # A recovery is written at the end of a run, even without `recovery_every`.
+        "recovery": retention.recovery_keep * checkpoint,
         "best-k": config.best_k * best,
     }
     return DiskEstimate(
@@ -75,27 +86,31 @@ def estimate_disk(
         checkpoint,
         best,
         kept,
-        sum(kept.values()),
-        checkpoint,
-        _advice(checkpoint, best, config),
+        total=sum(kept.values()),
+        in_flight=checkpoint,
+        advice=_advice(checkpoint, best, config),
     )
 
 
 def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
-    said = []
+    advice = []
     if every := config.retention.keep_every:
-        said.append(
-            f"retention.keep_every: {every} keeps one checkpoint more every {every} steps, for good"
+        advice.append(
+            f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, "
+            f"in addition to this estimate"
         )
     if checkpoint <= LARGE:
-        return tuple(said)
-    said.append(
-        f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: save it in the background"
+        return tuple(advice)
+
+    advice.append(
+        f"a checkpoint takes {checkpoint / GB:.1f} GB, more than {LARGE // GB} GB: "
+        f"save it in the background"
     )
     if config.rollback_every is not None and not config.rollback_parameters_only:
-        spared = config.retention.rollback_keep * (checkpoint - best)
-        said.append(
-            f"rollback_parameters_only: true takes {best / GB:.1f} GB for a rollback and spares {spared / GB:.0f} GB "
-            f"in all; a run then resumes from recoveries alone, and after a rollback the optimizer begins anew"
+        saved_bytes = config.retention.rollback_keep * (checkpoint - best)
+        advice.append(
+            f"rollback_parameters_only: true takes {best / GB:.1f} GB for a rollback and saves "
+            f"{saved_bytes / GB:.0f} GB in total; the run can then resume from recoveries only, "
+            f"and after a rollback the optimizer starts with fresh state"
         )
-    return tuple(said)
+    return tuple(advice)

@@ -1,4 +1,4 @@
-"""How long a save will take, before one was made: a small file is written where the checkpoints go, and timed.
+"""Estimate the duration of a save by timing a small write on the same volume.
 
 Proof: `python -m pytest tests/test_cadence.py -k disk`.
 """
@@ -9,18 +9,24 @@ import time
 from .files import Files
 
 NAME = ".speed-of-the-disk"
-LEAST_BYTES, MOST_BYTES = 2**20, 2**29
-PART = 16  # of a save's bytes so many times less are written, so that asking costs little beside what is asked
-FIXED_SECONDS = (
-    0.1  # what a save of hardly any bytes takes: names, index, manifest, and a sync of each
-)
+LEAST_BYTES = 2**20
+MOST_BYTES = 2**29
+# The trial writes 1/16 of the bytes of a save, so that it costs little in comparison.
+PART = 16
+# Duration of a save of almost no bytes: naming, writing and syncing the index and the manifest.
+FIXED_SECONDS = 0.1
 
 
 def expected_seconds(files: Files, num_bytes: int) -> float:
-    """Of a save of so many bytes by this process. The file is gone afterwards."""
+    """Return the expected seconds of a save of this many bytes by this process.
+
+    The trial file is removed afterwards.
+    """
     data = memoryview(bytearray(min(max(num_bytes // PART, LEAST_BYTES), MOST_BYTES)))
-    with contextlib.suppress(FileNotFoundError):  # left by a process that was killed just then
+    # A process that was killed during the trial leaves its file behind.
+    with contextlib.suppress(FileNotFoundError):
         files.remove_file(NAME)
+
     began = time.perf_counter()
     stream = files.create(NAME)
     try:
@@ -30,5 +36,6 @@ def expected_seconds(files: Files, num_bytes: int) -> float:
         files.abandon(stream)
         raise
     seconds = time.perf_counter() - began
+
     files.remove_file(NAME)
     return FIXED_SECONDS + seconds * max(1.0, num_bytes / len(data))

@@ -1,4 +1,4 @@
-"""What can go wrong with saved state, each error saying what, where and what to do.
+"""Errors of saving and loading; every message names the problem, the place and the remedy.
 
 Proof: `python -m pytest tests/test_store.py`.
 """
@@ -7,28 +7,28 @@ PARTLY = "begin a new run with what matches: load_chosen(FOLDER, state, strict=F
 
 
 class RunError(RuntimeError):
-    """Anything about a run's folder."""
+    """Base class of the errors about a run's folder."""
 
 
 class SaveError(RunError):
-    """A save was not committed; what was committed before is whole."""
+    """A save was not committed; the checkpoints committed before it are intact."""
 
 
 class StepExists(SaveError):
-    """A valid checkpoint of this step is there, and nothing is written into an existing one."""
+    """A valid checkpoint of this step exists already, and is never overwritten."""
 
 
 class LockedRun(RunError):
-    """Another process writes into this run."""
+    """Another process is writing to this run."""
 
 
 class DamagedCheckpoint(RunError):
-    """What is on the disk is not what was saved."""
+    """The files on the disk differ from what was saved."""
 
 
 class HostileCheckpoint(DamagedCheckpoint):
-    """Loading would run code, or read outside of the checkpoint."""
+    """Loading this checkpoint would run code, or read files outside of it."""
 
 
 class StateMismatch(ValueError):
-    """The checkpoint is whole, and of another model, optimizer or configuration of ranks."""
+    """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""

@@ -1,7 +1,8 @@
-"""Where a run's files are: what a store needs of any place, and a local folder, with rename, fsync and links.
+"""File access for a run: the storage interface and its implementation for local folders.
 
-Keys are paths relative to the run's folder, with `/`. Every change of the disk goes through a method of this class,
-so that a test can let a process die at any of them. Proof: `python -m pytest tests/test_store_kill.py`.
+Keys are paths relative to the run's folder, separated by `/`. Every change on the disk goes through
+a method of `Files`, so that a test can kill a process at any of them.
+Proof: `python -m pytest tests/test_store_kill.py`.
 """
 
 import contextlib
@@ -16,46 +17,48 @@ from .errors import HostileCheckpoint
 
 
 class Files(ABC):
-    """`renames`: whether a whole folder can be renamed at once; without it, a manifest written last commits."""
+    """The file operations that a store needs from any storage."""
 
+    # Whether a whole folder can be renamed atomically. Otherwise the manifest, written last,
+    # commits a checkpoint.
     renames: bool
 
     @abstractmethod
     def location(self, key: str) -> str:
-        """What other programs open."""
+        """Return the path or URL under which other programs open this key."""
 
     @abstractmethod
     def make_folder(self, key: str) -> None: ...
 
     @abstractmethod
     def create(self, key: str) -> BinaryIO:
-        """A new file; an existing one is an error."""
+        """Create and open a new file; raise FileExistsError if it exists."""
 
     @abstractmethod
     def finish(self, stream: BinaryIO) -> None:
-        """Close what was written, on the disk when this returns."""
+        """Close a written file; its content is on the disk when this returns."""
 
     @abstractmethod
     def sync_folder(self, key: str) -> None:
-        """Names in a folder are on the disk when this returns."""
+        """Sync a folder; the names in it are on the disk when this returns."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None: ...
 
     @abstractmethod
     def remove_folder(self, key: str) -> None:
-        """A folder and what it holds; a link in its place is removed itself."""
+        """Remove a folder and its contents; of a link to a folder remove only the link."""
 
     @abstractmethod
     def remove_file(self, key: str) -> None: ...
 
     @abstractmethod
     def names(self, key: str) -> list[str]:
-        """What a folder holds; nothing where there is none."""
+        """List the names in a folder; empty if the folder does not exist."""
 
     @abstractmethod
     def kind(self, key: str) -> str | None:
-        """file, folder or other (a link, a device); None where nothing is there."""
+        """Return "file", "folder" or "other" (a link, a device), or None if nothing exists."""
 
     @abstractmethod
     def size(self, key: str) -> int: ...
@@ -65,14 +68,14 @@ class Files(ABC):
 
     @abstractmethod
     def point(self, key: str, target: str) -> None:
-        """Let a name stand for a folder, at once."""
+        """Atomically make a name point to a folder."""
 
     @abstractmethod
     def pointed(self, key: str) -> str | None:
-        """Where a name points."""
+        """Return the folder that a name points to, or None."""
 
     def free_bytes(self) -> int | None:
-        """Room that is left, where that can be asked."""
+        """Return the free bytes of the storage, or None where that is unknown."""
         return None
 
     def read(self, key: str) -> bytes:
@@ -80,7 +83,7 @@ class Files(ABC):
             return stream.read()
 
     def write(self, key: str, data: bytes) -> None:
-        """A small new file, on the disk when this returns."""
+        """Write a small new file; it is on the disk when this returns."""
         stream = self.create(key)
         try:
             stream.write(data)
@@ -90,19 +93,15 @@ class Files(ABC):
             raise
 
     def abandon(self, stream: BinaryIO) -> None:
-        """Let go of a file that was not written to its end; the error that led here is the one to hear of."""
+        """Close an incomplete file, ignoring errors so that the original error is raised."""
         with contextlib.suppress(OSError):
             stream.close()
 
 
 def checked(key: str) -> str:
-    """A key that stays inside of the folder."""
-    if (
-        key.startswith("/")
-        or "\\" in key
-        or "\0" in key
-        or any(part in ("", ".", "..") for part in key.split("/"))
-    ):
+    """Return the key if it stays inside of the folder, or raise HostileCheckpoint."""
+    has_dots = any(name in ("", ".", "..") for name in key.split("/"))
+    if has_dots or key.startswith("/") or "\\" in key or "\0" in key:
         raise HostileCheckpoint(
             f"{key!r} leads out of the run's folder: don't load this checkpoint"
         )
@@ -110,7 +109,7 @@ def checked(key: str) -> str:
 
 
 class LocalFiles(Files):
-    """A folder of this machine, or one that is mounted."""
+    """A folder on a local or mounted file system."""
 
     def __init__(self, root: str | os.PathLike[str], *, renames: bool = True) -> None:
         self.root = Path(root).absolute()
@@ -138,7 +137,8 @@ class LocalFiles(Files):
     def write(self, key: str, data: bytes) -> None:
         folder, _, name = key.rpartition("/")
         new = f"{folder}/.{name}.new".lstrip("/")
-        self.path(new).unlink(missing_ok=True)  # of a process that was killed while it wrote
+        # A process that was killed while writing leaves this file behind.
+        self.path(new).unlink(missing_ok=True)
         super().write(new, data)
         self.path(new).replace(self.path(key))
 
@@ -164,14 +164,18 @@ class LocalFiles(Files):
 
     def names(self, key: str) -> list[str]:
         path = self.path(key)
-        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        if not path.is_dir():
+            return []
+        return sorted(entry.name for entry in path.iterdir())
 
     def kind(self, key: str) -> str | None:
         try:
             mode = self.path(key).lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+        if stat.S_ISREG(mode):
+            return "file"
+        return "folder" if stat.S_ISDIR(mode) else "other"
 
     def size(self, key: str) -> int:
         return self.path(key).lstat().st_size
@@ -180,14 +184,16 @@ class LocalFiles(Files):
         def without_following(path: str, flags: int) -> int:
             return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
 
-        return open(self.path(key), "rb", opener=without_following)  # Path.open takes no opener
+        # Path.open has no parameter `opener`.
+        return open(self.path(key), "rb", opener=without_following)
 
     def point(self, key: str, target: str) -> None:
         new = self.path(f".{key}.new")
         new.unlink(missing_ok=True)
         try:
             new.symlink_to(checked(target), target_is_directory=True)
-        except (OSError, NotImplementedError):  # links are not everywhere, or not for everyone
+        except (OSError, NotImplementedError):
+            # The file system has no symbolic links, or this user may not create them.
             new.write_text(target + "\n", encoding="utf-8")
         new.replace(self.path(key))
         self.sync_folder("")

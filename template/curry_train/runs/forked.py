@@ -1,7 +1,8 @@
-"""What a process holds and its forked children let go of: workers of a DataLoader live on when it was killed.
+"""Close locks and files of a process in its forked children.
 
-A kernel lock belongs to an open file, which a fork shares: it ends when the last process closes it. A child that closes
-takes nothing from its parent. Programs that are started close by themselves what Python opened.
+DataLoader workers can outlive a killed process. A kernel lock belongs to an open file, which a fork
+shares: the lock ends when the last process closes the file. A child that closes the file does not
+take the lock from its parent. Started programs need no help: Python closes its files for them.
 Proof: `python -m pytest tests/test_store_lock.py`.
 """
 
@@ -14,22 +15,22 @@ _descriptors: set[int] = set()
 
 
 class LeftBehind(Protocol):
-    """Something that belongs to the process that made it."""
+    """An object that belongs to the process that made it."""
 
     def leave_behind(self) -> None:
-        """In a child that was forked: this is the parent's."""
+        """Give up the object; called in a forked child, because the parent owns it."""
 
 
 _holders: "weakref.WeakSet[LeftBehind]" = weakref.WeakSet()
 
 
 def keep_from_children(holder: LeftBehind) -> None:
-    """Call its `leave_behind` in every child."""
+    """Call `holder.leave_behind()` in every forked child."""
     _holders.add(holder)
 
 
 def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
-    """A descriptor that is closed in every child; close it with `close_here`."""
+    """Open a descriptor that every forked child closes; close it here with `close_here`."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
     _descriptors.add(descriptor)
     return descriptor
@@ -42,7 +43,8 @@ def close_here(descriptor: int) -> None:
 
 def _after_fork() -> None:
     for descriptor in _descriptors:
-        with contextlib.suppress(OSError):  # some programs close all descriptors that they see
+        # Some programs have already closed all descriptors that they inherited.
+        with contextlib.suppress(OSError):
             os.close(descriptor)
     _descriptors.clear()
     for holder in list(_holders):
@@ -50,5 +52,6 @@ def _after_fork() -> None:
     _holders.clear()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+# Windows has no fork.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""Is there room for a checkpoint, on the volume that it goes to? Asked before anything is written.
+"""Check for enough free disk space before a checkpoint is written.
 
 Proof: `python -m pytest tests/test_free_space.py`.
 """
@@ -9,26 +9,28 @@ from .errors import SaveError
 from .files import Files, LocalFiles
 from .snapshot import MODEL, Snapshot
 
-MARGIN = 2**20  # manifest, index, and blocks of the file system that are not full
+# Space for the manifest, the index and partly filled blocks of the file system.
+MARGIN = 2**20
 
 
 class NoRoom(SaveError):
-    """The volume can't take one more checkpoint; nothing was written."""
+    """The volume has no room for another checkpoint; nothing was written."""
 
 
 def bytes_of(snapshot: Snapshot, *, model_only: bool = False) -> int:
-    """What a save writes, of all ranks together: a sharded tensor counts whole."""
-    held = {
-        name: tensor
+    """Return the bytes that a save writes on all ranks together; sharded tensors count whole."""
+    return sum(
+        tensor.numel() * tensor.element_size()
         for name, tensor in snapshot.tensors.items()
         if not model_only or name.startswith(MODEL)
-    }
-    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    )
 
 
 def free_bytes(files: Files, kind: str) -> int | None:
-    """Room on the volume of the folder of this kind, which may be a link to another volume than the run's; None where
-    that can't be asked."""
+    """Return the free bytes on the volume of this kind's folder, or None where that is unknown.
+
+    The folder may be a link to another volume than that of the run.
+    """
     if not isinstance(files, LocalFiles):
         return files.free_bytes()
     path = files.path(kind).resolve()
@@ -38,20 +40,21 @@ def free_bytes(files: Files, kind: str) -> int | None:
 
 
 def require_room(files: Files, kind: str, num_bytes: int) -> None:
-    """Raise NoRoom, with what is missing and what to lower.
+    """Raise NoRoom if the next checkpoint does not fit beside the old ones.
 
-    The old checkpoint goes after the new one is whole, so all of the new one has to fit beside it.
+    An old checkpoint is deleted only after the new one is complete, so both have to fit.
     """
-    free, needed = free_bytes(files, kind), num_bytes + MARGIN
+    free = free_bytes(files, kind)
+    needed = num_bytes + MARGIN
     if free is None or free >= needed:
         return
-    keep = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}.get(
-        kind, "best_k"
-    )
+    settings = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}
+    setting = settings.get(kind, "best_k")
     raise NoRoom(
-        f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs {_size(needed)} beside the "
-        f"old ones: {_size(needed - free)} are missing. Free them, lower {keep}, set rollback_parameters_only, or move "
-        f"the run to a larger volume; nothing was written"
+        f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs "
+        f"{_size(needed)} beside the old ones: {_size(needed - free)} are missing. Free them, "
+        f"lower {setting}, set rollback_parameters_only, or move the run to a larger volume; "
+        f"nothing was written"
     )
 
 

@@ -1,8 +1,10 @@
-"""Torch's own writer of distributed checkpoints, over any `Files`, with a hash of every file made on the way.
+"""Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
-The hash costs no second read. Each rank keeps its part: names, sizes and hashes of its files, and where in them its
-tensors are. Private names of torch's checkpoint code stay in this module and in safe_reader; tests load what is
-written here with plain `torch.distributed.checkpoint`. Proof: `python -m pytest tests/test_store.py`.
+The hash needs no second read. Every rank records its part: the names, sizes and hashes of its
+files, and the positions of its tensors in them. Private names of torch's checkpoint code are used
+only in this module and in safe_reader. Tests load the files written here with plain
+`torch.distributed.checkpoint`.
+Proof: `python -m pytest tests/test_store.py`.
 """
 
 import contextlib
@@ -31,9 +33,10 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote. `items` says of each tensor: name, offsets, number, file, position, length."""
+    """The files and tensors that one rank wrote."""
 
     files: Mapping[str, FileEntry]
+    # Name, offsets, number, file, position and length of each tensor.
     items: tuple[tuple[Any, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -46,10 +49,12 @@ class Part:
 
 
 class HashingFolder:
-    """New files of one folder, hashed as they are written and synced when they are closed."""
+    """A folder whose new files are hashed while they are written, and synced when closed."""
 
     def __init__(self, files: Files, folder: str, algorithm: str) -> None:
-        self.files, self.folder, self.algorithm = files, folder, algorithm
+        self.files = files
+        self.folder = folder
+        self.algorithm = algorithm
         self.entries: dict[str, FileEntry] = {}
 
     @contextlib.contextmanager
@@ -68,7 +73,7 @@ class HashingFolder:
 
 
 class _TorchFiles(FileSystemBase):
-    """What torch's writer asks of a file system."""
+    """The file system interface of torch's checkpoint writer, on top of a HashingFolder."""
 
     def __init__(self, folder: HashingFolder) -> None:
         self._folder = folder
@@ -82,13 +87,13 @@ class _TorchFiles(FileSystemBase):
         return suffix
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        raise NotImplementedError("a file keeps its name here")
+        raise NotImplementedError("files of a checkpoint are never renamed")
 
     def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         return path
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Nothing: the store has made the folder."""
+        """Do nothing: the store has already made the folder."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -98,16 +103,18 @@ class _TorchFiles(FileSystemBase):
         return False
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        raise NotImplementedError("nothing is removed here")
+        raise NotImplementedError("files of a checkpoint are never removed one by one")
 
 
 class HashingWriter(FileSystemWriter):
-    """`write_data` as torch has it; `part` is what it left behind, `write_metadata` joins the parts of all ranks."""
+    """Torch's checkpoint writer over a HashingFolder.
+
+    `write` returns the part of this rank, and `write_metadata` joins the parts of all ranks.
+    """
 
     def __init__(self, folder: HashingFolder) -> None:
-        super().__init__(
-            "", sync_files=False
-        )  # HashingFolder syncs; torch would sync the whole machine here
+        # HashingFolder syncs its files. Torch would sync all file systems of the machine.
+        super().__init__("", sync_files=False)
         self.fs: Any = _TorchFiles(folder)
         self.folder = folder
 
@@ -116,7 +123,7 @@ class HashingWriter(FileSystemWriter):
         return Part(self.folder.entries, tuple(map(_item, results)))
 
     def write_metadata(self, metadata: Metadata, parts: list[Part]) -> FileEntry:
-        """The index of all tensors, without any path of this machine."""
+        """Write the index of all tensors; it contains no path of this machine."""
         storage = dict(_place(item) for part in parts for item in part.items)
         metadata = dataclasses.replace(
             metadata, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
@@ -127,7 +134,8 @@ class HashingWriter(FileSystemWriter):
 
 
 def _item(result: WriteResult) -> tuple[Any, ...]:
-    index, place = result.index, result.storage_data
+    index = result.index
+    place = result.storage_data
     offset = None if index.offset is None else list(index.offset)
     return index.fqn, offset, index.index, place.relative_path, place.offset, place.length
 

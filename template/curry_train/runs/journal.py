@@ -1,15 +1,17 @@
-"""What happens to a run, written as it happens: `journal.jsonl`, one event per line, by one process of the run.
+"""Write the journal of a run, `journal.jsonl`, with one event per line.
 
     with Journal("runs/run-001", rank=rank) as journal:
-        journal.start(facts=run_facts(config, device=device))        # or journal.resume(500, facts=...)
-        journal.step(1, loss=4.2, learning_rate=3e-4, grad_norm=1.0, terms=512, seconds=0.1, peak_bytes=2**30)
+        journal.start(facts=run_facts(config, device=device))  # or journal.resume(500, facts=...)
+        journal.step(1, loss=4.2, learning_rate=3e-4, seconds=0.1, peak_bytes=2**30)
         journal.write("save", step=100, checkpoint="rollback/step-00000100.dcp")
         journal.rollback(100, from_step=180, reason="loss 9.1 after 4.0")
         journal.write("stop", step=300, reason="steps")
 
-Each line has `v`, `time`, `step`, `attempt` and `kind`; each resume or rollback opens a new attempt. A line is one
-append to the file, there when the call returns, so a kill tears the last one at most; who opens the journal next sets
-that aside in a warning event. A full disk loses events, which is said, and never the training.
+Only one process of the run writes. Each line has `v`, `time`, `step`, `attempt` and `kind`; each
+resume or rollback opens a new attempt. A line is a single append and is in the file when the call
+returns, so that a kill can tear the last line at most. The next process that opens the journal
+moves a torn line into a warning event. A full disk loses events, with a warning, but does not stop
+the training.
 Proof: `python -m pytest tests/test_journal.py tests/test_journal_kill.py`.
 """
 
@@ -28,21 +30,17 @@ from .journal_file import JournalFile, open_journal
 from .journal_lines import KINDS, OPENING, JournalError, encode_event
 from .journal_reading import NAME
 
-ON_DISK = {
-    "start",
-    "resume",
-    "rollback",
-    "save",
-    "stop",
-}  # also there after the machine lost its power
+# Events that are synced to the disk, so that they survive a loss of power.
+ON_DISK = {"start", "resume", "rollback", "save", "stop"}
 logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Opens the journal of a run's folder for writing; `run` is the folder's name. Ranks but the first write nothing.
+    """The journal of a run's folder, open for writing by rank 0; other ranks write nothing.
 
-    A second process is refused by the kernel's lock on the file. Where the file system has none, that is said in a
-    warning event, and lines still can't mix on a local disk, since each is one append.
+    `run` is the name of the run, by default the folder's name. The kernel's lock on the file
+    refuses a second process. A file system without locks gets a warning event instead; lines can't
+    mix on a local disk even then, since each is a single append.
     """
 
     def __init__(
@@ -57,15 +55,18 @@ class Journal:
         self.run = run or Path(folder).resolve().name
         self.writes = rank == 0
         self._clock = clock
-        self._mutex = threading.RLock()  # a save in the background is told by its own thread
+        # A background save writes its event from its own thread.
+        self._mutex = threading.RLock()
         self._file: JournalFile | None = (
             open_journal(self.path, run=self.run) if self.writes else None
         )
         self._last = self._file.last if self._file else None
         self.attempt = self._last.attempt if self._last else 0
-        self._begun = self._torn = False
+        self._begun = False
+        self._torn = False
         keep_from_children(self)
-        self._lost, self._why = 0, ""
+        self._lost = 0
+        self._why = ""
 
     def __enter__(self) -> "Journal":
         return self
@@ -80,11 +81,11 @@ class Journal:
 
     @property
     def empty(self) -> bool:
-        """Whether no attempt was opened yet, so that `start` may be the first."""
+        """Whether the journal has no attempt yet, so that `start` may be called."""
         return self.attempt == 0
 
     def start(self, *, facts: Mapping[str, Any] | None = None) -> None:
-        """The run begins, with what `run_facts` knows of it."""
+        """Begin the run; `facts` are the result of `run_facts`."""
         if not self.empty:
             raise JournalError(
                 f"{self.path} has events already: give a new run its own folder, or call resume(0)"
@@ -99,20 +100,20 @@ class Journal:
         from_run: str | None = None,
         checkpoint: str | None = None,
     ) -> None:
-        """The run goes on from `step`, of its own state or of another run's, `from_run`."""
+        """Continue the run from `step` of its own state, or of the state of the run `from_run`."""
         if self._file and self._last and from_run is None and step > self._last.step:
             self._file.remarks.append(
                 f"steps {self._last.step + 1} to {step} are not in this journal"
             )
-        told = {"pid": os.getpid(), "from_run": from_run, "checkpoint": checkpoint}
-        self._begin(
-            "resume",
-            step,
-            {key: value for key, value in told.items() if value is not None} | dict(facts or {}),
-        )
+        origin: dict[str, Any] = {"pid": os.getpid()}
+        if from_run is not None:
+            origin["from_run"] = from_run
+        if checkpoint is not None:
+            origin["checkpoint"] = checkpoint
+        self._begin("resume", step, origin | dict(facts or {}))
 
     def rollback(self, step: int, *, from_step: int, reason: str, **facts: Any) -> None:
-        """The run went back from `from_step` to its state of `step`."""
+        """Record that the run went back from `from_step` to its state at `step`."""
         self._check_begun("rollback")
         self._begin("rollback", step, {"from_step": from_step, "reason": reason, **facts})
 
@@ -128,33 +129,40 @@ class Journal:
         peak_bytes: int | None = None,
         **more: Any,
     ) -> None:
-        """One optimizer step and its figures."""
-        facts = {
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "grad_norm": grad_norm,
-            "terms": terms,
-        }
-        self.write("step", step=step, **facts, seconds=seconds, peak_bytes=peak_bytes, **more)
+        """Record one optimizer step and its figures."""
+        self.write(
+            "step",
+            step=step,
+            loss=loss,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            terms=terms,
+            seconds=seconds,
+            peak_bytes=peak_bytes,
+            **more,
+        )
 
     def write(self, kind: str, *, step: int, **facts: Any) -> None:
-        """Any other event; `metric` and `value` of an eval, `reason` of a spike, skip, warning or stop."""
-        if kind in OPENING or kind not in KINDS:
-            raise ValueError(
-                f"{kind!r} can't be written so: call the method, or take one of {', '.join(KINDS)}"
-            )
+        """Write any other event.
+
+        An eval has `metric` and `value`; a spike, skip, warning or stop has `reason`.
+        """
+        if kind in OPENING:
+            raise ValueError(f"an event {kind!r} opens an attempt: call the method {kind}()")
+        if kind not in KINDS:
+            raise ValueError(f"there is no event {kind!r}: take one of {', '.join(KINDS)}")
         self._check_begun(kind)
         self._write(kind, step, facts)
 
     def close(self) -> None:
-        """Give the file back. The event `stop` is for the caller to write, who knows why."""
+        """Close the file. Write the event `stop` with its reason before this call."""
         with self._mutex:
             if self._file is not None:
                 close_here(self._file.handle)
                 self._file = None
 
     def leave_behind(self) -> None:
-        """A child that was forked has no journal: this one is its parent's."""
+        """Give up the journal in a forked child, because the parent owns it."""
         self._file = None
 
     def _check_begun(self, kind: str) -> None:
@@ -184,7 +192,8 @@ class Journal:
                 kind, facts, time=self._clock(), step=step, attempt=attempt, run=run
             )
             self.attempt = attempt
-            if self._lost and not self._say_lost(step):
+
+            if self._lost and not self._report_lost(step):
                 self._lost += 1
             elif not self._append(self._file.handle, line):
                 self._lost = 1
@@ -197,16 +206,20 @@ class Journal:
             elif kind in ON_DISK:
                 self._force(self._file.handle)
 
-    def _say_lost(self, step: int) -> bool:
+    def _report_lost(self, step: int) -> bool:
+        """Write a warning about lost events; return whether it could be written."""
         assert self._file is not None
-        told = {"reason": f"{self._lost} events could not be written: {self._why}"}
-        line = encode_event("warning", told, time=self._clock(), step=step, attempt=self.attempt)
+        facts = {"reason": f"{self._lost} events could not be written: {self._why}"}
+        line = encode_event("warning", facts, time=self._clock(), step=step, attempt=self.attempt)
         if self._append(self._file.handle, line):
             self._lost = 0
         return not self._lost
 
     def _append(self, handle: int, line: bytes) -> bool:
-        """One write, so that no other line comes between; after a torn one on a line of its own."""
+        """Write the line with one call, so that lines of other writers can't mix with it.
+
+        After a torn line, begin on a new line. Returns whether the whole line was written.
+        """
         line = b"\n" + line if self._torn else line
         try:
             written = os.write(handle, line)

@@ -1,6 +1,7 @@
-"""The file of a journal, opened for one writer: locked, its torn end set aside, and known to be this run's.
+"""Open and lock the file of a journal for one writer, and repair a torn last line.
 
-What is not a journal, another run's, or a newer version's is refused and stays as it is.
+A file that is not a journal, or is the journal of another run or of a newer version, is refused
+and stays unchanged.
 Proof: `python -m pytest tests/test_journal.py tests/test_journal_kill.py`.
 """
 
@@ -17,22 +18,29 @@ from .forked import close_here, open_here
 from .journal_lines import LONGEST, Event, JournalError, NewerJournal, parse_event, printable
 from .journal_reading import HEAD, JournalReading
 
-MOST_TORN = 1000  # characters of a torn line that are kept
+# Characters of a torn line that are copied into the warning event.
+MOST_TORN = 1000
 NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 BEGINS = b'{"v":'
 
 
 @dataclass
 class JournalFile:
-    """An open file, the last event in it, and what is to be said of its state in warning events."""
+    """An open journal file."""
 
     handle: int
+    # The last event in the file.
     last: Event | None = None
+    # Remarks on the state of the file, to be written as warning events.
     remarks: list[str] = field(default_factory=list)
 
 
 def open_journal(path: Path, *, run: str) -> JournalFile:
-    """Raises LockedRun where another process writes it, and JournalError where it is not this run's to write."""
+    """Open, lock and check the journal of a run.
+
+    Raises LockedRun if another process is writing it, and JournalError if the file is not a journal
+    of this run.
+    """
     try:
         handle = open_here(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
@@ -40,7 +48,7 @@ def open_journal(path: Path, *, run: str) -> JournalFile:
     file = JournalFile(handle)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise JournalError(f"{path} is no file: move it away")
+            raise JournalError(f"{path} is not a regular file: move it away")
         _lock(file, path)
         _settle(file, path, run)
     except BaseException:
@@ -52,20 +60,23 @@ def open_journal(path: Path, *, run: str) -> JournalFile:
 def _lock(file: JournalFile, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # not on Windows
-        file.remarks.append("no lock on this system: see to it that one process writes")
+    except ImportError:
+        # Windows has no fcntl.
+        file.remarks.append("no lock on this system: make sure that only one process writes")
         return
     try:
         fcntl.flock(file.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise LockedRun(
-            f"{path} is written by {_writer(file.handle)}: end it, or give rank= where it is a rank of the same run"
+            f"{path} is being written by {_writer(file.handle)}: end it, or pass rank= if this "
+            f"is another rank of the same run"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise
         file.remarks.append(
-            f"no lock on this file system ({error.strerror}): see to it that one process writes"
+            f"no lock on this file system ({error.strerror}): make sure that only one process "
+            f"writes"
         )
 
 
@@ -78,31 +89,38 @@ def _writer(handle: int) -> str:
 
 
 def _settle(file: JournalFile, path: Path, run: str) -> None:
+    """Check that the file is a journal of this run, find its last event and repair a torn end."""
     size = os.fstat(file.handle).st_size
     if not size:
         return
+
     torn = _after_last_newline(file.handle, size)
     if len(torn) == size and not isinstance(parse_event(torn, line=0), Event):
         if not (torn.startswith(BEGINS) or BEGINS.startswith(torn)):
-            raise JournalError(f"{path} is no journal of a run, and was not changed: move it away")
+            raise JournalError(
+                f"{path} is not a journal of a run, and was not changed: move it away"
+            )
     elif (owner := _owner(path)) != run and owner is not None:
         raise JournalError(
-            f"{path} is of the run {printable(owner)} and this one is {printable(run)}: give the folder its name back, "
-            "or move the journal away, and this run begins its own"
+            f"{path} belongs to the run {printable(owner)} and this run is {printable(run)}: "
+            f"rename the folder back, or move the journal away and this run begins its own"
         )
+
     try:
         file.last = next(_from_end(file.handle), None)
     except NewerJournal as error:
         raise NewerJournal(f"{path}: {error}") from None
     if file.last is None and len(torn) < size:
-        for event in JournalReading(path):  # far from the end
+        # The last event is far from the end, so read the whole journal.
+        for event in JournalReading(path):
             file.last = event
+
     if torn:
         _set_aside(file, torn, size)
 
 
 def _owner(path: Path) -> str | None:
-    """The run that the journal begins with; an error where the file holds no event."""
+    """Return the run named at the beginning; raise JournalError if there is no event."""
     reading = JournalReading(path)
     for number, _ in enumerate(reading):
         if reading.run is not None or number == HEAD:
@@ -111,7 +129,10 @@ def _owner(path: Path) -> str | None:
 
 
 def _set_aside(file: JournalFile, torn: bytes, size: int) -> None:
-    """The last line again, where only its end was missing; else what is left of it goes into a warning event."""
+    """Repair a file whose last line has no newline.
+
+    Add the newline to a line that is whole or too long; move any other torn line into a remark.
+    """
     if len(torn) > LONGEST or isinstance(parse_event(torn, line=0), Event):
         os.write(file.handle, b"\n")
         return
@@ -121,14 +142,14 @@ def _set_aside(file: JournalFile, torn: bytes, size: int) -> None:
 
 
 def _after_last_newline(handle: int, size: int) -> bytes:
-    """Up to a little more than the longest line."""
+    """Return the bytes after the last newline, at most one more than the longest line has."""
     start = max(0, size - LONGEST - 1)
     end = _read(handle, start, size)
     return end[end.rfind(b"\n") + 1 :]
 
 
 def _from_end(handle: int) -> Iterator[Event]:
-    """The events of the last two longest lines' length, the newest first."""
+    """Yield the events in the last `2 * LONGEST` bytes, the newest first."""
     size = os.fstat(handle).st_size
     start = max(0, size - 2 * LONGEST)
     lines = _read(handle, start, size).split(b"\n")
@@ -138,9 +159,9 @@ def _from_end(handle: int) -> Iterator[Event]:
 
 
 def _read(handle: int, start: int, end: int) -> bytes:
-    """A read may return less than it was asked for."""
-    parts = []
-    while start < end and (part := os.pread(handle, end - start, start)):
-        parts.append(part)
-        start += len(part)
-    return b"".join(parts)
+    """Read a range of bytes; a single `pread` may return fewer than requested."""
+    chunks = []
+    while start < end and (chunk := os.pread(handle, end - start, start)):
+        chunks.append(chunk)
+        start += len(chunk)
+    return b"".join(chunks)

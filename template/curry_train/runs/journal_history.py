@@ -1,10 +1,12 @@
-"""What a journal tells of a run: its attempts, what became of each, and the history that counts in the end.
+"""Read the history of a run from its journal: attempts, steps and other events.
 
-    history = read_history("runs/run-001")            # "runs/run-001@2" is the run as attempt 2 left it
-    print(history.steps.step[-1], history.steps.values["loss"][-1], [attempt.number for attempt in history.attempts])
+    history = read_history("runs/run-001")  # "runs/run-001@2" is the run at the end of attempt 2
+    print(history.steps.step[-1], history.steps.values["loss"][-1])
+    print([attempt.number for attempt in history.attempts])
 
-Where an attempt begins at a step, what earlier attempts did after it counts no more: it is in `superseded`. Figures are
-kept in arrays, so that a million steps take some 70 MB. Proof: `python -m pytest tests/test_journal_history.py`.
+When an attempt begins at a step, all later steps of earlier attempts move to `superseded`. Figures
+are stored in arrays, so that a million steps take about 70 MB.
+Proof: `python -m pytest tests/test_journal_history.py`.
 """
 
 import os
@@ -19,13 +21,14 @@ from .journal_lines import OPENING, Event, number_of
 from .journal_reading import JournalReading
 
 FIGURES = ("loss", "learning_rate", "grad_norm", "terms", "seconds", "peak_bytes")
-MOST_KEPT = 1000  # events of a kind; the first ones
+# Number of events of each kind that are stored whole; later ones are stored by step only.
+MOST_KEPT = 1000
 FACTS = ("config", "code", "environment", "command")
 _ATTEMPT = re.compile(r"(?P<path>.+)@(?P<attempt>[1-9]\d{0,14})")
 
 
 class Steps:
-    """Figures of steps, each in an array; steps go up. What a journal does not tell is nan."""
+    """Figures of steps in ascending order, one array per figure; a missing figure is nan."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.step = array("q")
@@ -43,19 +46,21 @@ class Steps:
             values.append(value if type(value) is float else number_of(value))
 
     def cut(self, index: int) -> "Steps":
-        """What was there from `index` on, which this one has no more."""
-        taken = Steps(tuple(self.values))
-        taken.step, taken.attempt = self.step[index:], self.attempt[index:]
-        del self.step[index:], self.attempt[index:]
+        """Remove and return the steps from `index` on."""
+        removed = Steps(tuple(self.values))
+        removed.step = self.step[index:]
+        removed.attempt = self.attempt[index:]
+        del self.step[index:]
+        del self.attempt[index:]
         for name, values in self.values.items():
-            taken.values[name] = values[index:]
+            removed.values[name] = values[index:]
             del values[index:]
-        return taken
+        return removed
 
 
 @dataclass
 class Course:
-    """Steps that count, and those that do not any more, in the order in which they were given up."""
+    """The current steps, and the superseded ones in the order in which they were superseded."""
 
     steps: Steps
     superseded: list[Steps] = field(default_factory=list)
@@ -73,9 +78,10 @@ class Course:
 
 @dataclass
 class Attempt:
-    """One go at a run: how it began and ended. `ended` is None where no word of it is: killed, or running."""
+    """One attempt of a run, from a start, resume or rollback to the next one."""
 
     number: int
+    # start, resume, rollback, or lost if the opening event is missing.
     kind: str
     step: int
     time: float
@@ -83,18 +89,19 @@ class Attempt:
     facts: dict[str, Any] = field(default_factory=dict)
     last_step: int = 0
     num_steps: int = 0
+    # The reason of its stop event. None without such an event: killed, or still running.
     ended: str | None = None
 
     @property
     def from_run(self) -> str | None:
-        """The other run whose state this attempt began with."""
-        told = self.facts.get("from_run")
-        return told if isinstance(told, str) else None
+        """The other run whose state this attempt began with, or None."""
+        from_run = self.facts.get("from_run")
+        return from_run if isinstance(from_run, str) else None
 
 
 @dataclass
 class Marks:
-    """Events of a kind: where all of them are, and the first ones whole."""
+    """The events of one kind: the steps and attempts of all, and the first ones whole."""
 
     step: "array[int]" = field(default_factory=lambda: array("q"))
     attempt: "array[int]" = field(default_factory=lambda: array("q"))
@@ -109,8 +116,9 @@ class Marks:
 
 @dataclass
 class History:
-    """A whole journal. `name` is what the reader called it, `run` what it calls itself."""
+    """The contents of a whole journal."""
 
+    # The name under which the caller asked for it; `run` is the name in the journal itself.
     name: str
     path: Path
     course: Course = field(default_factory=lambda: Course(Steps(FIGURES)))
@@ -129,7 +137,10 @@ class History:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Configuration, code and environment as the newest attempt told them."""
+        """Configuration, code, environment and command.
+
+        Each is taken from the newest attempt that records it.
+        """
         found: dict[str, Any] = {}
         for attempt in self.attempts:
             found |= {key: attempt.facts[key] for key in FACTS if key in attempt.facts}
@@ -156,7 +167,10 @@ class History:
         self.marks.setdefault(event.kind, Marks()).add(event)
 
     def _open(self, event: Event) -> None:
-        """Also where the event that opened it is lost: the journal goes on with a higher attempt then."""
+        """Begin a new attempt at this event.
+
+        The opening event may be lost; the next event then has a higher attempt number.
+        """
         opens = event.kind in OPENING
         step = event.step if opens else max(0, event.step - 1)
         facts = event.facts if opens else {}
@@ -178,22 +192,25 @@ class History:
 
 
 def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> History:
-    """Read a run's folder or its journal, up to an attempt where the path ends with `@` and its number."""
-    given, attempt = os.fspath(path), None
+    """Read the journal of a run's folder; a path with the suffix `@2` reads up to attempt 2."""
+    given = os.fspath(path)
+    attempt = None
     if (found := _ATTEMPT.fullmatch(given)) and not Path(given).exists():
-        given, attempt = found["path"], int(found["attempt"])
+        given = found["path"]
+        attempt = int(found["attempt"])
+
     reading = JournalReading(given, attempt=attempt)
     history = History(name or os.fspath(path), reading.path)
     for event in reading:
         history.add(event)
     if attempt is not None and history.attempts[-1].number < attempt:
         raise ValueError(
-            f"{reading.path} has {history.attempts[-1].number} attempts, and no {attempt}"
+            f"{reading.path} has no attempt {attempt}: the last one is "
+            f"{history.attempts[-1].number}"
         )
-    history.run, history.num_damaged, history.torn = (
-        reading.run,
-        reading.num_damaged,
-        bool(reading.torn),
-    )
+
+    history.run = reading.run
+    history.num_damaged = reading.num_damaged
+    history.torn = bool(reading.torn)
     history.first_damaged = reading.damaged[0].line if reading.damaged else None
     return history

@@ -1,8 +1,9 @@
-"""One writer for each run: a file says who, and the kernel's lock on it ends with the process, however that ends, and
-though children of it live on.
+"""Lock a run for a single writer.
 
-Where no kernel lock is (an object store), the file alone counts: a holder that died on this host is recognised by its
-number and start time, one on another host has to be released by hand.
+A lock file names the holder. On a local disk a kernel lock on that file ends with the process,
+however it ends, and even if its children live on. Without kernel locks (an object store), the file
+alone counts: a dead holder on this host is recognized by its process number and start time; the
+lock of a dead holder on another host has to be deleted by hand.
 Proof: `python -m pytest tests/test_store_lock.py`.
 """
 
@@ -20,20 +21,23 @@ from .files import Files, LocalFiles
 from .forked import close_here, keep_from_children, open_here
 
 NAME = "writer.lock"
-LONGEST = 4096  # bytes of a claim
-SETTLE_SECONDS = 0.2  # between claim and second look, where nothing creates a file exclusively
+# Bytes of the longest claim, the JSON in the lock file.
+LONGEST = 4096
+# Time between writing and checking a claim on storage that can't create a file exclusively.
+SETTLE_SECONDS = 0.2
 
 
 class RunLock:
-    """Take it with `acquire`, give it back with `release`; a process that dies gives it back as well."""
+    """The writer lock of a run, from `acquire` to `release` or the end of the process."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._descriptor: int | None = None
-        self.held = self._is_of_parent = False
+        self.held = False
+        self._is_of_parent = False
 
     def acquire(self) -> None:
-        """Raises LockedRun, which names the holder."""
+        """Take the lock; raise LockedRun with the name of the holder if it is taken."""
         if self.held:
             return
         if isinstance(self._files, LocalFiles):
@@ -56,22 +60,26 @@ class RunLock:
             self._files.remove_file(NAME)
 
     def leave_behind(self) -> None:
-        """In a child that was forked, where the descriptor is closed: the parent holds the lock."""
-        self.held, self._is_of_parent, self._descriptor = False, True, None
+        """Give up the lock in a forked child, because the parent holds it."""
+        self.held = False
+        self._is_of_parent = True
+        self._descriptor = None
 
     def require_own(self) -> None:
-        """Raises LockedRun in a child of the process that holds the lock."""
+        """Raise LockedRun in a forked child of the process that holds the lock."""
         if self._is_of_parent:
             raise LockedRun(
-                f"this process was forked from the process that writes here, {self._files.location('')}: save there, "
-                f"and read here with a SavedRun"
+                f"this process was forked from the process that writes to "
+                f"{self._files.location('')}: save in the parent process, and read in this one "
+                f"with a SavedRun"
             )
 
     def _acquire_locally(self, files: LocalFiles) -> None:
         path = files.path(NAME)
         descriptor = open_here(path, os.O_RDWR | os.O_CREAT)
         try:
-            free, holder = _lock(descriptor), _parse(os.read(descriptor, LONGEST))
+            free = _lock(descriptor)
+            holder = _parse(os.read(descriptor, LONGEST))
             if not free or (holder is not None and _alive(holder) is not False):
                 raise LockedRun(_locked(str(path), holder, free=free))
             os.ftruncate(descriptor, 0)
@@ -82,12 +90,15 @@ class RunLock:
         self._descriptor = descriptor
 
     def _acquire_by_file(self) -> None:
-        token, where = uuid.uuid4().hex, self._files.location(NAME)
+        token = uuid.uuid4().hex
+        where = self._files.location(NAME)
         holder = self._holder()
         if holder is not None:
             if _alive(holder) is not False:
                 raise LockedRun(_locked(where, holder, free=True))
             self._files.remove_file(NAME)
+
+        # Another process may write its claim at the same moment; the last claim wins.
         self._files.write(NAME, _claim(token))
         time.sleep(SETTLE_SECONDS)
         holder = self._holder()
@@ -95,13 +106,16 @@ class RunLock:
             raise LockedRun(_locked(where, holder, free=True))
 
     def _holder(self) -> dict[str, Any] | None:
-        return _parse(self._files.read(NAME)) if self._files.kind(NAME) == "file" else None
+        if self._files.kind(NAME) != "file":
+            return None
+        return _parse(self._files.read(NAME))
 
 
 def _lock(descriptor: int) -> bool:
     try:
         import fcntl
-    except ImportError:  # not on Windows: the file alone counts
+    except ImportError:
+        # Windows has no fcntl, so the file alone counts.
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,18 +141,19 @@ def _parse(data: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(data)
     except ValueError:
-        return None  # empty, since it was released, or torn, since its writer died
+        # The file is empty after a release, or torn because its writer died.
+        return None
     return found if isinstance(found, dict) else None
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, as the kernel counts, so that another one of its number is told apart."""
+    """Return the kernel's start time of a process, which detects that a number was reused."""
     facts = _facts(pid)
     return facts[19] if facts else None
 
 
 def _facts(pid: int) -> list[str] | None:
-    """What the kernel says of a process, from its state on."""
+    """Return the fields of `/proc/PID/stat` from the state on, or None."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -147,7 +162,7 @@ def _facts(pid: int) -> list[str] | None:
 
 
 def _alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder lives; None where that can't be seen from here."""
+    """Whether the holder is running; None if it is on another host or unknown."""
     if holder.get("host") != socket.gethostname():
         return None
     pid = holder.get("pid")
@@ -160,9 +175,8 @@ def _alive(holder: dict[str, Any]) -> bool | None:
     except PermissionError:
         return True
     facts = _facts(pid)
-    if (
-        facts and facts[0] in "ZX"
-    ):  # dead, and nobody waited for it, as in a container whose first process never does
+    if facts and facts[0] in "ZX":
+        # A dead process that its parent has not reaped, as in a container without an init process.
         return False
     started = _started(pid)
     return holder.get("started") is None or started is None or started == holder["started"]
@@ -170,7 +184,10 @@ def _alive(holder: dict[str, Any]) -> bool | None:
 
 def _locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
     if holder is None:
-        return f"{where} is held by another process that just began: wait, or give this run another folder"
+        return (
+            f"{where} is held by another process that just started: wait, or give this run "
+            f"another folder"
+        )
     who = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
     alive = _alive(holder)
     if alive:
@@ -178,5 +195,8 @@ def _locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
             f"{where} is held by {who}, which is running: end it, or give this run another folder"
         )
     if not free:
-        return f"{where} is held still for {who}, which is dead: wait until the system has cleared it away"
+        return (
+            f"{where} is still locked for {who}, which is dead: wait until the system has freed "
+            f"its memory"
+        )
     return f"{where} is held by {who}, which can't be seen from here: if it is dead, delete {where}"

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: size and hash of every file in it, and of itself. Without it nothing was committed.
+"""Write, read and verify the manifest of a checkpoint.
+
+The manifest records the size and hash of every file, and its own hash. A checkpoint without a
+manifest is not committed.
 
 Proof: `python -m pytest tests/test_store_damage.py`.
 """
@@ -15,20 +18,19 @@ from .names import Metric, folder_name
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# Number of damaged files that an error names.
 MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and hash of one file."""
-
     bytes: int
     hash: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is of, and what it consists of."""
+    """The identity of a checkpoint and the list of its files."""
 
     algorithm: str
     kind: str
@@ -42,7 +44,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def render(self) -> bytes:
-        """The only text that stands for this manifest, so that a change of any bit is seen."""
+        """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
         content = {"format": FORMAT, **asdict(self)}
         content["hash"] = hash_bytes(self.algorithm, _text(content))
         return _text(content)
@@ -53,12 +55,13 @@ def _text(content: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """The manifest that these bytes are, to the last of them."""
+    """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     try:
         content = json.loads(data)
         if content["format"] != FORMAT:
             raise DamagedCheckpoint(
-                f"the manifest has format {content['format']!r}, and {FORMAT} is known here"
+                f"the manifest has format {content['format']!r}, and this version of the package "
+                f"reads only format {FORMAT}: use the version that wrote it"
             )
         manifest = Manifest(
             algorithm=content["algorithm"],
@@ -68,25 +71,29 @@ def parse_manifest(data: bytes) -> Manifest:
             metric=None if content["metric"] is None else Metric(**content["metric"]),
             about=content["about"],
         )
-        same = manifest.render() == data
+        is_canonical = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"the manifest can't be read ({type(error).__name__}: {error})"
         ) from error
-    if not same:
+    if not is_canonical:
         raise DamagedCheckpoint("the manifest's own hash does not match it")
     return manifest
 
 
 def read_manifest(files: Files, folder: str) -> Manifest:
-    """The manifest of a folder, that it is the manifest of this folder, and that files of these sizes are there."""
+    """Read the manifest of a folder, and check its name and the sizes of its files.
+
+    Does not read the files; see `verify_files`. Raises DamagedCheckpoint.
+    """
     where = files.location(folder)
     if files.kind(folder) != "folder":
         raise DamagedCheckpoint(
-            f"{where} is {_what(files.kind(folder))}, not a folder that was saved"
+            f"{where} is {_what(files.kind(folder))}, not the folder of a checkpoint"
         )
     if files.kind(f"{folder}/{MANIFEST}") != "file":
         raise DamagedCheckpoint(f"{where} has no {MANIFEST}: its save was not finished")
+
     try:
         manifest = parse_manifest(files.read(f"{folder}/{MANIFEST}"))
         name = folder_name(manifest.kind, manifest.step, manifest.metric)
@@ -96,40 +103,44 @@ def read_manifest(files: Files, folder: str) -> Manifest:
         raise DamagedCheckpoint(
             f"{where} holds the manifest of {name}: it was renamed or copied here"
         )
-    wrong = _differences(files, folder, manifest)
-    if wrong:
-        more = f" and {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-        raise DamagedCheckpoint(f"{where}: {'; '.join(wrong[:MOST_NAMED])}{more}")
+
+    differences = _differences(files, folder, manifest)
+    if differences:
+        num_more = len(differences) - MOST_NAMED
+        more = f" and {num_more} more" if num_more > 0 else ""
+        raise DamagedCheckpoint(f"{where}: {'; '.join(differences[:MOST_NAMED])}{more}")
     return manifest
 
 
 def _differences(files: Files, folder: str, manifest: Manifest) -> list[str]:
     present = set(files.names(folder)) - {MANIFEST}
-    wrong = [f"{name} is not in the manifest" for name in sorted(present - set(manifest.files))]
+    unknown = sorted(present - set(manifest.files))
+    differences = [f"{name} is not in the manifest" for name in unknown]
     for name, entry in manifest.files.items():
         kind = files.kind(f"{folder}/{name}") if name in present else None
         if kind != "file":
-            wrong.append(f"{name} is {_what(kind)}")
+            differences.append(f"{name} is {_what(kind)}")
         elif (size := files.size(f"{folder}/{name}")) != entry.bytes:
-            wrong.append(f"{name} has {size:,} bytes, and {entry.bytes:,} were saved")
-    return wrong
+            differences.append(f"{name} has {size:,} bytes, and {entry.bytes:,} were saved")
+    return differences
 
 
 def _what(kind: str | None) -> str:
+    """Describe the kind of a directory entry for a message."""
     return {None: "missing", "other": "a link or a device"}.get(kind, f"a {kind}")
 
 
 def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files again, and compare their hashes."""
+    """Read these files and compare their sizes and hashes with the manifest."""
     for name in names:
         try:
             with files.open(f"{folder}/{name}") as stream:
-                num_bytes, found = hash_stream(manifest.algorithm, stream)
+                num_bytes, file_hash = hash_stream(manifest.algorithm, stream)
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{files.location(folder)}: {name} can't be read ({error})"
             ) from error
-        if (num_bytes, found) != (manifest.files[name].bytes, manifest.files[name].hash):
+        if FileEntry(num_bytes, file_hash) != manifest.files[name]:
             raise DamagedCheckpoint(
                 f"{files.location(folder)}: {name} is not what was saved (another hash)"
             )

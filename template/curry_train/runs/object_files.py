@@ -1,5 +1,6 @@
-"""A run's files in an object store, through fsspec: no rename, no links, and an object is there once it is whole.
+"""A run's files in an object store, through fsspec.
 
+An object store has no rename and no links; an object becomes visible when it is complete.
 Proof: `python -m pytest tests/test_store_objects.py`.
 """
 
@@ -10,7 +11,10 @@ from .files import Files, checked
 
 
 class ObjectFiles(Files):
-    """Anything that fsspec opens by a URL: s3://, gs://, memory://. `options` go to fsspec."""
+    """Files under any URL that fsspec opens: s3://, gs://, memory://.
+
+    `options` are passed to fsspec.
+    """
 
     renames = False
 
@@ -36,29 +40,30 @@ class ObjectFiles(Files):
 
     def create(self, key: str) -> BinaryIO:
         if self.kind(key) is not None:
-            raise FileExistsError(f"{self.location(key)} is there")
+            raise FileExistsError(f"{self.location(key)} already exists")
         stream: BinaryIO = self._files.open(self._path(key), "wb")
         return stream
 
     def finish(self, stream: BinaryIO) -> None:
-        stream.close()  # an object is there once it is whole
+        # Closing the stream makes the object visible.
+        stream.close()
 
     def abandon(self, stream: BinaryIO) -> None:
         with contextlib.suppress(OSError):
             getattr(stream, "discard", stream.close)()
 
     def sync_folder(self, key: str) -> None:
-        """Nothing: there are no folders."""
+        """Do nothing: an object store has no folders to sync."""
 
     def rename(self, old: str, new: str) -> None:
         raise NotImplementedError("an object store can't rename a folder at once")
 
     def remove_folder(self, key: str) -> None:
-        for path in self._files.find(
-            self._path(key)
-        ):  # not `rm`, which takes [ and * in a name for a pattern
+        # `rm` would treat [ and * in a name as a pattern.
+        for path in self._files.find(self._path(key)):
             self._files.rm_file(path)
-        with contextlib.suppress(FileNotFoundError):  # many stores have no empty folders
+        # Many stores have no empty folders.
+        with contextlib.suppress(FileNotFoundError):
             self._files.rmdir(self._path(key))
 
     def remove_file(self, key: str) -> None:
@@ -67,13 +72,15 @@ class ObjectFiles(Files):
     def names(self, key: str) -> list[str]:
         self._files.invalidate_cache()
         path = self._path(key)
-        found = self._files.ls(path, detail=False) if self._files.isdir(path) else []
-        return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in found)
+        entries = self._files.ls(path, detail=False) if self._files.isdir(path) else []
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
 
     def kind(self, key: str) -> str | None:
         self._files.invalidate_cache()
         path = self._path(key)
-        return "file" if self._files.isfile(path) else "folder" if self._files.isdir(path) else None
+        if self._files.isfile(path):
+            return "file"
+        return "folder" if self._files.isdir(path) else None
 
     def size(self, key: str) -> int:
         return int(self._files.size(self._path(key)))

@@ -1,8 +1,9 @@
-"""An optimizer's state by the names of its parameters, so that it finds them again in another order or sharding.
+"""Optimizer state keyed by parameter name, so that it loads in another order or sharding.
 
-Torch's own `get_optimizer_state_dict` takes a step to create state where none is, which leaves Adam's count at 1 before
-training; `load_state_dict` casts state to the parameter's dtype, which rounds float32 moments of bfloat16 weights.
-Here state is taken and put back as it is; a test fails when torch no longer does either.
+Torch's own `get_optimizer_state_dict` takes a step to create missing state, which leaves Adam's
+step count at 1 before training; `load_state_dict` casts state to the parameter's dtype, which
+rounds the float32 moments of bfloat16 weights. Here state is saved and restored unchanged; a test
+fails when torch no longer does either.
 Proof: `python -m pytest tests/test_state.py`.
 """
 
@@ -21,7 +22,7 @@ from .tensor_names import bare_name
 
 
 def parameter_names(model: nn.Module) -> dict[Any, str]:
-    """The bare name of each parameter."""
+    """Map each parameter to its name without wrapper prefixes."""
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
@@ -31,30 +32,36 @@ def parameter_names(model: nn.Module) -> dict[Any, str]:
 
 
 class OptimizerState:
-    """One optimizer; `prefix` begins its names on the disk."""
+    """Saves and restores one optimizer; `prefix` starts the names of its tensors on disk."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[Any, str], prefix: str) -> None:
-        self.optimizer, self.prefix = optimizer, prefix
+        self.optimizer = optimizer
+        self.prefix = prefix
         self._parameters = {}
+
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter not in names:
                     raise ValueError(
-                        f"group {index} of {type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} "
-                        f"that the model does not have: save the module that holds it"
+                        f"group {index} of {type(optimizer).__name__} has a parameter of shape "
+                        f"{list(parameter.shape)} that the model does not have: save the module "
+                        f"that holds it"
                     )
                 self._parameters[names[parameter]] = parameter
+
         self._names = names
         self._by_owner: dict[str, list[str]] = {}
 
     def take(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Put the state's tensors into `tensors`; returns what is JSON."""
-        content = set(self.optimizer.state_dict()) - {"state", "param_groups"}
-        if content:
+        """Put the state's tensors into `tensors`; return the rest as JSON."""
+        additional = set(self.optimizer.state_dict()) - {"state", "param_groups"}
+        if additional:
             raise ValueError(
-                f"{type(self.optimizer).__name__} keeps {', '.join(sorted(content))} beside its state and groups, "
-                f"which would be lost: save it under TrainingState(extra=...)"
+                f"{type(self.optimizer).__name__} keeps {', '.join(sorted(additional))} besides "
+                f"its state and groups, which would be lost: save it under "
+                f"TrainingState(extra=...)"
             )
+
         state: dict[str, Any] = {}
         for name, parameter in self._parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -63,84 +70,104 @@ class OptimizerState:
                     tensors[path] = value.detach()
                 else:
                     state[f"{name}.{key}"] = encode(value, path)
+
         groups = []
         for index, group in enumerate(self.optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
-            held = encode(options, f"{self.prefix}group-{index}", tensors=tensors)
+            path = f"{self.prefix}group-{index}"
             groups.append(
                 {
                     "params": [self._names[parameter] for parameter in group["params"]],
-                    "options": held,
+                    "options": encode(options, path, tensors=tensors),
                 }
             )
+
         return {"class": type(self.optimizer).__name__, "groups": groups, "state": state}
 
     def targets(
         self, saved: Mapping[str, Any], facts: Mapping[str, TensorFacts]
     ) -> dict[str, Tensor]:
-        """Tensors to fill, of the saved shapes and dtypes, placed and sharded as the parameters are."""
+        """Return tensors to fill, with the saved shapes and dtypes and the parameters' sharding."""
         self._same_groups(saved)
-        found, self._by_owner = {}, {}
+
+        self._by_owner = {}
         for name in facts:
             if name.startswith(self.prefix):
                 owner, _, key = name.rpartition(".")
                 self._by_owner.setdefault(f"{owner}.", []).append(key)
+
+        targets = {}
         for name, parameter in self._parameters.items():
             begin = f"{self.prefix}{name}."
             for key in self._by_owner.get(begin, []):
-                held = self.optimizer.state.get(parameter, {}).get(key)
-                found[begin + key] = self._target(parameter, key, held, facts[begin + key])
+                current = self.optimizer.state.get(parameter, {}).get(key)
+                targets[begin + key] = self._target(parameter, key, current, facts[begin + key])
+
         for index, group in enumerate(self.optimizer.param_groups):
             begin = f"{self.prefix}group-{index}."
             for key in self._by_owner.get(begin, []):
-                held = group.get(key)
-                found[begin + key] = self._target(torch.empty(()), key, held, facts[begin + key])
-        return found
+                targets[begin + key] = self._target(
+                    torch.empty(()), key, group.get(key), facts[begin + key]
+                )
+        return targets
 
     def _same_groups(self, saved: Mapping[str, Any]) -> None:
-        own = [
-            {self._names[parameter] for parameter in group["params"]}
-            for group in self.optimizer.param_groups
-        ]
-        groups = [set(group["params"]) for group in saved["groups"]]
-        if saved["class"] != type(self.optimizer).__name__:
+        """Raise StateMismatch where the saved class or parameter groups differ from these."""
+        own_class = type(self.optimizer).__name__
+        if saved["class"] != own_class:
             raise StateMismatch(
-                f"the state is of {saved['class']}, and the optimizer is {type(self.optimizer).__name__}: make the one "
-                f"that was saved, or {PARTLY}"
-            )
-        if own != groups:
-            sizes = [len(group) for group in groups], [len(group) for group in own]
-            odd = sorted(set().union(*groups) ^ set().union(*own))[:3]
-            raise StateMismatch(
-                f"{saved['class']} was saved with groups of {sizes[0]} parameters and has {sizes[1]}"
-                f"{', such as ' + ', '.join(odd) if odd else ', divided otherwise'}: build its groups as at the save"
+                f"the state is of {saved['class']}, but the optimizer is {own_class}: create a "
+                f"{saved['class']}, or {PARTLY}"
             )
 
-    def _target(self, parameter: Tensor, key: str, held: Any, facts: TensorFacts) -> Tensor:
+        own_groups = []
+        for group in self.optimizer.param_groups:
+            own_groups.append({self._names[parameter] for parameter in group["params"]})
+        saved_groups = [set(group["params"]) for group in saved["groups"]]
+        if own_groups == saved_groups:
+            return
+
+        saved_sizes = [len(group) for group in saved_groups]
+        own_sizes = [len(group) for group in own_groups]
+        unmatched = sorted(set().union(*saved_groups) ^ set().union(*own_groups))[:3]
+        difference = ", with the parameters divided differently"
+        if unmatched:
+            difference = f", with other parameters, such as {', '.join(unmatched)}"
+        raise StateMismatch(
+            f"{saved['class']} was saved with groups of {saved_sizes} parameters and has "
+            f"{own_sizes}{difference}: build its groups as at the save"
+        )
+
+    def _target(self, parameter: Tensor, key: str, current: Any, facts: TensorFacts) -> Tensor:
         if (
-            isinstance(held, Tensor)
-            and tuple(held.shape) == facts.shape
-            and held.dtype == facts.dtype
+            isinstance(current, Tensor)
+            and tuple(current.shape) == facts.shape
+            and current.dtype == facts.dtype
         ):
-            return held
+            return current
         if tuple(parameter.shape) == facts.shape and key != "step":
             return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
-        group = next(
-            (g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"])), {}
-        )
-        on_host = key == "step" and not (
-            group.get("capturable") or group.get("fused")
-        )  # as torch places it
+
+        options = self._options_of(parameter)
+        # Torch keeps `step` on the host, except with capturable or fused.
+        on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
         return torch.zeros(
             facts.shape, dtype=facts.dtype, device="cpu" if on_host else parameter.device
         )
 
+    def _options_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            if any(member is parameter for member in group["params"]):
+                return group
+        return {}
+
     def restore(self, saved: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
-        """Make the filled tensors and the saved values the optimizer's state, and nothing else."""
+        """Replace the optimizer's state with the filled tensors and the saved values."""
         plain: dict[str, dict[str, Any]] = {}
         for full, value in saved["state"].items():
             name, _, key = full.rpartition(".")
             plain.setdefault(name, {})[key] = decode(value, tensors=filled)
+
         for name, parameter in self._parameters.items():
             begin = f"{self.prefix}{name}."
             state = {
@@ -152,20 +179,22 @@ class OptimizerState:
             self.optimizer.state.pop(parameter, None)
             if state:
                 self.optimizer.state[parameter] = state
+
         for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(decode(entry["options"], tensors=filled))
 
 
 def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
-    """Raise where an optimizer is scheduled, which its groups show by `initial_lr`, and no scheduler would be saved."""
-    held = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    scheduled = any("initial_lr" in group for one in held for group in one.param_groups)
-    if (
-        scheduled
-        and scheduler is None
-        and not any(isinstance(one, LRScheduler) for one in extra.values())
-    ):
+    """Raise if the optimizer has a learning rate scheduler that would not be saved.
+
+    A scheduler leaves `initial_lr` in the optimizer's groups.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    scheduled = any("initial_lr" in group for one in optimizers for group in one.param_groups)
+    saved_as_extra = any(isinstance(value, LRScheduler) for value in extra.values())
+    if scheduled and scheduler is None and not saved_as_extra:
         raise ValueError(
-            "the optimizer has a learning rate scheduler that saving() was not given, and that would begin anew at "
-            "each resume: saving(model, optimizer, scheduler, ...), or a list of schedulers"
+            "the optimizer has a learning rate scheduler that saving() was not given, and that "
+            "would start over at each resume: call saving(model, optimizer, scheduler, ...), or "
+            "pass a list of schedulers"
         )

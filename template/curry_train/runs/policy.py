@@ -1,4 +1,4 @@
-"""Saves what the policy says when it says so, keeps what it says, and goes on where a run was.
+"""Save, delete and resume checkpoints according to a policy.
 
     with Store("runs/x") as store, SavingPolicy(store, PolicyConfig(rollback_every=100)) as policy:
         policy.resume(state)
@@ -6,8 +6,9 @@
             ...
             policy.after_step(state.step, state, {"loss": loss, "dev_loss": dev_loss})
 
-A step at which a rollback and a recovery fall together writes its bytes once, as a recovery, which counts for both on
-every kind of storage. A best-K is another file: it has to stay when the optimizer's state goes.
+A step at which both a rollback and a recovery are due is written once, as a recovery, which counts
+as both on every kind of storage. A best-K is a separate file, because it has to stay when the
+optimizer's state is deleted.
 Proof: `python -m pytest tests/test_saving_policy.py`.
 """
 
@@ -38,9 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class SavingPolicy:
-    """`saver` saves in the background; what `after_step` returns is then what was committed since the last save.
+    """Applies a PolicyConfig to a store.
 
-    `notes` says what was not saved, and why. All ranks call together, with the same step and metrics.
+    With `saver`, saves run in the background, and `after_step` returns the checkpoints that were
+    committed since the last save. `notes` lists what was not saved, with the reason. All ranks call
+    together, with the same step and metrics.
     """
 
     def __init__(
@@ -50,13 +53,16 @@ class SavingPolicy:
         *,
         saver: BackgroundSaver | None = None,
     ) -> None:
-        self.store, self.config, self.saver = store, config or PolicyConfig(), saver
+        self.store = store
+        self.config = config or PolicyConfig()
+        self.saver = saver
         self.notes: list[str] = []
         self._damaged: set[str] = set()
         self._protected: set[str] = set()
         self._last: Saved | None = None
         self._pending: int | None = None
-        self._entered = self._begun = False
+        self._entered = False
+        self._begun = False
         self._cadence = AutomaticCadence(store, self.config, saver=saver)
 
     def __enter__(self) -> "SavingPolicy":
@@ -74,7 +80,10 @@ class SavingPolicy:
     def resume(
         self, state: State, what: str | int = "latest", *, strict: bool = True
     ) -> Resumed | None:
-        """Load where the run goes on; None where it has nothing yet. From an earlier step of this run it turns back."""
+        """Load the checkpoint to resume from; return None where the run has none yet.
+
+        Resuming this run from an earlier step deletes its later states (see `turn_back`).
+        """
         own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
         if own is None:
             return None
@@ -85,14 +94,16 @@ class SavingPolicy:
             if what != "latest":
                 self.turn_back(resumed.saved.step)
         logger.info("%s", resumed.words)
-        self._cadence.go_on()  # reading is no step
+        # Time spent reading must not count as a training step.
+        self._cadence.go_on()
         return resumed
 
     def after_step(self, step: int, state: State, metrics: Mapping[str, Any]) -> list[Saved]:
-        """Save what is due after so many steps. A metric that is not finite, or a parameter, and nothing is saved.
+        """Save what is due after `step` steps; nothing if a metric or parameter is not finite.
 
-        `metrics` holds figures of this step, numbers or tensors; they are looked at only where something is due. Leave
-        out what may be infinite in sound training, such as the norm of a gradient that a scaler skips.
+        `metrics` holds figures of this step, numbers or tensors; they are read only where a save is
+        due. Leave out what may be infinite in correct training, such as the norm of a gradient that
+        a scaler skips.
         """
         ranks = Ranks(self.store.group)
         self._cadence.trained()
@@ -100,10 +111,12 @@ class SavingPolicy:
         measured = metrics.get(self.config.best_k_metric) is not None
         saved: list[Saved] = []
         if kinds or (measured and self.config.best_k):
-            began, self._begun = time.perf_counter(), False
+            began = time.perf_counter()
+            self._begun = False
             value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
             wrong = ranks.exchange(
-                lambda: what_is_wrong(state, metrics), lambda every: [_first(every)] * ranks.size
+                lambda: what_is_wrong(state, metrics),
+                lambda problems: [_first(problems)] * ranks.size,
             )
             if wrong:
                 self._note(f"step {step} was not saved: {wrong}")
@@ -114,38 +127,44 @@ class SavingPolicy:
         return saved
 
     def save_now(self, step: int, state: State) -> list[Saved]:
-        """A recovery, at the end of a run or before it is stopped, unless this step is saved, or is not healthy."""
+        """Save a recovery at the end of a run, or before it is stopped.
+
+        Nothing is saved if this step is saved already, or if a parameter is not finite.
+        """
         ranks = Ranks(self.store.group)
         wrong = ranks.exchange(
-            lambda: what_is_wrong(state, {}), lambda every: [_first(every)] * ranks.size
+            lambda: what_is_wrong(state, {}), lambda problems: [_first(problems)] * ranks.size
         )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
             return []
-        done = self._save_due(step, state, ("recovery",), math.nan)
-        return done + self.finish()
+        saved = self._save_due(step, state, ("recovery",), math.nan)
+        return saved + self.finish()
 
     def turn_back(self, step: int) -> list[Saved]:
-        """Give up the states beyond a step, for good; what is being read goes later. Best-Ks stay."""
+        """Delete the states of steps beyond `step` for good, and return them.
+
+        A state that is being read is deleted later. Best-Ks stay.
+        """
 
         def beyond() -> list[Saved]:
-            return [one for one in self._there() if one.step > step and is_of_line(one)]
+            return [saved for saved in self._there() if saved.step > step and is_of_line(saved)]
 
         self._settle()
-        gone = Ranks(self.store.group).agree(beyond)
-        if gone:
-            give_up(self.store, [one.folder for one in gone])
+        given_up_states = Ranks(self.store.group).agree(beyond)
+        if given_up_states:
+            give_up(self.store, [saved.folder for saved in given_up_states])
         if self._last and self._last.step > step:
             self._last = None
         self._cadence.turned_back()
-        return gone
+        return given_up_states
 
     def protect(self, saved: Saved) -> None:
-        """Never delete this one in this process."""
+        """Never delete this checkpoint in this process."""
         self._protected.add(saved.folder)
 
     def finish(self) -> list[Saved]:
-        """Wait for the save in the background; returns it."""
+        """Wait for the save in the background, and return what it committed."""
         return self._settle()
 
     def _save_due(
@@ -155,13 +174,13 @@ class SavingPolicy:
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
-            metric = (
-                (PARAMETERS, float(step))
-                if kind == "rollback" and self.config.rollback_parameters_only
-                else None
-            )
-            saved += self._save(BEST if metric else kind, step, state, metric)
-        ranks, config = Ranks(self.store.group), self.config
+            if kind == "rollback" and self.config.rollback_parameters_only:
+                saved += self._save(BEST, step, state, (PARAMETERS, float(step)))
+            else:
+                saved += self._save(kind, step, state, None)
+
+        ranks = Ranks(self.store.group)
+        config = self.config
         if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST), config)):
             saved += self._settle() + self._save(BEST, step, state, (config.best_k_metric, value))
         return saved
@@ -171,61 +190,73 @@ class SavingPolicy:
     ) -> list[Saved]:
         ranks = Ranks(self.store.group)
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
-        if ranks.agree(
-            lambda: (
-                any(one.folder == folder for one in self.store.committed(kind))
-                and self._is_good(folder)
-            )
-        ):
-            self._note(f"{folder} was not saved: it is there already")
+
+        def is_saved() -> bool:
+            committed = {saved.folder for saved in self.store.committed(kind)}
+            return folder in committed and self._is_good(folder)
+
+        if ranks.agree(is_saved):
+            self._note(f"{folder} was not saved: it already exists")
             return []
+
         size = bytes_of(state.snapshot(), model_only=kind == BEST)
         ranks.agree(lambda: require_room(self.store.files, kind, size))
-        done: list[Saved] = []
+        committed: list[Saved] = []
         if self.saver is None:
-            done = [self.store.save(kind, step, state, metric=metric)]
+            committed = [self.store.save(kind, step, state, metric=metric)]
         else:
             self.saver.save(kind, step, state, metric=metric)
             self._pending = step
         self._begun = True
-        return self._committed(done, step)
+        return self._committed(committed, step)
 
     def _settle(self) -> list[Saved]:
-        """What was begun in the background, committed."""
+        """Wait for the save in the background, and return what it committed."""
         if self.saver is None or self._pending is None:
             return []
-        step, self._pending = self._pending, None
-        done = self.saver.finish()
-        return self._committed([done] if done else [], step)
+        step = self._pending
+        self._pending = None
+        committed = self.saver.finish()
+        return self._committed([committed] if committed else [], step)
 
-    def _committed(self, done: list[Saved], step: int) -> list[Saved]:
-        for one in done:
-            self._damaged.discard(one.folder)
-            self._last = one if one.kind in RESUMABLE else self._last
-        for one in Ranks(self.store.group).agree(lambda: self._superseded(step)) if done else ():
-            self.store.discard(one)
-        return done
+    def _committed(self, committed: list[Saved], step: int) -> list[Saved]:
+        """Record the committed checkpoints, and delete those that retention no longer keeps."""
+        if not committed:
+            return []
+        for saved in committed:
+            self._damaged.discard(saved.folder)
+            if saved.kind in RESUMABLE:
+                self._last = saved
+        for superseded in Ranks(self.store.group).agree(lambda: self._superseded(step)):
+            self.store.discard(superseded)
+        return committed
 
     def _superseded(self, step: int) -> list[Saved]:
-        """What retention says, on the first rank."""
-        there = self._there()
-        protected = {*self._protected, *([self._last.folder] if self._last else [])}
-        gone = to_delete(
-            there, self.config, step=step, damaged=frozenset(self._damaged), protected=protected
+        """Return the checkpoints to delete; called on the first rank."""
+        protected = set(self._protected)
+        if self._last:
+            protected.add(self._last.folder)
+        superseded = to_delete(
+            self._there(),
+            self.config,
+            step=step,
+            damaged=frozenset(self._damaged),
+            protected=protected,
         )
-        return [one for one in gone if not is_being_read(self.store.files, one.folder)]
+        files = self.store.files
+        return [saved for saved in superseded if not is_being_read(files, saved.folder)]
 
     def _there(self) -> list[Saved]:
-        left = given_up(self.store.files)
-        return [
-            one for kind in KINDS for one in self.store.committed(kind) if one.folder not in left
-        ]
+        """Return the committed checkpoints of every kind that were not given up."""
+        excluded = given_up(self.store.files)
+        committed = [saved for kind in KINDS for saved in self.store.committed(kind)]
+        return [saved for saved in committed if saved.folder not in excluded]
 
     def _is_good(self, folder: str) -> bool:
         return folder not in self._damaged
 
     def _own_choice(self, what: str | int) -> bool | None:
-        """Whether a state of this run is meant; None where `latest` is and there is nothing."""
+        """Whether `what` is a state of this run; None for `latest` where nothing is saved."""
         try:
             return choose(self.store, what, config=self.config).place is None
         except NothingSaved:
@@ -234,27 +265,31 @@ class SavingPolicy:
             raise
 
     def _enter_line(self, step: int) -> None:
-        """At the first save: a run begun anew where later states are would take them for those of a line given up."""
+        """Check at the first save that the run has no states from this step or beyond.
+
+        Retention would take such states for leftovers of an abandoned line, and delete them.
+        """
         if self._entered:
             return
         self.store.open()
         finish_giving_up(self.store)
 
         def ahead() -> list[str]:
-            held = [one for one in self._there() if one.step >= step and is_of_line(one)]
-            return [one.folder for one in held if self._is_good(one.folder)]
+            states = [saved for saved in self._there() if saved.step >= step and is_of_line(saved)]
+            return [saved.folder for saved in states if self._is_good(saved.folder)]
 
-        if found := Ranks(self.store.group).agree(ahead):
+        if folders := Ranks(self.store.group).agree(ahead):
             raise RunError(
-                f"{self.store.files.location('')} has {found[-1]}, and training is at step {step}: resume from it, "
-                f"give this run a folder of its own, or call turn_back({step - 1}) to give up what is beyond"
+                f"{self.store.files.location('')} has {folders[-1]}, but training is at step "
+                f"{step}: resume from it, give this run a folder of its own, or call "
+                f"turn_back({step - 1}) to delete the states beyond"
             )
         self._entered = True
 
-    def _note(self, words: str) -> None:
-        self.notes.append(words)
-        logger.warning("%s", words)
+    def _note(self, note: str) -> None:
+        self.notes.append(note)
+        logger.warning("%s", note)
 
 
-def _first(every: list[str | None]) -> str | None:
-    return next((said for said in every if said), None)
+def _first(problems: list[str | None]) -> str | None:
+    return next((problem for problem in problems if problem), None)

@@ -1,6 +1,7 @@
-"""The state of every generator that a training step may draw from: torch, CUDA, Python, numpy, and the user's own.
+"""Random state of torch, CUDA, Python, numpy and the user's own generators.
 
-Each rank has its own, so its keys end in the rank. Proof: `python -m pytest tests/test_state.py`.
+Each rank has its own state, so its keys end in the rank.
+Proof: `python -m pytest tests/test_state.py`.
 """
 
 import hashlib
@@ -18,23 +19,23 @@ from .plain_values import decode, encode
 
 @dataclass(frozen=True)
 class RandomState:
-    """`tensors`: torch's generators, by name. `values`: the others, as JSON."""
+    """The state of all generators at one moment."""
 
+    # The state of torch's generators, by name.
     tensors: Mapping[str, Tensor]
+    # The state of the other generators, as JSON.
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
 def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> RandomState:
-    """The state of every generator as it stands."""
+    """Return the current state of every generator."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
-        tensors |= {
-            f"cuda-{index}": torch.cuda.get_rng_state(index)
-            for index in range(torch.cuda.device_count())
-        }
-    tensors |= {
-        f"generator-{name}": generator.get_state() for name, generator in (generators or {}).items()
-    }
+        for index in range(torch.cuda.device_count()):
+            tensors[f"cuda-{index}"] = torch.cuda.get_rng_state(index)
+    for name, generator in (generators or {}).items():
+        tensors[f"generator-{name}"] = generator.get_state()
+
     values = {"python": encode(random.getstate(), "python")}
     if "numpy" in sys.modules:
         values["numpy"] = encode(sys.modules["numpy"].random.get_state(legacy=False), "numpy")
@@ -44,23 +45,24 @@ def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -
 def restore_random_state(
     state: RandomState, generators: Mapping[str, torch.Generator] | None = None
 ) -> list[str]:
-    """Put every generator back; returns what could not be, in words."""
-    notes, own = [], generators or {}
+    """Restore every generator; return a note for each one that could not be restored."""
+    notes = []
+    own = generators or {}
     for name, saved in state.tensors.items():
-        kind, _, rest = name.partition("-")
+        kind, _, key = name.partition("-")
         if kind == "torch":
             torch.set_rng_state(saved)
-        elif kind == "generator" and rest in own:
-            own[rest].set_state(saved)
-        elif kind == "cuda" and torch.cuda.is_available() and int(rest) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(saved, int(rest))
+        elif kind == "generator" and key in own:
+            own[key].set_state(saved)
+        elif kind == "cuda" and torch.cuda.is_available() and int(key) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(saved, int(key))
         else:
-            notes.append(f"the generator {name} was saved and is not here")
-    notes += [
-        f"the generator {name} was not saved"
-        for name in own
-        if f"generator-{name}" not in state.tensors
-    ]
+            notes.append(f"the generator {name} was saved, but does not exist here")
+
+    for name in own:
+        if f"generator-{name}" not in state.tensors:
+            notes.append(f"the generator {name} was not saved")
+
     if "python" in state.values:
         random.setstate(decode(state.values["python"]))
     if "numpy" in state.values:
@@ -68,19 +70,23 @@ def restore_random_state(
 
         numpy.random.set_state(decode(state.values["numpy"]))
     elif "numpy" in sys.modules:
-        notes.append("numpy's generator was not saved: numpy was not imported then")
+        notes.append("numpy's generator was not saved: numpy was not imported at the save")
     return notes
 
 
 def seed_new_rank(
     state: RandomState, rank: int, generators: Mapping[str, torch.Generator] | None = None
 ) -> None:
-    """Seed the generators of a rank that was not there at the save, from the first rank's state and its own number."""
-    digest = hashlib.sha256(
-        state.tensors["torch"].numpy().tobytes() + rank.to_bytes(8, "big")
-    ).digest()
+    """Seed the generators of a rank that did not exist at the save.
+
+    The seed comes from the state of the first rank and this rank's number.
+    """
+    first_state = state.tensors["torch"].numpy().tobytes()
+    digest = hashlib.sha256(first_state + rank.to_bytes(8, "big")).digest()
     seed = int.from_bytes(digest[:8], "big") >> 1
-    torch.manual_seed(seed)  # CUDA's too
+
+    # This seeds CUDA's generators too.
+    torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)

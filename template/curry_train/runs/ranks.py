@@ -1,4 +1,6 @@
-"""The ranks that save and load together, or this process alone: one agrees, all learn of it, an error on any is all's.
+"""Decisions of the ranks that save and load together.
+
+The first rank decides; every rank gets the result, or the error of any rank.
 
 Proof: `python -m pytest tests/test_store_ranks.py`.
 """
@@ -16,11 +18,11 @@ R = TypeVar("R")
 
 
 class OtherRank(RunError):
-    """What failed, failed on another rank."""
+    """An error that was raised on another rank."""
 
 
 class Ranks:
-    """A process group, the default one, or a process without any."""
+    """The ranks of a process group (the default group if None), or one process without a group."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -30,7 +32,7 @@ class Ranks:
 
     @classmethod
     def on_the_host(cls) -> "Ranks":
-        """All ranks, in a group that does not wait for a GPU. All together."""
+        """Return all ranks in a group that does not wait for a GPU; every rank must call this."""
         ranks = cls()
         if ranks.size > 1 and dist.get_backend() == "nccl":
             return cls(dist.new_group(backend="gloo"))
@@ -41,59 +43,76 @@ class Ranks:
         return self.rank == 0
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """What the first rank decides, on every rank."""
+        """Call `decide` on the first rank and return its result on every rank."""
         return self.exchange(lambda: None, lambda _: [decide()] * self.size)
 
     def all_do(self, act: Callable[[], T]) -> T:
-        """What `act` returns here, once it has returned on every rank."""
-        done: list[T] = []
-        self.exchange(lambda: done.append(act()), lambda every: every)
-        return done[0]
+        """Call `act` on every rank; return this rank's result once all ranks have finished."""
+        results: list[T] = []
+        self.exchange(lambda: results.append(act()), lambda every: every)
+        return results[0]
 
     def highest(self, numbers: Sequence[int]) -> list[int]:
-        """The highest that any rank gives, place by place; one message, on the host, so cheap enough for every step."""
+        """Return the elementwise maximum of `numbers` over the ranks.
+
+        It takes one message in host memory, so it is cheap enough for every step.
+        """
         if self.size == 1:
             return list(numbers)
-        told = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in told]
+        maxima = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
+        return [int(number) for number in maxima]
 
     def exchange(self, local: Callable[[], T], central: Callable[[list[T]], list[R]]) -> R:
-        """Call `local` on every rank, `central` on the first with all results; each rank gets its part of those."""
+        """Gather the results of `local` on the first rank, and scatter those of `central`.
+
+        `central` gets the results of all ranks and returns one result for each rank.
+        """
         if not self.together:
             return central([local()])[0]
-        own: Exception | None = None
-        given: tuple[bool, Any]
+
+        own_error: Exception | None = None
+        own_result: tuple[bool, Any]
         try:
-            given = True, local()
-        except Exception as error:  # noqa: BLE001 - it is raised below, once the others know of it
-            own, given = error, (False, _words(error))
-        everyone: list[Any] | None = [None] * self.size if self.first else None
+            own_result = True, local()
+        except Exception as error:  # noqa: BLE001 - raised below, once the other ranks got it
+            own_error = error
+            own_result = False, _words(error)
+
+        gathered: list[Any] | None = [None] * self.size if self.first else None
         first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        dist.gather_object(given, everyone, dst=first, group=self.group)
+        dist.gather_object(own_result, gathered, dst=first, group=self.group)
+
         answers: list[Any] | None = None
-        if everyone is not None:
-            failed = [
-                f"rank {rank}: {said}" for rank, (right, said) in enumerate(everyone) if not right
-            ]
+        if gathered is not None:
             try:
-                parts = [] if failed else central([value for _, value in everyone])
-                answers = (
-                    [(False, "; ".join(failed))] * self.size
-                    if failed
-                    else [(True, part) for part in parts]
-                )
+                answers = self._answers(gathered, central)
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
-                own, answers = error, [(False, f"rank 0: {_words(error)}")] * self.size
+                own_error = error
+                answers = [(False, f"rank 0: {_words(error)}")] * self.size
+
         answer: list[Any] = [None]
         dist.scatter_object_list(answer, answers, src=first, group=self.group)
-        right, value = answer[0]
-        if own is not None:
-            raise own
-        if not right:
+        succeeded, value = answer[0]
+        if own_error is not None:
+            raise own_error
+        if not succeeded:
             raise OtherRank(value)
-        found: R = value
-        return found
+        result: R = value
+        return result
+
+    def _answers(
+        self, gathered: list[tuple[bool, Any]], central: Callable[[list[T]], list[R]]
+    ) -> list[tuple[bool, Any]]:
+        """Return one answer for each rank: its result of `central`, or the errors of all ranks."""
+        errors = []
+        for rank, (succeeded, value) in enumerate(gathered):
+            if not succeeded:
+                errors.append(f"rank {rank}: {value}")
+        if errors:
+            return [(False, "; ".join(errors))] * self.size
+        results = central([value for _, value in gathered])
+        return [(True, result) for result in results]
 
 
 def _words(error: Exception) -> str:

@@ -1,7 +1,9 @@
-"""A checkpoint that is being read is not removed: the reader holds the kernel's shared lock on its manifest.
+"""Read locks, so that retention does not remove a checkpoint while it is being read.
 
-The lock ends with the reader, however that ends, and writes nothing into the run. Where no kernel lock is (an object
-store, Windows) nothing is held: a reader then finds the checkpoint damaged and takes another.
+A reader holds the kernel's shared lock on the checkpoint's manifest. The lock ends with the
+reader, even if its process is killed, and writes nothing into the run. Without kernel locks (an
+object store, Windows) nothing is locked: a reader then finds the checkpoint damaged and takes
+another one.
 Proof: `python -m pytest tests/test_reading.py`.
 """
 
@@ -16,7 +18,7 @@ from .manifest import MANIFEST
 
 @contextlib.contextmanager
 def reading(files: Files, folder: str) -> Iterator[bool]:
-    """While this is open, retention leaves a checkpoint. Yields whether it could be held."""
+    """Hold the read lock of a checkpoint; yields whether it could be locked."""
     descriptor = _locked(files, folder, alone=False)
     try:
         yield descriptor is not None
@@ -25,7 +27,7 @@ def reading(files: Files, folder: str) -> Iterator[bool]:
 
 
 def is_being_read(files: Files, folder: str) -> bool:
-    """Whether a reader holds it, in any process that uses this file system."""
+    """Whether any process on this file system holds the read lock of a checkpoint."""
     if not isinstance(files, LocalFiles) or files.kind(f"{folder}/{MANIFEST}") != "file":
         return False
     try:
@@ -37,25 +39,26 @@ def is_being_read(files: Files, folder: str) -> bool:
 
 
 def _locked(files: Files, folder: str, *, alone: bool) -> int | None:
-    """A descriptor of the manifest with the lock on it; None where there is nothing to lock."""
+    """Lock the manifest and return its descriptor; None where it can't be locked."""
     try:
         import fcntl
     except ImportError:
         return None
-    if (
-        not isinstance(files, LocalFiles) or files.kind(folder) != "folder"
-    ):  # a link leads out of the run
+    # A link would lead out of the run.
+    if not isinstance(files, LocalFiles) or files.kind(folder) != "folder":
         return None
     try:
         descriptor = open_here(files.path(f"{folder}/{MANIFEST}"), os.O_RDONLY)
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+        lock = fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH
+        fcntl.flock(descriptor, lock)
     except BlockingIOError:
         close_here(descriptor)
         raise
-    except OSError:  # a file system without locks
+    except OSError:
+        # The file system has no locks.
         close_here(descriptor)
         return None
     return descriptor

@@ -1,9 +1,12 @@
-"""Where a run goes on: `latest`, a step, `before-180`, `best`, another run. What is damaged is passed over, and said.
+"""Choose the checkpoint to resume from, and load it: `latest`, a step, `before-180`, `best`.
+
+A damaged checkpoint is skipped with a warning, and the next candidate is loaded.
 
     resumed = load_chosen("runs/x", state, "latest")
     print(resumed.words)
 
-Nothing is changed before all of a checkpoint was verified. Proof: `python -m pytest tests/test_resume.py`.
+The state is not changed before all of a checkpoint is verified.
+Proof: `python -m pytest tests/test_resume.py`.
 """
 
 import logging
@@ -26,34 +29,37 @@ logger = logging.getLogger(__name__)
 
 
 class NothingSaved(DamagedCheckpoint):
-    """A run has no checkpoint of what was asked for, not even a damaged one."""
+    """The run has no such checkpoint, not even a damaged one."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Checkpoints to try, the first that is whole; and those that a look at their manifests showed as damaged. `place`
-    is another run's folder."""
+    """The checkpoints that a request may mean."""
 
+    # In the order to try them; the first intact one is loaded.
     candidates: Sequence[Saved]
+    # Folders whose manifests are damaged, with the reason.
     damaged: Mapping[str, str] = field(default_factory=dict)
+    # The folder of another run; None for this run.
     place: str | None = None
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What was loaded, and what was passed over, with the reason."""
+    """The checkpoint that was loaded, and the damaged ones that were skipped."""
 
     saved: Saved
     report: LoadReport
+    # Folders of the skipped checkpoints, with the reason.
     damaged: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
-        passed = [
-            f"{folder} is damaged and was passed over: {why}"
-            for folder, why in self.damaged.items()
+        skipped = [
+            f"{folder} is damaged and was skipped: {reason}"
+            for folder, reason in self.damaged.items()
         ]
-        return "; ".join([f"resumed from {self.saved.folder}", *passed, *self.report.notes])
+        return "; ".join([f"resumed from {self.saved.folder}", *skipped, *self.report.notes])
 
 
 def load_chosen(
@@ -64,57 +70,67 @@ def load_chosen(
     config: PolicyConfig | None = None,
     strict: bool = True,
 ) -> Resumed:
-    """Load what `what` means into `state`: `latest`, `best`, a step, `before-180` for the newest before that step, a
-    run's folder, or a checkpoint's.
+    """Load the checkpoint that `what` names into `state`.
 
-    On all ranks together. Raises DamagedCheckpoint, which names each, where none that was asked for is whole.
+    `what` is `latest`, `best`, a step, `before-180` for the newest state before that step, the
+    folder of a run, or the folder of a checkpoint. All ranks call together. Raises
+    DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
     ranks = Ranks(own.group)
     choice = ranks.agree(lambda: choose(own, what, config=config))
     chosen = own if choice.place is None else SavedRun(choice.place, group=own.group)
+
     damaged = dict(choice.damaged)
     for saved in choice.candidates:
-        report, why = _try(chosen, saved, state, strict=strict, ranks=ranks)
+        report, reason = _try(chosen, saved, state, strict=strict, ranks=ranks)
         if report is not None:
             return Resumed(saved, report, _beyond(damaged, saved))
-        damaged[saved.folder] = why
-        logger.warning("passed over: %s", why)
+        damaged[saved.folder] = reason
+        logger.warning("skipped a damaged checkpoint: %s", reason)
     raise DamagedCheckpoint(
-        f"nothing that was asked for is whole: {'; '.join(damaged.values())}; {_others(chosen)}"
+        f"no requested checkpoint is intact: {'; '.join(damaged.values())}; {_others(chosen)}"
     )
 
 
 def _try(
     run: SavedRun, saved: Saved, state: State, *, strict: bool, ranks: Ranks
 ) -> tuple[LoadReport | None, str]:
-    """A report on every rank, or on every rank why the checkpoint is damaged."""
-    report, own = None, None
+    """Load one checkpoint; return the report, or None and the reason why it is damaged.
+
+    Every rank gets the same outcome.
+    """
+    report = None
+    own_error: Exception | None = None
     try:
         report = run.load(saved, state, strict=strict)
-    except (
-        RunError,
-        ValueError,
-        OSError,
-    ) as error:  # every rank has to hear of it before any goes on
-        own = error
-    damage = isinstance(own, DamagedCheckpoint) and not isinstance(own, HostileCheckpoint)
-    fatal = own is not None and not damage and not isinstance(own, OtherRank)
+    except (RunError, ValueError, OSError) as error:
+        # It is raised below, once every rank has the outcome of all ranks.
+        own_error = error
+    is_damage = isinstance(own_error, DamagedCheckpoint) and not isinstance(
+        own_error, HostileCheckpoint
+    )
+    is_fatal = own_error is not None and not is_damage and not isinstance(own_error, OtherRank)
 
-    def judge(every: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
-        is_fatal = any(fatal for fatal, _ in every)
-        return [(is_fatal, "; ".join(sorted({said for _, said in every if said})))] * len(every)
+    def combine(outcomes: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
+        any_fatal = any(fatal for fatal, _ in outcomes)
+        reasons = sorted({damage for _, damage in outcomes if damage})
+        return [(any_fatal, "; ".join(reasons))] * len(outcomes)
 
-    is_fatal, why = ranks.exchange(lambda: (fatal, str(own) if damage else ""), judge)
-    if own is not None and (is_fatal or not why):
-        raise own
-    return (None if why else report), why
+    outcome = (is_fatal, str(own_error) if is_damage else "")
+    any_fatal, reason = ranks.exchange(lambda: outcome, combine)
+    if own_error is not None and (any_fatal or not reason):
+        raise own_error
+    return (None if reason else report), reason
 
 
 def choose(
     run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | None = None
 ) -> Choice:
-    """The checkpoints that `what` may mean, the first choice first. A path may name what is in it: `runs/x@best`."""
+    """Return the checkpoints that `what` may mean, in the order to try them.
+
+    A run's folder may be followed by a request of its own: `runs/x@best`.
+    """
     config = config or PolicyConfig()
     text = str(what).strip()
     if text == "latest":
@@ -125,90 +141,106 @@ def choose(
         return _step(run, int(text))
     if text.startswith(BEFORE) and text[len(BEFORE) :].isdecimal():
         return _latest(run, before=int(text[len(BEFORE) :]))
+
     place, _, inside = text.partition("@")
     path = Path(place)
     if path.parent.name in KINDS and step_of(path.parent.name, path.name) is not None:
-        other = SavedRun(path.parent.parent)
-        return replace(
-            _found(other, f"{path.parent.name}/{path.name}"), place=str(path.parent.parent)
-        )
+        root = path.parent.parent
+        choice = _found(SavedRun(root), f"{path.parent.name}/{path.name}")
+        return replace(choice, place=str(root))
     if not any(SavedRun(place).files.kind(kind) == "folder" for kind in KINDS):
         raise ValueError(
-            f"{text!r} is no checkpoint and no run: give latest, best, a step such as 500, before-500, a run's folder, "
-            f"or RUN@STEP; {_others(run)}"
+            f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
+            f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
         )
     return replace(choose(SavedRun(place), inside or "latest", config=config), place=place)
 
 
 def _latest(run: SavedRun, *, before: int | None = None) -> Choice:
-    gone = given_up(run.files)
-    line = [one for one in newest_first(_resumable(run)) if one.folder not in gone]
-    broken = {
-        folder: why
-        for kind in RESUMABLE
-        for folder, why in run.damaged(kind).items()
-        if folder not in gone
+    excluded = given_up(run.files)
+    states = [saved for saved in newest_first(_resumable(run)) if saved.folder not in excluded]
+    damaged = {
+        folder: reason
+        for folder, reason in _damaged_resumable(run).items()
+        if folder not in excluded
     }
     if before is not None:
-        line = [one for one in line if one.step < before]
-        broken = {folder: why for folder, why in broken.items() if _step_in(folder) < before}
-    if not line and not broken:
-        where = run.files.location("")
+        states = [saved for saved in states if saved.step < before]
+        damaged = {
+            folder: reason for folder, reason in damaged.items() if _step_in(folder) < before
+        }
+
+    if not states and not damaged:
+        location = run.files.location("")
         if before is not None:
-            raise NothingSaved(f"{where} holds no state from before step {before}; {_others(run)}")
-        raise NothingSaved(f"{where} holds nothing to resume from: start the run anew")
-    newest = line[0].step if line else -1
-    return Choice(
-        line, {folder: why for folder, why in broken.items() if _step_in(folder) > newest}
-    )
+            raise NothingSaved(
+                f"{location} holds no state from before step {before}; {_others(run)}"
+            )
+        raise NothingSaved(f"{location} holds nothing to resume from: start the run anew")
+
+    newest = states[0].step if states else -1
+    newer_damaged = {
+        folder: reason for folder, reason in damaged.items() if _step_in(folder) > newest
+    }
+    return Choice(states, newer_damaged)
 
 
 def _best(run: SavedRun, config: PolicyConfig) -> Choice:
-    found = best_first(run.committed(BEST), config)
-    if not found:
+    candidates = best_first(run.committed(BEST), config)
+    if not candidates:
         raise NothingSaved(
-            f"{run.files.location('')} holds no best by {config.best_k_metric}: name the metric in best_k_metric, or "
-            f"resume from latest"
+            f"{run.files.location('')} holds no best-K checkpoint for {config.best_k_metric}: name "
+            f"the metric in best_k_metric, or resume from latest"
         )
-    return Choice(found)
+    return Choice(candidates)
 
 
 def _step(run: SavedRun, step: int) -> Choice:
-    found = [one for one in newest_first(_resumable(run)) if one.step == step]
-    broken = {
-        folder: why
-        for kind in RESUMABLE
-        for folder, why in run.damaged(kind).items()
+    candidates = [saved for saved in newest_first(_resumable(run)) if saved.step == step]
+    damaged = {
+        folder: reason
+        for folder, reason in _damaged_resumable(run).items()
         if _step_in(folder) == step
     }
-    if not found and not broken:
-        parameters = [one for one in run.committed(BEST) if one.step == step]
+    if not candidates and not damaged:
+        parameters = [saved for saved in run.committed(BEST) if saved.step == step]
         if parameters:
             raise NothingSaved(
-                f"of step {step} there are parameters only, without optimizer, generators and position, so no run goes "
-                f"on from it; a new one can begin from {parameters[-1].location}; {_others(run)}"
+                f"step {step} has parameters only, without optimizer, generators and position, so "
+                f"training can't resume from it; start a new run from {parameters[-1].location}; "
+                f"{_others(run)}"
             )
         raise NothingSaved(f"{run.files.location('')} has no step {step}; {_others(run)}")
-    return Choice(found, broken)
+    return Choice(candidates, damaged)
 
 
 def _found(run: SavedRun, folder: str) -> Choice:
     kind = folder.partition("/")[0]
-    found = [one for one in run.committed(kind) if one.folder == folder]
-    if not found and folder not in (broken := run.damaged(kind)):
-        raise NothingSaved(f"{run.files.location(folder)} is not there; {_others(run)}")
-    return Choice(found, {} if found else {folder: broken[folder]})
+    candidates = [saved for saved in run.committed(kind) if saved.folder == folder]
+    if candidates:
+        return Choice(candidates)
+    damaged = run.damaged(kind)
+    if folder not in damaged:
+        raise NothingSaved(f"{run.files.location(folder)} does not exist; {_others(run)}")
+    return Choice(candidates, {folder: damaged[folder]})
 
 
 def _resumable(run: SavedRun) -> list[Saved]:
-    return [one for kind in RESUMABLE for one in run.committed(kind)]
+    return [saved for kind in RESUMABLE for saved in run.committed(kind)]
+
+
+def _damaged_resumable(run: SavedRun) -> dict[str, str]:
+    damaged: dict[str, str] = {}
+    for kind in RESUMABLE:
+        damaged |= run.damaged(kind)
+    return damaged
 
 
 def _beyond(damaged: Mapping[str, str], saved: Saved) -> dict[str, str]:
-    """Damage that did not matter is not told."""
+    """Return the damaged checkpoints that were preferred to the one that was loaded."""
     return {
-        folder: why
-        for folder, why in damaged.items()
+        folder: reason
+        for folder, reason in damaged.items()
         if saved.kind == BEST or _step_in(folder) >= saved.step
     }
 
@@ -221,6 +253,7 @@ def _step_in(folder: str) -> int:
 
 
 def _others(run: SavedRun) -> str:
-    steps = sorted({one.step for one in _resumable(run)})
-    told = ", ".join(map(str, steps[-8:]))
-    return f"saved are the steps {told}" if steps else "nothing else is saved"
+    steps = sorted({saved.step for saved in _resumable(run)})
+    if not steps:
+        return "nothing else is saved"
+    return f"saved steps: {', '.join(map(str, steps[-8:]))}"

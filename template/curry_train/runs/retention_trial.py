@@ -1,6 +1,7 @@
-"""Random histories of a run, and a ledger beside them that says which promise of retention a rule breaks.
+"""Random histories of a run, and a ledger that finds the promise a retention rule breaks.
 
-A history is a list of events: a save, a measurement (NaN among them), damage, a reader, a rollback, a restart.
+A history is a list of events: a save, a measurement (some of them NaN), damage, a reader, a
+rollback, a restart.
 Proof: `python -m pytest tests/test_retention.py`.
 """
 
@@ -15,7 +16,8 @@ from .policy_config import PolicyConfig, Retention
 from .retention import best_first, is_among_best, newest_first, to_delete
 
 VALUES = (0.1, 0.2, 0.2, 0.3, 5.0, math.nan, math.inf)
-FIRST_STEP = 99_999_985  # some steps later it has nine digits, and sorts before this as text
+# A few steps later the step has nine digits, and sorts before this one as text.
+FIRST_STEP = 99_999_985
 
 Event = tuple[str, Any]
 EVENTS: tuple[tuple[str, Sequence[Any]], ...] = (
@@ -31,7 +33,7 @@ EVENTS: tuple[tuple[str, Sequence[Any]], ...] = (
 
 @dataclass
 class Rules:
-    """What is tried; a test plants a wrong one."""
+    """The retention rules under test; a test plants wrong ones."""
 
     delete: Callable[..., list[Saved]] = to_delete
     among_best: Callable[..., bool] = is_among_best
@@ -39,7 +41,7 @@ class Rules:
 
 
 def new_saved(kind: str, step: int, value: float | None = None, *, name: str = "dev_loss") -> Saved:
-    """A checkpoint that is nowhere."""
+    """Make the record of a checkpoint that exists on no disk."""
     metric = None if value is None else Metric(name, value)
     folder = folder_name(kind, step, metric)
     return Saved(kind, step, folder, f"/run/{folder}", metric)
@@ -48,6 +50,7 @@ def new_saved(kind: str, step: int, value: float | None = None, *, name: str = "
 def random_history(
     generator: random.Random, *, length: int = 40
 ) -> tuple[list[Event], PolicyConfig]:
+    """Draw a list of events, fewer than `length`, and a configuration."""
     drawn = [generator.choice(EVENTS) for _ in range(generator.randrange(length))]
     config = PolicyConfig(
         best_k=generator.randrange(4),
@@ -72,27 +75,24 @@ class _Ledger:
     good: Saved | None = None
 
     def line(self, *, healthy: bool = True) -> list[Saved]:
-        """What training could go on from, newest first."""
-        without = self.damaged | self.unhealthy if healthy else self.damaged
-        held = newest_first(self.there.values())
-        return [one for one in held if one.folder not in without and one.step <= self.step]
+        """Return the states that training could resume from, newest first."""
+        excluded = self.damaged | self.unhealthy if healthy else self.damaged
+        states = newest_first(self.there.values())
+        return [one for one in states if one.folder not in excluded and one.step <= self.step]
 
     def take(self, event: str, what: Any, rules: Rules) -> str | None:
+        """Apply an event; return the promise that it breaks."""
         if event in ("rollback", "recovery"):
             self.step += 3
             if rules.saves(what):
-                one = new_saved(event, self.step)
-                self.there[one.folder] = one
-                self.damaged.discard(one.folder)
-                (self.unhealthy.discard if what else self.unhealthy.add)(one.folder)
-                self.good = one if what else self.good
+                self._save(event, healthy=what)
         elif event == "measure" and rules.among_best(
             what, self.step, self.there.values(), self.config
         ):
             if not math.isfinite(what):
-                return "a state is best by NaN"
-            one = new_saved(BEST, self.step, what)
-            self.there[one.folder] = one
+                return "a NaN or infinite metric is among the best"
+            best = new_saved(BEST, self.step, what)
+            self.there[best.folder] = best
         elif event == "damage":
             self.damaged |= {one.folder for one in self.line()[what : what + 1] if one != self.good}
         elif event == "read":
@@ -104,54 +104,68 @@ class _Ledger:
             self._leave_to_readers()
         return None
 
+    def _save(self, kind: str, *, healthy: bool) -> None:
+        saved = new_saved(kind, self.step)
+        self.there[saved.folder] = saved
+        self.damaged.discard(saved.folder)
+        if healthy:
+            self.unhealthy.discard(saved.folder)
+            self.good = saved
+        else:
+            self.unhealthy.add(saved.folder)
+
     def _leave_to_readers(self) -> None:
-        """What is beyond and being read is noted as given up, and is no more of this run's."""
-        beyond = {
-            one.folder for one in newest_first(self.there.values()) if one.step > self.step
-        } & self.read
-        self.read -= beyond
-        for folder in beyond:
+        """Drop the states beyond this step that are being read: the run has given them up."""
+        beyond = {one.folder for one in newest_first(self.there.values()) if one.step > self.step}
+        dropped = beyond & self.read
+        self.read -= dropped
+        for folder in dropped:
             del self.there[folder]
 
     def judged(self, gone: Iterable[Saved]) -> str | None:
-        keep, ranked = self.config.retention, best_first(self.there.values(), self.config)
-        steps = {one.step for one in self.line()}
+        """Delete `gone`; return the first promise that this breaks."""
+        retention = self.config.retention
+        ranked = best_first(self.there.values(), self.config)
+        steps_before = {one.step for one in self.line()}
         for one in gone:
             del self.there[one.folder]
-        lasting = {step for step in steps if keep.keep_every and step % keep.keep_every == 0}
-        held = [
-            one for one in self.line() if one.folder not in self.read and one.step not in lasting
-        ]
+
+        line = self.line()
+        steps = {one.step for one in line}
+        permanent = set()
+        if retention.keep_every:
+            permanent = {step for step in steps_before if step % retention.keep_every == 0}
+        counted = [one for one in line if one.folder not in self.read and one.step not in permanent]
         beyond = [one for one in newest_first(self.there.values()) if one.step > self.step]
-        free = self.damaged | self.read
+        may_be_stale = self.damaged | self.read
+        num_best = sum(one.folder in self.there and one.folder not in self.read for one in ranked)
+
+        most_states = retention.rollback_keep + retention.recovery_keep
+        best_k = self.config.best_k
         broken = {
             "the newest good state is gone": self.good is not None
             and self.good.folder not in self.there,
-            "what is being read is gone": bool(self.read - self.there.keys()),
-            "the best is gone": any(
-                one.folder not in self.there for one in ranked[: self.config.best_k]
-            ),
-            "fewer good states stay than could": len({one.step for one in self.line()})
-            < min(keep.rollback_keep, len(steps)),
-            "what stays for good is gone": bool(lasting - {one.step for one in self.line()}),
-            "too many states stay": len(held) > keep.rollback_keep + keep.recovery_keep,
-            "a stale higher step stays": bool(self.line())
-            and any(one.folder not in free for one in beyond),
-            "too many of the best stay": self.config.best_k > 0
-            and sum(one.folder in self.there and one.folder not in self.read for one in ranked)
-            > self.config.best_k,
+            "a checkpoint that is being read is gone": bool(self.read - self.there.keys()),
+            "one of the best is gone": any(one.folder not in self.there for one in ranked[:best_k]),
+            "fewer good states stay than possible": len(steps)
+            < min(retention.rollback_keep, len(steps_before)),
+            "a state kept by keep_every is gone": bool(permanent - steps),
+            "too many states stay": len(counted) > most_states,
+            "a stale higher step stays": bool(line)
+            and any(one.folder not in may_be_stale for one in beyond),
+            "too many of the best stay": 0 < best_k < num_best,
         }
-        return next((words for words, is_broken in broken.items() if is_broken), None)
+        return next((promise for promise, is_broken in broken.items() if is_broken), None)
 
 
 def broken_promise(events: Iterable[Event], config: PolicyConfig, rules: Rules) -> str | None:
-    """The first promise that is broken in a history, in words; None where all are kept."""
+    """Return the first promise that a history breaks, or None."""
     ledger = _Ledger(config)
     for event, what in events:
         if event == "restart":
             ledger.read = set()
-        if said := ledger.take(event, what, rules):
-            return said
+        if promise := ledger.take(event, what, rules):
+            return promise
         gone = rules.delete(
             list(ledger.there.values()),
             config,
@@ -159,6 +173,6 @@ def broken_promise(events: Iterable[Event], config: PolicyConfig, rules: Rules) 
             damaged=frozenset(ledger.damaged),
             protected=frozenset(ledger.read),
         )
-        if said := ledger.judged(gone):
-            return said
+        if promise := ledger.judged(gone):
+            return promise
     return None

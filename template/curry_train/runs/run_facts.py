@@ -1,9 +1,10 @@
-"""What a run is made of, for its journal: configuration, code, packages, device and command.
+"""Facts of a run for its journal: configuration, code, packages, device and command.
 
     journal.start(facts=run_facts(config, device=torch.device("cuda"), world_size=8))
 
-Two runs that differ are compared by these facts. No path of the machine is in them, but those of the command and the
-configuration as they were typed. Proof: `python -m pytest tests/test_run_facts.py`.
+They explain a difference between two runs. They hold no path of the machine, except those that were
+typed in the command and the configuration.
+Proof: `python -m pytest tests/test_run_facts.py`.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ import torch
 from ..core.provenance import provenance
 
 GIT_SECONDS = 10.0
-MOST_ADDED = 1000  # files that git does not know, whose content is in the digest
+# The digest covers the content of at most this many files that git does not track.
+MOST_ADDED = 1000
 
 
 def run_facts(
@@ -30,7 +32,7 @@ def run_facts(
     world_size: int = 1,
     folder: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """`folder` is where the code is, the working directory if left out."""
+    """Collect the facts of a run whose code is in `folder`, the working directory by default."""
     known = provenance(device)
     environment = {
         "device": known["device"],
@@ -54,17 +56,21 @@ def run_facts(
 
 
 def package_versions() -> dict[str, str]:
-    """Every installed distribution, by its normalised name; the first of a name is the one that is imported."""
-    found: dict[str, str] = {}
+    """Return the version of every installed distribution, by normalised name."""
+    versions: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"]
         if name:
-            found.setdefault(name.lower().replace("_", "-"), package.version)
-    return dict(sorted(found.items()))
+            # Of several distributions with one name, Python imports the first.
+            versions.setdefault(name.lower().replace("_", "-"), package.version)
+    return dict(sorted(versions.items()))
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The revision, whether code was changed or added since, and a digest of that; or why none is known."""
+    """Return the git revision and a digest of uncommitted code, or why there is no revision.
+
+    Uncommitted code is the changes to tracked files, and Python files that git does not track.
+    """
     try:
         revision = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD").decode("ascii").strip()
         changes = _git(folder, "diff", "--no-ext-diff", "--no-color", "--no-textconv", "HEAD")
@@ -76,18 +82,21 @@ def git_state(folder: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"revision": None, "why": f"git took longer than {GIT_SECONDS:g} seconds"}
     except subprocess.CalledProcessError as error:
-        why = (
-            "no git repository"
-            if b"not a git repository" in error.stderr
-            else f"git ended with {error.returncode}"
-        )
-        return {"revision": None, "why": why if error.stderr else "nothing was committed yet"}
+        if not error.stderr:
+            why = "nothing was committed yet"
+        elif b"not a git repository" in error.stderr:
+            why = "no git repository"
+        else:
+            why = f"git exited with {error.returncode}"
+        return {"revision": None, "why": why}
     if not changes and not added:
         return {"revision": revision, "dirty": False}
+
     digest = hashlib.sha256(changes)
     for name in added[:MOST_ADDED]:
         digest.update(name)
-        with contextlib.suppress(OSError):  # it went away meanwhile
+        # The file may have been removed in the meantime.
+        with contextlib.suppress(OSError):
             digest.update((folder / os.fsdecode(name)).read_bytes())
     return {
         "revision": revision,
@@ -97,9 +106,10 @@ def git_state(folder: Path) -> dict[str, Any]:
     }
 
 
-def _git(folder: Path, *words: str) -> bytes:
-    quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
-    command = ["git", "-C", str(folder), *words]
-    return subprocess.run(
-        command, capture_output=True, check=True, timeout=GIT_SECONDS, env=quiet
-    ).stdout
+def _git(folder: Path, *arguments: str) -> bytes:
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
+    command = ["git", "-C", str(folder), *arguments]
+    completed = subprocess.run(
+        command, capture_output=True, check=True, timeout=GIT_SECONDS, env=environment
+    )
+    return completed.stdout

@@ -1,7 +1,8 @@
-"""Read a distributed checkpoint without running anything that is in it.
+"""Read a distributed checkpoint without running code from its files.
 
-Torch unpickles `.metadata` and every entry that is no tensor, which runs whatever code they name. Here only the names
-below are unpickled, an entry that is no tensor is refused, and files are those of the manifest.
+Torch unpickles `.metadata` and every entry that is not a tensor, which runs any code they name.
+Here only the names in ALLOWED are unpickled, an entry that is not a tensor is refused, and only
+files of the manifest are read.
 Proof: `python -m pytest tests/test_store_hostile.py`.
 """
 
@@ -30,6 +31,7 @@ from .files import Files
 from .hashing_writer import METADATA
 from .manifest import Manifest
 
+# Errors that torch.load raises on forged bytes.
 FORGED = (
     IndexError,
     KeyError,
@@ -37,7 +39,7 @@ FORGED = (
     TypeError,
     EOFError,
     AttributeError,
-)  # of torch.load on such bytes
+)
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
     *(
@@ -63,30 +65,32 @@ class _Allowing(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise HostileCheckpoint(
-            f"{METADATA} names {module}.{name}, which no checkpoint needs: don't load it elsewhere"
+            f"{METADATA} names {module}.{name}, which no checkpoint needs: don't load it with "
+            f"other tools either"
         )
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is saved under one name."""
+    """Shape and dtype of one saved tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def read_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
-    """The index of a checkpoint, once everything in it is what it has to be."""
-    where = files.location(folder)
+    """Read and validate the index of a checkpoint."""
+    location = files.location(folder)
     try:
         metadata = _Allowing(io.BytesIO(files.read(f"{folder}/{METADATA}"))).load()
         _check(metadata, manifest)
     except HostileCheckpoint as error:
-        raise HostileCheckpoint(f"{where}: {error}") from error
-    except (  # what a pickle of the right classes in the wrong places can raise
+        raise HostileCheckpoint(f"{location}: {error}") from error
+    # A pickle of allowed classes in the wrong places can raise any of these.
+    except (
         pickle.UnpicklingError,
         AttributeError,
         EOFError,
@@ -98,10 +102,10 @@ def read_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
         RuntimeError,
     ) as error:
         raise DamagedCheckpoint(
-            f"{where}: {METADATA} can't be read ({type(error).__name__}: {error})"
+            f"{location}: {METADATA} can't be read ({type(error).__name__}: {error})"
         ) from error
-    found: Metadata = metadata
-    return found
+    checked: Metadata = metadata
+    return checked
 
 
 def _check(metadata: Any, manifest: Manifest) -> None:
@@ -115,41 +119,50 @@ def _check(metadata: Any, manifest: Manifest) -> None:
                 f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded"
             )
         _check_entry(name, entry)
+
     for index, place in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
-            raise HostileCheckpoint(f"{METADATA} places {index!r:.80} in {place!r:.80}")
+            raise HostileCheckpoint(
+                f"{METADATA} maps {index!r:.80} to {place!r:.80}, which are not a tensor's index "
+                f"and its place in a file"
+            )
         file = manifest.files.get(place.relative_path)
         if file is None:
             raise HostileCheckpoint(
-                f"{index.fqn} is said to be in {place.relative_path!r}, no file of this checkpoint"
+                f"{index.fqn} is placed in {place.relative_path!r}, which is not a file of this "
+                f"checkpoint"
             )
         if getattr(place, "transform_descriptors", None):
             raise HostileCheckpoint(
-                f"{index.fqn} asks for {place.transform_descriptors} to be run on it"
+                f"{index.fqn} requires {place.transform_descriptors} to be run on it"
             )
         if not 0 <= place.offset <= place.offset + place.length <= file.bytes:
-            raise HostileCheckpoint(f"{index.fqn} is said to be outside of {place.relative_path}")
+            raise HostileCheckpoint(f"{index.fqn} is placed outside of {place.relative_path}")
 
 
 def _check_entry(name: Any, entry: TensorStorageMetadata) -> None:
-    """Each part of an entry is of its type: torch asks for their attributes later, where nothing is caught."""
-    sizes = [entry.size]
+    """Check the type of every field of an entry.
+
+    Torch reads their attributes later, where no error is caught.
+    """
     if type(entry.chunks) is not list or any(
         type(chunk) is not ChunkStorageMetadata for chunk in entry.chunks
     ):
-        raise HostileCheckpoint(f"{name!r:.80} has chunks that are none: {entry.chunks!r:.80}")
-    sizes += [size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes)]
+        raise HostileCheckpoint(f"{name!r:.80} has invalid chunks: {entry.chunks!r:.80}")
+
+    sizes = [entry.size]
+    for chunk in entry.chunks:
+        sizes += [chunk.offsets, chunk.sizes]
     if type(name) is not str or any(type(size) is not torch.Size for size in sizes):
-        raise HostileCheckpoint(f"{name!r:.80} has a size that is none: {sizes!r:.80}")
-    if (
-        type(entry.properties) is not TensorProperties
-        or type(entry.properties.dtype) is not torch.dtype
-    ):
-        raise HostileCheckpoint(f"{name!r:.80} has no dtype: {entry.properties!r:.80}")
+        raise HostileCheckpoint(f"{name!r:.80} has an invalid name or size: {sizes!r:.80}")
+
+    properties = entry.properties
+    if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
+        raise HostileCheckpoint(f"{name!r:.80} has no valid dtype: {properties!r:.80}")
 
 
 def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
-    """Shape and dtype of every tensor."""
+    """Return shape and dtype of every tensor, by name."""
     return {
         name: TensorFacts(tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -159,7 +172,8 @@ def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
 
 class _TorchFiles:
     def __init__(self, files: Files, folder: str) -> None:
-        self._files, self._folder = files, folder
+        self._files = files
+        self._folder = folder
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         return suffix
@@ -173,7 +187,10 @@ class _TorchFiles:
 def read_tensors(
     files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]
 ) -> None:
-    """Fill the targets, sharded in whatever way; each rank reads what it needs, and no rank waits for another."""
+    """Fill the targets, in any sharding.
+
+    Each rank reads what it needs, and no rank waits for another.
+    """
     reader: Any = FileSystemReader("")
     reader.fs = _TorchFiles(files, folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,7 +1,8 @@
-"""The parameters of a best-K checkpoint as one safetensors file, which other tools read.
+"""Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
-Written tensor by tensor and hashed on the way: the safetensors package writes only from all tensors at once, to a local
-path, without a hash. Tests hold what is written and read here against that package.
+The file is written tensor by tensor and hashed while it is written. The safetensors package can
+only write all tensors at once, to a local path, without a hash. Tests compare files written and
+read here with that package.
 Proof: `python -m pytest tests/test_store_best.py`.
 """
 
@@ -45,39 +46,47 @@ LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
 
 
 class SafetensorsLayout:
-    """The model's tensors, whole, written by the first rank; widest types first, so that each starts where it may."""
+    """The model's unsharded tensors, written by the first rank.
+
+    The widest dtypes come first, so that every tensor starts at a multiple of its item size.
+    """
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
-        own = {
-            name.removeprefix(MODEL): held
-            for name, held in snapshot.tensors.items()
+        parameters = {
+            name.removeprefix(MODEL): tensor
+            for name, tensor in snapshot.tensors.items()
             if name.startswith(MODEL)
         }
-        for name, held in own.items():
-            if held.dtype not in LETTERS or held.layout is not torch.strided:
+        for name, tensor in parameters.items():
+            if tensor.dtype not in LETTERS or tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"safetensors can't hold {name}: {held.dtype}, {held.layout}; leave it out of best-K"
+                    f"safetensors can't hold {name}: {tensor.dtype}, {tensor.layout}; save the "
+                    f"model without it, or set best_k to 0"
                 )
-        self._names = sorted(own, key=lambda name: (-own[name].dtype.itemsize, name))
-        self._folder, self._first = folder, ranks.first
-        whole = [_whole(own[name], keep=ranks.first) for name in self._names]
-        self.tensors: list[Tensor] = [tensor for tensor in whole if tensor is not None]
+        self._names = sorted(parameters, key=lambda name: (-parameters[name].dtype.itemsize, name))
+        self._folder = folder
+        self._first = ranks.first
+        unsharded = [_whole(parameters[name], keep=ranks.first) for name in self._names]
+        self.tensors: list[Tensor] = [tensor for tensor in unsharded if tensor is not None]
 
     def write(self, tensors: Sequence[Tensor]) -> Part:
-        """Write these values in the place of `self.tensors`."""
+        """Write these values in place of `self.tensors`."""
         if not self._first:
             return Part({})
+
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for name, tensor in zip(self._names, tensors, strict=True):
-            span = [position, position := position + tensor.nbytes]
+            end = position + tensor.nbytes
             header[name] = {
                 "dtype": LETTERS[tensor.dtype],
                 "shape": list(tensor.shape),
-                "data_offsets": span,
+                "data_offsets": [position, end],
             }
+            position = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+
         with self._folder.create(NAME) as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors:
@@ -90,25 +99,34 @@ class SafetensorsLayout:
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
-    """All of a tensor that may be in shards; every rank has to ask, and the first keeps it, in the host's memory."""
+    """Gather a tensor that may be sharded; the rank with `keep` gets it, in host memory.
+
+    Every rank has to call this.
+    """
     if not hasattr(tensor, "full_tensor"):
         return tensor if keep else None
-    found: Tensor = tensor.full_tensor()
-    return found.cpu() if keep else None
+    full: Tensor = tensor.full_tensor()
+    return full.cpu() if keep else None
 
 
 class SafetensorsReader:
-    """Facts and values of a file's tensors; nothing outside of the file is believed."""
+    """Reads a safetensors file; the header is validated against the size of the file."""
 
     def __init__(self, files: Files, folder: str) -> None:
-        self._files, self._key = files, f"{folder}/{NAME}"
+        self._files = files
+        self._key = f"{folder}/{NAME}"
         self._where = files.location(self._key)
         with files.open(self._key) as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > LONGEST_HEADER:
-                raise DamagedCheckpoint(f"{self._where}: a header of {length:,} bytes is none")
+                raise DamagedCheckpoint(
+                    f"{self._where}: the header's length is {length:,} bytes, more than "
+                    f"{LONGEST_HEADER:,}"
+                )
             text = stream.read(length)
-        self._start, num_bytes = 8 + length, files.size(self._key)
+        self._start = 8 + length
+        num_bytes = files.size(self._key)
+
         self._places: dict[str, tuple[TensorFacts, int]] = {}
         try:
             header = json.loads(text)
@@ -123,17 +141,17 @@ class SafetensorsReader:
                     or end - begin != size
                     or self._start + end > num_bytes
                 ):
-                    raise ValueError(f"{name} is said to be at {begin} to {end}")
+                    raise ValueError(f"{name} can't be at bytes {begin} to {end}")
                 self._places[name] = facts, begin
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{self._where}: the header can't be read ({error})") from error
 
     def facts(self) -> dict[str, TensorFacts]:
-        """Shape and dtype of each tensor, under the names that a state gives them."""
+        """Return shape and dtype of each tensor, by its name in a state."""
         return {MODEL + name: facts for name, (facts, _) in self._places.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the targets, whole or sharded."""
+        """Fill the targets, sharded or not."""
         with self._files.open(self._key) as stream:
             for name, target in sorted(targets.items(), key=lambda item: self._place(item[0])[1]):
                 _copy(self._value(stream, name), target.detach())
@@ -147,7 +165,7 @@ class SafetensorsReader:
         stream.seek(self._start + begin)
         data = bytearray(stream.read(num_bytes))
         if len(data) != num_bytes:
-            raise DamagedCheckpoint(f"{self._where} ends within {name}")
+            raise DamagedCheckpoint(f"{self._where} ends inside {name}")
         if not num_bytes:
             return torch.empty(facts.shape, dtype=facts.dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(facts.dtype).reshape(facts.shape)

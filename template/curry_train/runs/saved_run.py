@@ -1,6 +1,7 @@
-"""What is saved of a run, for whoever only reads: which checkpoints count, are they whole, load one.
+"""Read-only access to a run: list, verify and load its checkpoints.
 
-Nothing here changes the disk or needs the lock, so another run's folder is read while that one writes.
+Nothing here changes the disk or needs the run's lock, so a run can be read while another process
+writes it.
 Proof: `python -m pytest tests/test_store.py`.
 """
 
@@ -28,7 +29,10 @@ from .writing import VALUES
 
 
 class SavedRun:
-    """`root` is a folder, or a URL that fsspec opens; `files` another way to reach it."""
+    """The checkpoints of the run at `root`, a folder or a URL that fsspec opens.
+
+    `files` replaces the file access that is chosen from `root`.
+    """
 
     def __init__(
         self, root: str | os.PathLike[str], *, files: Files | None = None, group: Any = None
@@ -37,33 +41,33 @@ class SavedRun:
         self.group = group
 
     def committed(self, kind: str) -> list[Saved]:
-        """The checkpoints of a kind, by step: those whose manifests hold, with files of the right sizes."""
-        found = []
+        """Return the checkpoints of a kind whose manifests and file sizes are valid, by step."""
+        committed = []
         for folder in self._folders(kind):
             with contextlib.suppress(DamagedCheckpoint):
-                found.append(self._saved(folder, read_manifest(self.files, folder)))
-        return sorted(found, key=lambda saved: saved.step)
+                committed.append(self._saved(folder, read_manifest(self.files, folder)))
+        return sorted(committed, key=lambda saved: saved.step)
 
     def damaged(self, kind: str) -> dict[str, str]:
-        """Why each of the others does not count, as far as that shows without reading all of them."""
-        found = {}
+        """Return the folders of a kind that `committed` leaves out, with the reason.
+
+        Damage inside a file of the right size is found by `verify` only.
+        """
+        reasons = {}
         for folder in self._folders(kind):
             try:
                 read_manifest(self.files, folder)
             except DamagedCheckpoint as error:
-                found[folder] = str(error)
-        return found
+                reasons[folder] = str(error)
+        return reasons
 
     def latest(self) -> Saved | None:
-        """The newest that training can resume from."""
-        return max(
-            (saved for kind in RESUMABLE for saved in self.committed(kind)),
-            key=_newness,
-            default=None,
-        )
+        """Return the newest checkpoint that training can resume from."""
+        resumable = [saved for kind in RESUMABLE for saved in self.committed(kind)]
+        return max(resumable, key=_newness, default=None)
 
     def verify(self, checkpoint: Saved | str | os.PathLike[str]) -> Manifest:
-        """Read every file again. Raises DamagedCheckpoint, which says what differs."""
+        """Read and hash every file; raise DamagedCheckpoint with the difference."""
         folder = self.folder_of(checkpoint)
         with reading(self.files, folder):
             manifest = read_manifest(self.files, folder)
@@ -73,8 +77,10 @@ class SavedRun:
     def load(
         self, checkpoint: Saved | str | os.PathLike[str], state: State, *, strict: bool = True
     ) -> LoadReport:
-        """Verify, compare, and only then change the state. The ranks share the reading for the verification, and what
-        fails on one of them is raised on all. An error while values are read leaves a state that is to be loaded anew.
+        """Verify a checkpoint, compare it with the state, and only then change the state.
+
+        The ranks share the reading for the verification, and an error on one of them is raised on
+        all. After an error while values are read, the state has to be loaded again.
         """
         ranks = Ranks(self.group)
         folder = ranks.agree(lambda: self.folder_of(checkpoint))
@@ -84,9 +90,8 @@ class SavedRun:
     def _load(self, folder: str, state: State, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
-            verify_files(
-                self.files, folder, manifest, sorted(manifest.files)[ranks.rank :: ranks.size]
-            )
+            own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
+            verify_files(self.files, folder, manifest, own_share)
             return manifest
 
         manifest = ranks.all_do(check)
@@ -97,20 +102,23 @@ class SavedRun:
         return loading.report
 
     def _open_content(self, folder: str, manifest: Manifest) -> "_Content":
-        """What is in a checkpoint that was verified, before a value of it is read."""
+        """Open a verified checkpoint, without reading the values of its tensors."""
         try:
-            values = self._values(folder)
-            parts = values["values"], values["ranks"], values["ties"]
+            found = self._values(folder)
+            values = found["values"]
+            rank_values = found["ranks"]
+            ties = found["ties"]
             if manifest.kind == BEST:
                 reader = SafetensorsReader(self.files, folder)
-                return _Content(Contents(reader.facts(), *parts, model_only=True), reader.read_into)
+                contents = Contents(reader.facts(), values, rank_values, ties, model_only=True)
+                return _Content(contents, reader.read_into)
             metadata = read_metadata(self.files, folder, manifest)
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{self.files.location(folder)} can't be read ({error})"
             ) from error
-        fill = functools.partial(read_tensors, self.files, folder, metadata)
-        return _Content(Contents(facts_of(metadata), *parts), fill)
+        contents = Contents(facts_of(metadata), values, rank_values, ties)
+        return _Content(contents, functools.partial(read_tensors, self.files, folder, metadata))
 
     def _fill(self, folder: str, content: "_Content", targets: Mapping[str, Tensor]) -> None:
         try:
@@ -121,12 +129,12 @@ class SavedRun:
             ) from error
 
     def folder_of(self, checkpoint: Saved | str | os.PathLike[str]) -> str:
-        """The folder of a checkpoint, relative to the run's; `checkpoint` may be a path, or `latest`."""
-        given = (
-            checkpoint.folder
-            if isinstance(checkpoint, Saved)
-            else os.fspath(checkpoint).rstrip("/")
-        )
+        """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
+        if isinstance(checkpoint, Saved):
+            given = checkpoint.folder
+        else:
+            given = os.fspath(checkpoint).rstrip("/")
+
         if given == "latest":
             newest = self.latest()
             if newest is None:
@@ -134,29 +142,31 @@ class SavedRun:
                     f"{self.files.location('')} holds nothing to resume from: start the run anew"
                 )
             return newest.folder
+
         folder = given.removeprefix(self.files.location("").rstrip("/") + "/")
         kind, _, name = folder.partition("/")
         if kind not in KINDS or step_of(kind, name) is None:
             raise ValueError(
-                f"{given} is no checkpoint of {self.files.location('')}, such as rollback/step-00000500.dcp: for one "
-                f"of another run, make a SavedRun of that run's folder"
+                f"{given} is not a checkpoint of {self.files.location('')}, such as "
+                f"rollback/step-00000500.dcp: for one of another run, make a SavedRun of that "
+                f"run's folder"
             )
         return folder
 
     def values(self, checkpoint: Saved | str | os.PathLike[str]) -> Mapping[str, Any]:
-        """The state beside the tensors: step, position, configuration and so on, as JSON."""
-        found: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
-        return found
+        """Return the non-tensor state as JSON: step, position, configuration and so on."""
+        values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
+        return values
 
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{VALUES}"
         try:
             found = json.loads(self.files.read(key))
             if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
-                raise ValueError("not the values of a state")
+                raise ValueError("it does not hold the values of a state")
             for name, first in found["ties"].items():
                 if not isinstance(name, str) or not isinstance(first, str):
-                    raise ValueError("ties are not names")
+                    raise ValueError("its ties are not pairs of names")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(
                 f"{self.files.location(key)} can't be read ({error})"

@@ -1,4 +1,4 @@
-"""What a setting of a configuration may be, and the error that names it where it is something else.
+"""Checks of configuration values, with errors that name the key.
 
 Proof: `python -m pytest tests/test_policy_config.py`.
 """
@@ -16,6 +16,6 @@ def is_number(value: Any) -> bool:
 
 
 def require(held: bool, key: str, value: Any, wanted: str) -> None:
-    """`key must be wanted; got value`, unless it holds."""
+    """Raise ValueError `{key} must be {wanted}; got {value}` unless `held`."""
     if not held:
         raise ValueError(f"{key} must be {wanted}; got {value!r}")

@@ -1,6 +1,7 @@
-"""A checkpoint that any number of ranks can load: torch.distributed.checkpoint's planning and format.
+"""Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
 
-The ranks plan together; then each writes alone, from the live tensors or from copies, and the first joins the parts.
+The ranks plan together; then each writes its part alone, from the live tensors or from copies, and
+the first rank joins the parts.
 Proof: `python -m pytest tests/test_store_ranks.py`.
 """
 
@@ -17,10 +18,11 @@ from .snapshot import Snapshot
 
 
 class ShardedLayout:
-    """Which tensors this rank writes, in which order."""
+    """The tensors that this rank writes, in order."""
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
-        # The lowest rank's copy of what several have: that of the first is the one that data parallelism goes by.
+        # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
+        # parallelism broadcasts from the first rank.
         planner = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
         )
@@ -42,17 +44,17 @@ class ShardedLayout:
         ]
 
     def write(self, tensors: Sequence[Tensor]) -> Part:
-        """Write these values in the place of `self.tensors`."""
+        """Write these values in place of `self.tensors`."""
         return self._writer.write(self._plan, _Given(self._plan.items, tensors))
 
     def join(self, parts: list[Part]) -> dict[str, FileEntry]:
-        """On the first rank, once every part is written: the files that all of them need."""
+        """Write the file that joins all parts; called on the first rank after they are written."""
         entry = self._writer.write_metadata(self._metadata, parts)
         return {".metadata": entry}
 
 
 class _Given:
-    """Stands for torch's planner when it writes: hands out the values that belong to the items."""
+    """Replaces torch's planner during the write: returns the given value of each item."""
 
     def __init__(self, items: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self._tensors = {item.index: tensor for item, tensor in zip(items, tensors, strict=True)}
@@ -63,5 +65,5 @@ class _Given:
 
 def _tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ValueError(f"only tensors are saved beside the JSON, got a {type(value).__name__}")
+        raise ValueError(f"only tensors and JSON can be saved, got a {type(value).__name__}")
     return value.detach()

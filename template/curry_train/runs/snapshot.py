@@ -1,4 +1,4 @@
-"""What passes between a state and the store: tensors by name, JSON beside them, and on the way back where they go.
+"""Types that a training state and the store exchange: snapshots, contents and load reports.
 
 Proof: `python -m pytest tests/test_state.py`.
 """
@@ -11,45 +11,52 @@ from torch import Tensor
 
 from .safe_reader import TensorFacts
 
-MODEL = "model."  # names of the model's own tensors begin so; best-K keeps those alone
+# The prefix of the model's own tensors; a best-K holds only these.
+MODEL = "model."
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state at one moment.
+    """A training state at one moment."""
 
-    `tensors` are the live ones: a name that several ranks have holds the same on each, or a shard. `values` is the
-    first rank's, `rank_values` each rank's own; both are JSON. `ties` says of a tensor's second name which is its
-    first. Only `optimizers` change the tensors: whoever copies in the background has until their next step.
-    """
-
+    # The live tensors. A name that exists on several ranks holds equal values or shards.
     tensors: Mapping[str, Tensor]
+    # JSON of the first rank.
     values: Mapping[str, Any] = field(default_factory=dict)
+    # JSON of each rank.
     rank_values: Mapping[str, Any] = field(default_factory=dict)
+    # The further names of a tensor, each with its first name.
     ties: Mapping[str, str] = field(default_factory=dict)
+    # Only these change the tensors: a copy in the background has to end before their next step.
     optimizers: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds, read before anything is changed; `model_only` for a best-K."""
+    """The contents of a checkpoint, without the values of its tensors."""
 
     tensors: Mapping[str, TensorFacts]
     values: Mapping[str, Any]
     rank_values: Sequence[Mapping[str, Any]] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
+    # True for a best-K.
     model_only: bool = False
 
 
 @dataclass
 class LoadReport:
-    """What a load did: how many of the tensors were matched, and what is not as it was at the save."""
+    """The result of a load: how many tensors matched, and how the state differs from the save."""
 
     matched: int = 0
+    # The number of tensors that are saved, or are in the state.
     wanted: int = 0
+    # Names that the checkpoint lacks.
     missing: list[str] = field(default_factory=list)
+    # Names that only the checkpoint has.
     extra: list[str] = field(default_factory=list)
+    # Differences in shape, dtype, ties or optimizer.
     different: list[str] = field(default_factory=list)
+    # Differences that do not prevent a load.
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -63,7 +70,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Loading:
-    """A load that fits: fill `targets`, then call `finish`."""
+    """A load that passed its checks: fill `targets`, then call `finish`."""
 
     targets: Mapping[str, Tensor]
     finish: Callable[[], None]
@@ -71,7 +78,7 @@ class Loading:
 
 
 class State(Protocol):
-    """What the store saves and loads."""
+    """The interface of a state that the store saves and loads."""
 
     def snapshot(self) -> Snapshot: ...
 

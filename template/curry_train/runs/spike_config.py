@@ -1,4 +1,4 @@
-"""The block `spike:` of a configuration: what counts as a loss spike, and what is done about one.
+"""The `spike:` block of a configuration: what a loss spike is, and the reaction to it.
 
     spike: {action: rollback, window: 64, threshold: 6.0, patience: 3, attempts: 3}
 
@@ -11,29 +11,33 @@ from typing import Any, Literal, get_args
 
 from .setting_checks import is_number, is_whole, require
 
-LEVEL = 16  # losses whose median is the level
+# The number of losses whose median is the baseline.
+LEVEL = 16
 Action = Literal["none", "warn", "rollback"]
 
 
 @dataclass(frozen=True)
 class SpikeConfig:
-    """A loss is too high when it is above the baseline, the median of the last losses that were not, by `threshold`
-    robust standard deviations of the last `window` of them, and by `least_rise` of the baseline, or of what the loss
-    has fallen by since the run began where that is less. So many steps in a row, `patience`, are a spike.
+    """When a loss is a spike, and what happens then.
 
-    `rollback` goes back to the newest state from before it and trains on without the samples of the spike and of
-    `skip_around` steps before and after it, twice as many at each further attempt at one place, of which there are
-    `attempts`.
-    With `lower_rate`, such as 0.5, the rate is that part of itself for `lower_rate_steps` steps afterwards.
+    A loss is too high if it is above the baseline, the median of the last accepted losses, by both
+    `threshold` and `least_rise`. Losses that are too high in `patience` steps in a row are a spike.
     """
 
+    # `rollback` loads the newest state from before the spike, and trains on without its samples.
     action: Action = "warn"
+    # The number of accepted losses from which the noise is measured.
     window: int = 64
+    # Robust standard deviations of the noise above the baseline.
     threshold: float = 6.0
+    # A fraction of the baseline, or of the fall of the loss since the run began if that is less.
     least_rise: float = 0.02
     patience: int = 3
+    # The number of rollbacks at one place before training stops.
     attempts: int = 3
+    # Steps before and after the spike that are skipped too; each further attempt doubles them.
     skip_around: int = 8
+    # The factor on the learning rate for `lower_rate_steps` steps after a rollback, such as 0.5.
     lower_rate: float | None = None
     lower_rate_steps: int = 100
 
@@ -46,9 +50,8 @@ class SpikeConfig:
         least = self.least_rise
         require(is_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
         for name in ("patience", "attempts", "lower_rate_steps"):
-            require(
-                is_whole(getattr(self, name), 1), name, getattr(self, name), "a whole number from 1"
-            )
+            count = getattr(self, name)
+            require(is_whole(count, 1), name, count, "a whole number from 1")
         require(
             is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0"
         )
@@ -62,7 +65,7 @@ class SpikeConfig:
 
     @property
     def judges_after(self) -> int:
-        """Losses that are taken as they are before the first is judged."""
+        """The number of losses that are accepted before losses are compared with a limit."""
         return max(LEVEL, self.window // 2)
 
     @property
@@ -71,8 +74,8 @@ class SpikeConfig:
 
     @classmethod
     def from_config(cls, block: Mapping[str, Any]) -> "SpikeConfig":
-        """From a mapping, such as the block of a YAML file."""
-        names = [each.name for each in fields(cls)]
+        """Build the settings from a mapping, such as a block of a YAML file."""
+        names = [one.name for one in fields(cls)]
         if unknown := [str(key) for key in block if key not in names]:
             raise ValueError(f"spike.{unknown[0]} is no key; there are {', '.join(names)}")
         try:

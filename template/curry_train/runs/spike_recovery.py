@@ -1,6 +1,10 @@
-"""Back to before a spike, and on without the samples of it: for any loop whose place in the data is one number.
+"""Recovery from a loss spike: roll back, then skip its samples.
 
-    recovered = recover(spike, config, state=state, load=load, after=stream.after, recoveries=recoveries)
+It works with any loop whose position in the data is one number.
+
+    recovered = recover(
+        spike, config, state=state, load=load, after=stream.after, recoveries=recoveries
+    )
     stream.position = state.position
     stream.skip(recovered.recovery.start, recovered.recovery.stop)
 
@@ -19,12 +23,12 @@ from .spike_config import SpikeConfig
 
 
 class SpikeNotRecovered(RunError):
-    """A spike that going back does not help against, or with nothing to go back to."""
+    """The spike came back after every attempt, or there is no state to go back to."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """The state that was loaded, and what is skipped from now on."""
+    """The state that was loaded, and the positions that are skipped from now on."""
 
     resumed: Resumed
     recovery: Recovery
@@ -41,10 +45,12 @@ def recover(
     write: bool = True,
     go_on: str = "--resume RUN@{}",
 ) -> Recovered:
-    """Go back with `load`, which is given `before-STEP`; it puts `state.step` and `state.position` to what was saved.
+    """Roll back to a state before the spike, and record the samples to skip.
 
-    `after` tells where in the data so many windows after a position begin, `go_on` how a person goes on from a state.
-    On all ranks together, of which one has `write`. Raises SpikeNotRecovered.
+    `load` gets `before-STEP` and restores `state.step` and `state.position`. `after(position,
+    windows)` returns the data position that many windows later. `go_on` is the command line that
+    resumes from a state, for the error message. All ranks call together, one of them with `write`.
+    Raises SpikeNotRecovered.
     """
     attempt = recoveries.attempt(spike.step, within=config.window)
     around = config.skip_around * 2 ** (attempt - 1)
@@ -53,39 +59,44 @@ def recover(
         raise SpikeNotRecovered(
             _given_up(spike, recoveries, attempt - 1, go_on.format(f"{BEFORE}{first}"))
         )
+
     resumed = _go_back(spike, first, load)
-    back = state.step
-    start = after(state.position, max(0, first - 1 - back))
-    stop = after(state.position, spike.step + around - back)
-    slower = (1.0, 0)
+    back_to = state.step
+    start = after(state.position, max(0, first - 1 - back_to))
+    stop = after(state.position, spike.step + around - back_to)
+
+    learning_rate = 1.0
+    slower_until = 0
     if config.lower_rate is not None:
-        slower = (config.lower_rate, spike.step + config.lower_rate_steps)
-    recovery = Recovery(spike.step, back, start, stop, attempt, *slower)
+        learning_rate = config.lower_rate
+        slower_until = spike.step + config.lower_rate_steps
+    recovery = Recovery(spike.step, back_to, start, stop, attempt, learning_rate, slower_until)
     recoveries.add(recovery, write=write)
     return Recovered(resumed, recovery)
 
 
 def _go_back(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
-    """To before the first step whose samples are skipped, or at least to before the spike."""
-    said: NothingSaved | None = None
+    """Load a state from before the first skipped step, or at least from before the spike."""
+    nothing_saved: NothingSaved | None = None
     for step in dict.fromkeys((first, spike.first)):
         try:
             resumed = load(f"{BEFORE}{step}")
         except NothingSaved as error:
-            said = error
+            nothing_saved = error
             continue
         assert resumed is not None
         return resumed
     raise SpikeNotRecovered(
-        f"{spike.words}: there is nothing to go back to ({said}). Save earlier, with a lower rollback_every, or let "
-        "the spike's action be warn"
-    ) from said
+        f"{spike.words}: there is nothing to go back to ({nothing_saved}). Save earlier, with a "
+        "lower rollback_every, or set the spike's action to warn"
+    ) from nothing_saved
 
 
 def _given_up(spike: Spike, recoveries: Recoveries, number: int, go_on: str) -> str:
     skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in recoveries.done[-number:])
     return (
-        f"{spike.words}: it came again after {number} rollbacks, which skipped the samples at positions {skipped}. So "
-        f"it is not they: look at the gradients before it (python -m curry_train grad-flow), lower "
-        f"optimizer.learning_rate, and go on with {go_on}"
+        f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "
+        f"positions {skipped}. So the samples are not the cause: look at the gradients before the "
+        f"spike (python -m curry_train grad-flow), lower optimizer.learning_rate, and go on with "
+        f"{go_on}"
     )

@@ -1,8 +1,9 @@
-"""A short training of a case with planted spikes, and the parts of the recovery that a test of a gate may replace.
+"""A short training with planted loss spikes, for the gates of spike recovery.
 
-Samples are drawn by their position. Training on a bad one spoils the weights. The watchdog is told figures of a run
-that began long before, which jump then: whether it finds real ones is another gate's question. Proof:
-`python -m pytest template/tests/test_loss_spike.py`.
+Samples are drawn by their position, and training on a bad sample spoils the weights. The watchdog
+gets made-up losses of a long run that jump at a bad sample; another gate checks that it finds real
+spikes.
+Proof: `python -m pytest template/tests/test_loss_spike.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,14 +32,16 @@ CONFIG = SpikeConfig(
     action="rollback", window=16, threshold=50.0, patience=2, attempts=2, skip_around=1
 )
 SAVING = PolicyConfig(rollback_every=2, recovery_every=None, best_k=0)
-FIRST_BAD = 4  # the step whose samples are the first bad ones; its state is saved
+# The first step with bad samples; its state is saved.
+FIRST_BAD = 4
 NUM_STEPS = 6
-MOST_STEPS = 60  # done in all, with those that were done again
+# The most steps in one trial, including the repeated ones.
+MOST_STEPS = 60
 
 
 @dataclass(frozen=True)
 class SpikeParts:
-    """What a gate's test may replace."""
+    """The components of the recovery; the test of a gate replaces them with faulty ones."""
 
     watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog
     recover: Callable[..., Recovered] = recover
@@ -50,15 +53,18 @@ SOUND = SpikeParts()
 
 
 class WithoutSync(LocalFiles):
-    """A folder that no power cut is awaited in."""
+    """A local folder without syncs, because the trial simulates no power cut."""
 
     def sync_folder(self, key: str) -> None:
         pass
 
 
 class Trial:
-    """One process of a run in `folder`: it goes on where the folder is. `bad` tells whether a step spoils the weights,
-    by its number and its position; `skipped` are positions that are passed over from the start."""
+    """One process of a run, which resumes from the newest state in `folder`.
+
+    `bad(step, position)` returns whether a step spoils the weights; the positions in `skipped` are
+    never trained on.
+    """
 
     def __init__(
         self,
@@ -70,28 +76,41 @@ class Trial:
         skipped: tuple[tuple[int, int], ...] = (),
         saving: PolicyConfig = SAVING,
     ) -> None:
-        self.case, self.parts, self.bad, self.skipped = case, parts, bad, list(skipped)
-        self.folder, self.saving, self.done = folder, saving, 0
+        self.case = case
+        self.parts = parts
+        self.bad = bad
+        self.skipped = list(skipped)
+        self.folder = folder
+        self.saving = saving
+        self.done = 0
         self.recovered: list[Recovered] = []
 
     def run(self, steps: int = NUM_STEPS, *, through: bool = True) -> dict[str, Tensor]:
-        """Train until so many steps are done, or until the first recovery; returns copies of all that is saved."""
+        """Train to step `steps`, or to the first recovery with `through=False`.
+
+        Returns copies of all tensors of the state.
+        """
         watchdog = self.parts.watchdog(CONFIG)
         with seeded(self.case.seed), self._opened(watchdog) as (policy, state, recoveries):
             while state.step < steps and (through or not self.recovered):
-                position, self.done = self._next(state.position), self.done + 1
+                position = self._next(state.position)
+                self.done += 1
                 if self.done > MOST_STEPS:
                     raise ValueError(
-                        f"{MOST_STEPS} steps were done for {steps}: the recovery has no bound"
+                        f"{MOST_STEPS} steps were done to reach step {steps}: the recovery does "
+                        f"not end"
                     )
+
                 self._step(state, position)
                 loss = _told(state.step + 1, high=self.bad(state.step + 1, position))
-                state.step, state.position = state.step + 1, position + 1
+                state.step += 1
+                state.position = position + 1
+
                 spike = watchdog.observe(state.step, loss)
                 if spike is None:
                     policy.after_step(state.step, state, {"loss": loss})
                     continue
-                done = self.parts.recover(
+                recovered = self.parts.recover(
                     spike,
                     CONFIG,
                     state=state,
@@ -99,9 +118,9 @@ class Trial:
                     after=self._after,
                     recoveries=recoveries,
                 )
-                self.recovered.append(done)
-                self.skipped.append((done.recovery.start, done.recovery.stop))
-            return {name: held.clone() for name, held in state.snapshot().tensors.items()}
+                self.recovered.append(recovered)
+                self.skipped.append((recovered.recovery.start, recovered.recovery.stop))
+            return {name: tensor.clone() for name, tensor in state.snapshot().tensors.items()}
 
     def _step(self, state: TrainingState, position: int) -> None:
         with seeded(self.case.seed + 1000 + position):
@@ -110,13 +129,14 @@ class Trial:
         loss.backward()
         state.optimizers[0].step()
         state.optimizers[0].zero_grad()
+
         if self.bad(state.step + 1, position):
             with torch.no_grad():
                 for parameter in state.model.parameters():
                     parameter.add_(torch.ones_like(parameter))
 
     def _next(self, position: int) -> int:
-        """The first position from this one on that is not skipped."""
+        """Return the first position from `position` on that is not skipped."""
         while any(start <= position < stop for start, stop in self.skipped):
             position += 1
         return position
@@ -130,8 +150,8 @@ class Trial:
     def _opened(self, watchdog: Any) -> Iterator[tuple[SavingPolicy, TrainingState, Any]]:
         model = replace(self.case, seed=self.case.seed).build()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        held = {"spike": watchdog} if self.parts.saves_watchdog else {}
-        state = TrainingState(model, torch.optim.AdamW(trained, lr=1e-3), extra=held)
+        extra = {"spike": watchdog} if self.parts.saves_watchdog else {}
+        state = TrainingState(model, torch.optim.AdamW(trained, lr=1e-3), extra=extra)
         files = WithoutSync(self.folder)
         with (
             unheard(SavingPolicy.__module__),
@@ -147,4 +167,5 @@ class Trial:
 
 
 def _told(step: int, *, high: bool) -> float:
+    """Return the loss that the watchdog gets for a step."""
     return 2000.0 if high else 2.0 + 0.01 * (step % 5)

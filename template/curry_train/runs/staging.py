@@ -1,11 +1,13 @@
-"""Copies of tensors in the host's memory, made while training goes on, in buffers that the next save uses again.
+"""Host copies of tensors, made while training continues, in buffers that are reused.
 
-On CUDA the buffers are pinned and a stream of their own copies; not yet measured on CUDA.
+On CUDA the buffers are pinned, and the copies run on a stream of their own. Not yet measured on
+CUDA.
 Proof: `python -m pytest tests/test_store_background.py`.
 """
 
 import threading
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,20 +15,29 @@ from torch import Tensor
 
 
 class Staging:
-    """`begin` on the training thread, `copy` on another, `wait` on the training thread before the tensors change."""
+    """Copies tensors to host memory in another thread.
+
+    Call `begin` on the training thread, `copy` on the other one, and `wait` on the training thread
+    before the tensors change.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
         self._sources: Sequence[Tensor] = ()
         self._copied = threading.Event()
         self._copied.set()
-        self._ready: Any = None  # CUDA events: the sources are computed; the copies are made
+        # CUDA event: the sources are computed.
+        self._ready: Any = None
+        # CUDA event: the copies are complete.
         self._done: Any = None
         self._stream: Any = None
 
     def begin(self, sources: Sequence[Tensor]) -> None:
-        """From here until `wait` returns the sources must not change."""
-        self._sources, self._ready, self._done = sources, None, None
+        """Set the tensors to copy; they must not change until `wait` returns."""
+        self._sources = sources
+        self._ready = None
+        self._done = None
+
         device = next((source.device for source in sources if source.is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)
@@ -35,7 +46,7 @@ class Staging:
         self._copied.clear()
 
     def copy(self) -> Sequence[Tensor]:
-        """The copies, once they are made."""
+        """Copy the tensors, and return the copies when they are complete."""
         try:
             self._fit_buffers()
             if self._stream is None or self._ready is None:
@@ -54,23 +65,21 @@ class Staging:
         return self._buffers
 
     def wait(self) -> None:
-        """Until the sources may change; on CUDA the device waits, not the host."""
+        """Wait until the sources may change; on CUDA the device waits, not the host."""
         self._copied.wait()
         if self._done is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
     def release(self) -> None:
-        """Let go of the buffers."""
+        """Free the buffers."""
         self._buffers = []
 
     def _fit_buffers(self) -> None:
-        kept = self._buffers[: len(self._sources)]
-        self._buffers = [
-            old if old is not None and _fits(old, source) else _buffer(source)
-            for source, old in zip(
-                self._sources, [*kept, *[None] * (len(self._sources) - len(kept))], strict=True
-            )
-        ]
+        buffers = []
+        for source, buffer in zip_longest(self._sources, self._buffers[: len(self._sources)]):
+            reusable = buffer is not None and _fits(buffer, source)
+            buffers.append(buffer if reusable else _buffer(source))
+        self._buffers = buffers
 
     def _copy_all(self, *, non_blocking: bool) -> None:
         for buffer, source in zip(self._buffers, self._sources, strict=True):
@@ -78,8 +87,10 @@ class Staging:
 
 
 def _fits(buffer: Tensor, source: Tensor) -> bool:
-    pinned = buffer.is_pinned() == source.is_cuda if torch.cuda.is_available() else True
-    return buffer.shape == source.shape and buffer.dtype == source.dtype and pinned
+    same_pinning = True
+    if torch.cuda.is_available():
+        same_pinning = buffer.is_pinned() == source.is_cuda
+    return buffer.shape == source.shape and buffer.dtype == source.dtype and same_pinning
 
 
 def _buffer(source: Tensor) -> Tensor:

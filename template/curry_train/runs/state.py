@@ -1,7 +1,8 @@
-"""Everything that a training run continues from: model, optimizer, schedule, scaler, generators, position, config.
+"""Training state: model, optimizer, schedule, scaler, generators, position and settings.
 
-`snapshot` gives it to the store, `begin_load` takes it back: strictly, so that a key that is missing, extra, reshaped
-or of another dtype is an error before anything is changed. Proof: `python -m pytest tests/test_state.py`.
+`snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
+key, or another shape or dtype, is an error before anything is changed.
+Proof: `python -m pytest tests/test_state.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +32,19 @@ NEEDED = {
     "optimizers",
     "parts",
 }
-RANDOM, GRADIENT, PART = "random.", "gradient.", "part."
+# Prefixes of the names of saved tensors.
+RANDOM = "random."
+GRADIENT = "gradient."
+PART = "part."
 
 
 class TrainingState:
-    """`position` counts the samples consumed, `step` the optimizer's steps, `microstep` the backward passes since the
-    last one; the loop sets them. `extra` holds anything else with `state_dict` and `load_state_dict`, by name, of the
-    first rank; of every rank, where it says `of_each_rank = True`.
+    """The state that a training run resumes from.
+
+    The loop sets three counters: `position` counts the samples consumed, `step` the optimizer's
+    steps, and `microstep` the backward passes since the last step. `extra` holds any other objects
+    with `state_dict` and `load_state_dict`, by name. The first rank's state is saved; with an
+    attribute `of_each_rank = True`, the state of every rank.
     """
 
     def __init__(
@@ -52,47 +59,44 @@ class TrainingState:
         generators: Mapping[str, torch.Generator] | None = None,
         group: Any = None,
     ) -> None:
-        self.model, self.config, self.group = model, dict(config or {}), group
+        self.model = model
+        self.config = dict(config or {})
+        self.group = group
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
         schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
         parts = {f"scheduler-{index}": one for index, one in enumerate(schedulers)}
-        parts |= {"scaler": scaler, **{f"extra-{name}": one for name, one in (extra or {}).items()}}
+        parts["scaler"] = scaler
+        for name, one in (extra or {}).items():
+            parts[f"extra-{name}"] = one
         self.parts = {name: part for name, part in parts.items() if part is not None}
+
         self.generators = dict(generators or {})
-        self.step = self.position = self.microstep = 0
+        self.step = 0
+        self.position = 0
+        self.microstep = 0
         self._random: tuple[RandomState, bool] | None = None
 
     def snapshot(self) -> Snapshot:
-        """The state as it stands; only what forward passes change is copied."""
+        """Return the current state; only tensors that a forward pass may change are copied."""
         ranks = Ranks(self.group)
         own, ties, model_values = self._model_tensors()
         buffers = {name: own[name].clone() for name in self._buffer_names() if name in own}
         tensors: dict[str, Tensor] = {**own, **buffers}
         if ranks.rank:
-            tensors |= {
-                f"rank-{ranks.rank}.{name}": held
-                for name, held in buffers.items()
-                if _is_whole(held)
-            }
+            for name, buffer in buffers.items():
+                if _is_whole(buffer):
+                    tensors[f"rank-{ranks.rank}.{name}"] = buffer
         if self.microstep:
             tensors |= self._gradients(ranks.rank)
+
         optimizers = [one.take(tensors) for one in self._optimizer_states()]
-        parts, own_parts, part_tensors = dict[str, Any](), dict[str, Any](), dict[str, Tensor]()
-        for name, part in sorted(self.parts.items()):
-            changing, each = dict[str, Tensor](), getattr(part, "of_each_rank", False)
-            path = f"{PART}{name}.rank-{ranks.rank}" if each else PART + name
-            (own_parts if each else parts)[name] = encode(part.state_dict(), path, tensors=changing)
-            live = isinstance(
-                part, nn.Module
-            )  # an average of weights changes after a step; a loader's state at once
-            part_tensors |= (
-                changing if live else {key: held.clone() for key, held in changing.items()}
-            )
+        parts, own_parts, part_tensors = self._part_states(ranks.rank)
         tensors |= part_tensors
         random = take_random_state(self.generators)
-        tensors |= {
-            f"{RANDOM}{name}.rank-{ranks.rank}": held for name, held in random.tensors.items()
-        }
+        for name, tensor in random.tensors.items():
+            tensors[f"{RANDOM}{name}.rank-{ranks.rank}"] = tensor
+
         values = {
             "step": self.step,
             "position": self.position,
@@ -104,90 +108,143 @@ class TrainingState:
             "optimizers": optimizers,
             "parts": parts,
         }
-        return Snapshot(
-            tensors, values, {"random": random.values, "parts": own_parts}, ties, self.optimizers
-        )
+        rank_values = {"random": random.values, "parts": own_parts}
+        return Snapshot(tensors, values, rank_values, ties, self.optimizers)
+
+    def _part_states(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+        """Return the JSON of shared parts, the JSON of this rank's parts, and all their tensors."""
+        shared: dict[str, Any] = {}
+        of_this_rank: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, part in sorted(self.parts.items()):
+            part_tensors: dict[str, Tensor] = {}
+            if getattr(part, "of_each_rank", False):
+                path = f"{PART}{name}.rank-{rank}"
+                of_this_rank[name] = encode(part.state_dict(), path, tensors=part_tensors)
+            else:
+                shared[name] = encode(part.state_dict(), PART + name, tensors=part_tensors)
+
+            # An average of weights (a module) changes only after a step; a loader's state may
+            # change at once, so its tensors are copied.
+            if isinstance(part, nn.Module):
+                tensors |= part_tensors
+            else:
+                tensors |= {key: tensor.clone() for key, tensor in part_tensors.items()}
+        return shared, of_this_rank, tensors
 
     def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        """Where the saved tensors go. Raises StateMismatch while nothing has been changed."""
+        """Match a checkpoint with this state, and return the tensors to fill.
+
+        Raises StateMismatch before anything is changed.
+        """
         own, ties, _ = self._model_tensors()
-        ranks, values = Ranks(self.group), contents.values
-        same_world = values.get("world_size") == ranks.size
-        targets = dict(own)
-        states = [] if contents.model_only else self._optimizer_states()
+        ranks = Ranks(self.group)
+        values = contents.values
+        optimizer_states = [] if contents.model_only else self._optimizer_states()
         report = LoadReport()
         if absent := NEEDED - set(values):
             raise DamagedCheckpoint(
-                f"the saved state has no {', '.join(sorted(absent))}: it is none of a training run"
+                f"the saved state has no {', '.join(sorted(absent))}: it is not the state of a "
+                f"training run"
             )
+
+        targets = dict(own)
         if not contents.model_only:
-            for state, saved in zip(states, values["optimizers"], strict=False):
-                try:
-                    targets |= state.targets(saved, contents.tensors)
-                except StateMismatch as error:
-                    report.different.append(str(error))
-            self._compare_parts(contents, report)
-            if values["microstep"]:
-                if not same_world:
-                    report.different.append(
-                        "it was saved between two steps, whose gradients are of each rank"
-                    )
-                targets |= self._gradient_targets(ranks.rank)
+            targets |= self._training_targets(optimizer_states, contents, ranks, report)
         fitting = match(targets, contents, ties, report, optional=(RANDOM, PART, "rank-"))
         if strict and not report.exact:
             raise StateMismatch(_describe(report))
-        if same_world and ranks.rank:
-            for name in self._buffer_names():
-                if (ours := f"rank-{ranks.rank}.{name}") in contents.tensors and name in fitting:
-                    fitting[ours] = fitting.pop(name)
-        rank = ranks.rank if ranks.rank < values.get("world_size", 0) else 0
-        own_parts = _parts_of(contents, rank)
-        parts = {**values["parts"], **own_parts}
-        mine = [
-            f"{PART}{name}.rank-{rank}." if name in own_parts else f"{PART}{name}" for name in parts
-        ]
-        fitting |= _fresh(contents, tuple(mine))
-        fitting |= {
-            name: held
-            for name, held in _fresh(contents, (RANDOM,)).items()
-            if name.endswith(f".rank-{rank}")
-        }
+
+        if values["world_size"] == ranks.size and ranks.rank:
+            self._prefer_own_buffers(fitting, contents, ranks.rank)
+        # A rank that did not exist at the save loads the values of rank 0.
+        source_rank = ranks.rank if ranks.rank < values["world_size"] else 0
+        fitting |= _fresh_part_tensors(contents, source_rank)
+        for name, tensor in _fresh(contents, (RANDOM,)).items():
+            if name.endswith(f".rank-{source_rank}"):
+                fitting[name] = tensor
 
         def finish() -> None:
-            self._finish_model(own, values)
-            if contents.model_only:
-                report.notes.append(
-                    "parameters only: optimizer, generators and position are as they were"
-                )
-                return
-            for state, saved in zip(states, values["optimizers"], strict=False):
-                if not any(saved["class"] in line for line in report.different):
-                    state.restore(saved, fitting)
-            self._set_gradients(ranks.rank, fitting)
-            for name, part in self.parts.items():
-                if name in parts:
-                    part.load_state_dict(decode(parts[name], tensors=fitting))
-            self.step, self.position, self.microstep = (
-                values["step"],
-                values["position"],
-                values["microstep"],
-            )
-            suffix = f".rank-{rank}"
-            held = {
-                name.removeprefix(RANDOM).removesuffix(suffix): tensor
-                for name, tensor in fitting.items()
-                if name.startswith(RANDOM)
-            }
-            self._random = (
-                RandomState(held, contents.rank_values[rank]["random"]),
-                rank != ranks.rank,
-            )
-            report.notes += [*self._differences(values, ranks), *self.restore_random()]
+            self._finish_load(contents, own, fitting, optimizer_states, source_rank, report)
 
         return Loading(fitting, finish, report)
 
+    def _finish_load(
+        self,
+        contents: Contents,
+        own: Mapping[str, Tensor],
+        filled: Mapping[str, Tensor],
+        optimizer_states: Sequence[OptimizerState],
+        source_rank: int,
+        report: LoadReport,
+    ) -> None:
+        """Restore everything from the filled tensors and the saved values."""
+        values = contents.values
+        self._finish_model(own, values)
+        if contents.model_only:
+            report.notes.append(
+                "parameters only: optimizer, generators and position are as they were"
+            )
+            return
+
+        for state, saved in zip(optimizer_states, values["optimizers"], strict=False):
+            if not any(saved["class"] in difference for difference in report.different):
+                state.restore(saved, filled)
+
+        ranks = Ranks(self.group)
+        self._set_gradients(ranks.rank, filled)
+        parts = {**values["parts"], **_parts_of(contents, source_rank)}
+        for name, part in self.parts.items():
+            if name in parts:
+                part.load_state_dict(decode(parts[name], tensors=filled))
+
+        self.step = values["step"]
+        self.position = values["position"]
+        self.microstep = values["microstep"]
+        random = _random_state_of(contents, filled, source_rank)
+        self._random = (random, source_rank != ranks.rank)
+        report.notes += [*self._differences(values, ranks), *self.restore_random()]
+
+    def _training_targets(
+        self,
+        optimizer_states: Sequence[OptimizerState],
+        contents: Contents,
+        ranks: Ranks,
+        report: LoadReport,
+    ) -> dict[str, Tensor]:
+        """Return the tensors to fill for optimizers and gradients; put differences in `report`."""
+        values = contents.values
+        targets: dict[str, Tensor] = {}
+        for state, saved in zip(optimizer_states, values["optimizers"], strict=False):
+            try:
+                targets |= state.targets(saved, contents.tensors)
+            except StateMismatch as error:
+                report.different.append(str(error))
+        self._compare_parts(contents, report)
+
+        if values["microstep"]:
+            if values["world_size"] != ranks.size:
+                report.different.append(
+                    f"it was saved between two steps by {values['world_size']} ranks, each with "
+                    f"its own gradients, and is loaded by {ranks.size}"
+                )
+            targets |= self._gradient_targets(ranks.rank)
+        return targets
+
+    def _prefer_own_buffers(
+        self, fitting: dict[str, Tensor], contents: Contents, rank: int
+    ) -> None:
+        """Load this rank's own copy of a buffer instead of the first rank's."""
+        for name in self._buffer_names():
+            own_name = f"rank-{rank}.{name}"
+            if own_name in contents.tensors and name in fitting:
+                fitting[own_name] = fitting.pop(name)
+
     def restore_random(self) -> list[str]:
-        """Put the loaded generators' states back once more: making an iterator over a DataLoader draws from them."""
+        """Restore the loaded generators' states once more.
+
+        Creating an iterator over a DataLoader draws from the generators, so call this afterwards.
+        """
         if self._random is None:
             raise ValueError("nothing was loaded yet, so there is no random state to restore")
         state, is_new = self._random
@@ -198,17 +255,17 @@ class TrainingState:
         return restore_random_state(state, self.generators)
 
     def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        held = {
-            MODEL + name: part
-            for name, part in bare_names(self.model, self.model.state_dict()).items()
+        """Return the model's tensors, the ties between their names, and its other state as JSON."""
+        state = {
+            MODEL + name: value
+            for name, value in bare_names(self.model, self.model.state_dict()).items()
         }
-        tensors = {name: part.detach() for name, part in held.items() if isinstance(part, Tensor)}
+        tensors = {
+            name: value.detach() for name, value in state.items() if isinstance(value, Tensor)
+        }
         own, ties = split_ties(tensors)
-        return (
-            own,
-            ties,
-            {name: encode(part, name) for name, part in held.items() if name not in tensors},
-        )
+        values = {name: encode(value, name) for name, value in state.items() if name not in tensors}
+        return own, ties, values
 
     def _buffer_names(self) -> list[str]:
         return [MODEL + name for name in bare_names(self.model, dict(self.model.named_buffers()))]
@@ -221,17 +278,16 @@ class TrainingState:
         ]
 
     def _gradients(self, rank: int) -> dict[str, Tensor]:
-        held = {name: parameter.grad for parameter, name in parameter_names(self.model).items()}
-        if any(gradient is not None and not _is_whole(gradient) for gradient in held.values()):
-            raise ValueError(
-                "sharded gradients between two steps can't be saved: save when microstep is 0"
-            )
-        begin = f"{GRADIENT}rank-{rank}."
-        return {
-            begin + name: gradient.clone()
-            for name, gradient in held.items()
-            if gradient is not None
-        }
+        gradients = {}
+        for parameter, name in parameter_names(self.model).items():
+            if parameter.grad is None:
+                continue
+            if not _is_whole(parameter.grad):
+                raise ValueError(
+                    "sharded gradients between two steps can't be saved: save when microstep is 0"
+                )
+            gradients[f"{GRADIENT}rank-{rank}.{name}"] = parameter.grad.clone()
+        return gradients
 
     def _gradient_targets(self, rank: int) -> dict[str, Tensor]:
         return {
@@ -245,55 +301,61 @@ class TrainingState:
             parameter.grad = filled.get(f"{GRADIENT}rank-{rank}.{name}")
 
     def _compare_parts(self, contents: Contents, report: LoadReport) -> None:
+        """Report parts and optimizers that only the state or only the checkpoint has."""
         values = contents.values
-        saved = {
-            *values["parts"],
-            *_parts_of(contents, 0),
-            *(f"optimizer {index}" for index in range(len(values["optimizers"]))),
-        }
-        own = {*self.parts, *(f"optimizer {index}" for index in range(len(self.optimizers)))}
+        saved = {*values["parts"], *_parts_of(contents, 0)}
+        saved |= {f"optimizer {index}" for index in range(len(values["optimizers"]))}
+        own = set(self.parts)
+        own |= {f"optimizer {index}" for index in range(len(self.optimizers))}
         report.missing += sorted(
             name for name in own - saved if not getattr(self.parts.get(name), "may_be_new", False)
         )
         report.extra += sorted(saved - own)
 
     def _finish_model(self, own: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        state, extra = self.model.state_dict(), values.get("model", {})
-        bare = {
-            name: MODEL + short
-            for short, name in bare_names(self.model, {name: name for name in state}).items()
-        }
+        """Load the filled tensors into the model, unless they are the model's own memory."""
+        state = self.model.state_dict()
+        extra = values.get("model", {})
+        bare_to_full = bare_names(self.model, {name: name for name in state})
+        keys = {full: MODEL + bare for bare, full in bare_to_full.items()}
+
         if not extra and all(
-            same_memory(state[name], own[key]) for name, key in bare.items() if key in own
+            same_memory(state[name], own[key]) for name, key in keys.items() if key in own
         ):
-            return  # the filled tensors are the model's own
-        for name, key in bare.items():
-            state[name] = (
-                own[key] if key in own else decode(extra[key]) if key in extra else state[name]
-            )
+            return
+
+        for name, key in keys.items():
+            if key in own:
+                state[name] = own[key]
+            elif key in extra:
+                state[name] = decode(extra[key])
         self.model.load_state_dict(state)
 
     def _differences(self, values: Mapping[str, Any], ranks: Ranks) -> list[str]:
+        """Return notes on how the run differs from the one that saved the state."""
         notes = []
         if values["world_size"] != ranks.size:
             notes.append(
-                f"saved by {values['world_size']} ranks, loaded by {ranks.size}: the state is bit-equal"
+                f"saved by {values['world_size']} ranks, loaded by {ranks.size}: the state is "
+                f"bit-equal"
             )
         if values["threads"] != torch.get_num_threads():
             notes.append(
-                f"saved with {values['threads']} threads and {torch.get_num_threads()} are set: the last bits of sums "
-                f"on the CPU will differ; torch.set_num_threads({values['threads']})"
+                f"saved with {values['threads']} threads, but {torch.get_num_threads()} are set: "
+                f"the last bits of sums on the CPU will differ; call "
+                f"torch.set_num_threads({values['threads']}) for the same results"
             )
         saved = decode(values["config"])
         changed = sorted(
             key for key in {*saved, *self.config} if saved.get(key) != self.config.get(key)
         )
-        return [*notes, f"the configuration differs in {', '.join(changed)}"] if changed else notes
+        if changed:
+            notes.append(f"the configuration differs in {', '.join(changed)}")
+        return notes
 
 
-def _parts_of(
-    contents: Contents, rank: int
-) -> Mapping[str, Any]:  # not of a best-K, which has none
+def _parts_of(contents: Contents, rank: int) -> Mapping[str, Any]:
+    # A best-K has no values of ranks.
     return contents.rank_values[rank].get("parts", {}) if contents.rank_values else {}
 
 
@@ -301,24 +363,42 @@ def _is_whole(tensor: Tensor) -> bool:
     return not hasattr(tensor, "to_local")
 
 
-def _fresh(contents: Contents, begins: tuple[str, ...]) -> dict[str, Tensor]:
+def _fresh(contents: Contents, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return empty tensors for the saved names that start with one of the prefixes."""
     return {
         name: torch.empty(facts.shape, dtype=facts.dtype)
         for name, facts in contents.tensors.items()
-        if name.startswith(begins)
+        if name.startswith(prefixes)
     }
 
 
+def _fresh_part_tensors(contents: Contents, rank: int) -> dict[str, Tensor]:
+    """Return empty tensors for the shared parts, and for the parts of one rank."""
+    own_parts = _parts_of(contents, rank)
+    prefixes = []
+    for name in {**contents.values["parts"], **own_parts}:
+        prefixes.append(f"{PART}{name}.rank-{rank}." if name in own_parts else f"{PART}{name}")
+    return _fresh(contents, tuple(prefixes))
+
+
+def _random_state_of(contents: Contents, filled: Mapping[str, Tensor], rank: int) -> RandomState:
+    suffix = f".rank-{rank}"
+    tensors = {
+        name.removeprefix(RANDOM).removesuffix(suffix): tensor
+        for name, tensor in filled.items()
+        if name.startswith(RANDOM)
+    }
+    return RandomState(tensors, contents.rank_values[rank]["random"])
+
+
 def _describe(report: LoadReport) -> str:
-    parts = [
-        f"{report.matched} of {report.wanted} saved and present tensors match ({report.ratio:.0%})"
-    ]
-    for words, names in (
+    lines = [f"{report.matched} of {report.wanted} tensors match ({report.ratio:.0%})"]
+    for title, names in (
         ("missing in the checkpoint", report.missing),
         ("only in the checkpoint", report.extra),
         ("different", report.different),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            parts.append(f"{words}: {', '.join(names[:3])}{more}")
-    return "; ".join(parts) + f". Build the model and optimizer that were saved, or {PARTLY}"
+            lines.append(f"{title}: {', '.join(names[:3])}{more}")
+    return "; ".join(lines) + f". Build the model and optimizer that were saved, or {PARTLY}"

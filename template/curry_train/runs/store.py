@@ -1,6 +1,7 @@
-"""A run's checkpoints on the disk: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`, whole or not there.
+"""Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
 
-A checkpoint is committed when its manifest verifies. All ranks make a store of the same folder and call together.
+A checkpoint is committed when its manifest verifies. All ranks make a store of the same folder and
+call together.
 Proof: `python -m pytest tests/test_store.py`.
 """
 
@@ -30,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class Store(SavedRun):
-    """A run that this process writes. The first write takes the run's lock and removes what interrupted saves left."""
+    """A run that this process writes.
+
+    The first write takes the run's lock and removes the leftovers of interrupted saves.
+    """
 
     def __init__(
         self,
@@ -44,9 +48,8 @@ class Store(SavedRun):
         self.algorithm = algorithm or default_algorithm()
         self._lock = RunLock(self.files)
         self._opened = False
-        self._commits = (
-            threading.RLock()
-        )  # a save in the background commits while this thread discards or sweeps
+        # A save in the background may commit while this thread discards or sweeps.
+        self._commits = threading.RLock()
         self._unfinished: set[str] = set()
 
     def __enter__(self) -> "Store":
@@ -62,7 +65,10 @@ class Store(SavedRun):
         self.close()
 
     def open(self, *, wait_seconds: float = 0.0) -> None:
-        """Take the lock, and sweep. Raises LockedRun, which names who holds it still after so many seconds."""
+        """Take the lock, and sweep.
+
+        Raises LockedRun, which names the holder, if it is still locked after `wait_seconds`.
+        """
         self._lock.require_own()
         if not self._opened:
             Ranks(self.group).agree(lambda: self._open_first(until=time.monotonic() + wait_seconds))
@@ -83,14 +89,14 @@ class Store(SavedRun):
         self._sweep()
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
         self._opened = False
 
     def save(
         self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
     ) -> Saved:
-        """Write a checkpoint and commit it. On an error nothing counts that did not count before."""
+        """Write a checkpoint and commit it; after an error, nothing new is committed."""
         ranks = Ranks(self.group)
         writing = self.begin(kind, step, state, metric=metric)
 
@@ -105,9 +111,11 @@ class Store(SavedRun):
     def begin(
         self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
     ) -> Writing:
-        """What the ranks have to do together before each writes its part alone."""
-        ranks, found, folder = Ranks(self.group), None if metric is None else Metric(*metric), ""
-        final = folder_name(kind, step, found)
+        """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
+        ranks = Ranks(self.group)
+        checked_metric = None if metric is None else Metric(*metric)
+        final = folder_name(kind, step, checked_metric)
+        folder = ""
         try:
             self.open()
             folder = ranks.agree(lambda: self._prepare(final))
@@ -116,7 +124,7 @@ class Store(SavedRun):
                 ranks,
                 kind,
                 step,
-                found,
+                checked_metric,
                 state.snapshot(),
                 folder=folder,
                 algorithm=self.algorithm,
@@ -126,7 +134,7 @@ class Store(SavedRun):
             raise error if isinstance(error, ValueError) else failed from error
 
     def commit(self, writing: Writing, parts: list[Part]) -> Saved:
-        """On the first rank: make a checkpoint count, and let `latest` point to it."""
+        """Commit a checkpoint and update `latest`; called on the first rank."""
         with self._commits:
             manifest = writing.commit(parts)
             self._unfinished.discard(writing.folder)
@@ -135,32 +143,34 @@ class Store(SavedRun):
         return self._saved(writing.final, manifest)
 
     def failed(self, writing: Writing, error: Exception) -> SaveError:
-        """Remove what was written of a save; the error says what is on the disk."""
+        """Remove the files of a failed save; the returned error names the newest checkpoint."""
         return self._failed(writing.ranks, writing.final, writing.folder, error)
 
     def _failed(self, ranks: Ranks, final: str, folder: str, error: Exception) -> SaveError:
         if ranks.first and folder:
-            with contextlib.suppress(OSError):  # the next sweep removes the rest
+            # The next sweep removes what is left after an error.
+            with contextlib.suppress(OSError):
                 unfinished = folder != final or self.files.kind(f"{final}/{MANIFEST}") is None
                 if unfinished and self.files.kind(folder) is not None:
                     self.files.remove_folder(folder)
             self._unfinished.discard(folder)
         return SaveError(self._words(final, error))
 
-    def _words(self, what: str, error: Exception) -> str:
+    def _words(self, folder: str, error: Exception) -> str:
         try:
             newest = self.latest()
         except OSError:
             newest = None
-        rest = (
-            f"step {newest.step} ({newest.kind}) is the newest that is whole"
-            if newest
-            else "nothing else is saved"
+        remaining = "nothing else is saved"
+        if newest:
+            remaining = f"the newest intact checkpoint is step {newest.step} ({newest.kind})"
+        return (
+            f"{folder} in {self.files.location('')} was not saved: "
+            f"{error or type(error).__name__}; {remaining}"
         )
-        return f"{what} in {self.files.location('')} was not saved: {error or type(error).__name__}; {rest}"
 
     def discard(self, checkpoint: Saved | str | os.PathLike[str]) -> None:
-        """Remove a checkpoint for good; at no moment is a part of it taken for the whole."""
+        """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = self.folder_of(checkpoint)
         self.open()
         Ranks(self.group).agree(lambda: self._discard_first(folder))
@@ -183,35 +193,42 @@ class Store(SavedRun):
         self.files.remove_folder(removed)
 
     def _prepare(self, final: str) -> str:
-        """An empty folder to write into. A damaged checkpoint in the way is removed, a valid one never."""
+        """Make an empty folder to write into, and return it.
+
+        A damaged checkpoint of the same name is removed; a valid one raises StepExists.
+        """
         if self.files.kind(final) is not None:
             try:
                 self.verify(final)
             except DamagedCheckpoint as error:
-                logger.warning("replaced by a new save: %s", error)
+                logger.warning("a new save replaces a damaged checkpoint: %s", error)
             else:
                 raise StepExists(
-                    f"{self.files.location(final)} is saved already: if it is stale, discard it first"
+                    f"{self.files.location(final)} is saved already: if it is stale, discard it "
+                    f"first"
                 )
             self._remove(final)
-        folder = (
-            f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
-            if self.files.renames
-            else final
-        )
+
+        folder = final
+        if self.files.renames:
+            folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self._unfinished.add(folder)
         self.files.make_folder(folder)
         return folder
 
     def sweep(self) -> list[str]:
-        """Remove what interrupted saves and removals left; returns its names. What is damaged stays as it is."""
+        """Remove the leftovers of interrupted saves and deletions, and return their names.
+
+        Damaged checkpoints stay.
+        """
         self.open()
         return Ranks(self.group).agree(self._sweep)
 
     def _sweep(self) -> list[str]:
         swept = []
         with self._commits:
-            for folder in [f"{kind}/{name}" for kind in KINDS for name in self.files.names(kind)]:
+            folders = [f"{kind}/{name}" for kind in KINDS for name in self.files.names(kind)]
+            for folder in folders:
                 if folder not in self._unfinished and self._left_over(folder):
                     self.files.remove_folder(folder)
                     swept.append(folder)

@@ -1,7 +1,8 @@
-"""Names of a model's tensors as the bare model has them: no wrapper's prefix reaches the disk.
+"""Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
 
-`torch.compile`, DistributedDataParallel, DataParallel and checkpoint wrappers each put a module around another, and
-its attribute into every name. Proof: `python -m pytest tests/test_state.py`.
+`torch.compile`, DistributedDataParallel, DataParallel and checkpoint wrappers each wrap a module in
+another, whose attribute then appears in every name.
+Proof: `python -m pytest tests/test_state.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,25 +15,27 @@ _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def bare_name(model: nn.Module, name: str) -> str:
-    """A name of `model.state_dict()` or `named_parameters()` without what wrappers put into it."""
+    """Return a name of `model.state_dict()` or `named_parameters()` without wrapper prefixes."""
     module: Any = model
-    kept = []
-    for part in name.split("."):
+    bare_path = []
+    for step in name.split("."):
+        # Some wrappers remove their attribute from the name with hooks of their own.
         while (
             module is not None
-            and part not in module._modules
-            and (inner := _wrapped(module)) is not None
+            and step not in module._modules
+            and (wrapped := _wrapped(module)) is not None
         ):
-            module = inner[1]  # a wrapper whose own hooks cleaned the name
-        inner = _wrapped(module) if module is not None else None
-        if inner is None or part != inner[0]:
-            kept.append(part)
-        module = module._modules.get(part) if module is not None else None
-    return ".".join(kept)
+            module = wrapped[1]
+
+        wrapped = _wrapped(module) if module is not None else None
+        if wrapped is None or step != wrapped[0]:
+            bare_path.append(step)
+        module = module._modules.get(step) if module is not None else None
+    return ".".join(bare_path)
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The attribute under which a wrapper holds a module, and the module."""
+    """Return the attribute in which a wrapper holds a module, and the module."""
     names = ("module",) if isinstance(module, _PARALLEL) else _ATTRIBUTES
     for name in names:
         if isinstance(inner := module._modules.get(name), nn.Module):
@@ -41,19 +44,21 @@ def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The same mapping under bare names."""
+    """Return the same mapping with bare names as keys."""
     renamed = {bare_name(model, name): value for name, value in names.items()}
     if len(renamed) != len(names):
         raise ValueError(
-            "two of the model's tensors have one name once wrappers are left out: rename one of them"
+            "two of the model's tensors have the same name without the prefixes of wrappers: "
+            "rename one of them"
         )
     return renamed
 
 
 def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, under its first name, and which further names stand for it."""
+    """Return each tensor under its first name, and each further name with the first one."""
     first: dict[Any, str] = {}
-    own, ties = {}, {}
+    own: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
     for name, tensor in tensors.items():
         identity = _identity(tensor)
         if identity in first:
@@ -65,20 +70,20 @@ def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
-    """Whether a change of one is a change of the other."""
+    """Return whether changing one tensor changes the other."""
     return first is second or _identity(first) == _identity(second) or not first.numel()
 
 
 def _identity(tensor: Tensor) -> Any:
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    held = local() if local else tensor
-    if not held.numel() or held.is_meta:
+    data = local() if local else tensor
+    if not data.numel() or data.is_meta:
         return object()
     return (
-        held.device,
-        held.untyped_storage().data_ptr(),
-        held.storage_offset(),
-        held.shape,
-        held.stride(),
-        held.dtype,
+        data.device,
+        data.untyped_storage().data_ptr(),
+        data.storage_offset(),
+        data.shape,
+        data.stride(),
+        data.dtype,
     )

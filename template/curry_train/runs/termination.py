@@ -1,4 +1,6 @@
-"""SIGTERM, which clusters send before they end a job: noted, for a loop to end where it is between two steps.
+"""Record SIGTERM, so that a training loop can stop between two steps.
+
+Clusters send SIGTERM before they end a job.
 
     termination = Termination()
     if termination.signal:
@@ -13,15 +15,19 @@ from typing import Any
 
 
 class Termination:
-    """`signal` is the number once it came. In a thread that can't have handlers it never does."""
+    """Sets `signal` to SIGTERM's number when it arrives; 0 until then.
+
+    Only the main thread can handle signals; in another thread `signal` stays 0.
+    """
 
     def __init__(self) -> None:
-        self.signal, self._before = 0, None
+        self.signal = 0
+        self._before = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     def release(self) -> None:
-        """Who handled it before does so again."""
+        """Restore the previous SIGTERM handler."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None

@@ -1,4 +1,4 @@
-"""A short training to try the store on, and the parts of the store that a test of a gate may replace.
+"""A short training for the gates of the checkpoint store.
 
 Proof: `python -m pytest template/tests/test_checkpoint_policy.py`.
 """
@@ -24,8 +24,7 @@ from .writing import Writing
 
 @dataclass(frozen=True)
 class Parts:
-    """What a gate's test may replace: how a state is taken, how a save is committed, how a checkpoint is verified and
-    loaded."""
+    """The components of the store; the test of a gate replaces them with faulty ones."""
 
     state: Callable[..., Any] = TrainingState
     commit: Callable[[Writing, Any], Manifest] = Writing.commit
@@ -37,12 +36,13 @@ SOUND = Parts()
 
 
 class Interrupted(OSError):
-    """What happens in the place of a change on the disk."""
+    """Raised in place of a change on the disk."""
 
 
 class InterruptedFiles(LocalFiles):
-    """A local folder on which the n-th change, and none after it, comes about."""
+    """A local folder in which only the first `left` changes succeed."""
 
+    # None for no limit.
     left: int | None = None
 
     def _change(self) -> None:
@@ -59,10 +59,12 @@ class InterruptedFiles(LocalFiles):
         try:
             self._change()
         except Interrupted:
-            stream.truncate(stream.tell() // 2)  # a part of it reached the disk
+            # Only a part of the file reached the disk.
+            stream.truncate(stream.tell() // 2)
             stream.close()
             raise
-        stream.close()  # without a sync: no power is cut here
+        # No sync is needed, because the trial simulates no power cut.
+        stream.close()
 
     def rename(self, old: str, new: str) -> None:
         self._change()
@@ -78,7 +80,7 @@ class InterruptedFiles(LocalFiles):
 
 @contextlib.contextmanager
 def trained(case: Case, parts: Parts) -> Iterator[tuple[Any, Path]]:
-    """A state after one step, and an empty folder; every generator is put back afterwards."""
+    """Yield a state after one step, and an empty folder; restore every generator afterwards."""
     with seeded(case.seed), tempfile.TemporaryDirectory(prefix="checkpoint-gate-") as folder:
         state = new_state(case, parts, seed=case.seed)
         train_step(case, state)
@@ -86,7 +88,7 @@ def trained(case: Case, parts: Parts) -> Iterator[tuple[Any, Path]]:
 
 
 def new_state(case: Case, parts: Parts, *, seed: int) -> Any:
-    """A fresh model and optimizer."""
+    """Make the state of a new model and optimizer."""
     model = replace(case, seed=seed).build()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
@@ -94,7 +96,7 @@ def new_state(case: Case, parts: Parts, *, seed: int) -> Any:
 
 
 def train_step(case: Case, state: Any) -> Tensor:
-    """One step on a new batch; returns its loss."""
+    """Train one step on a new batch, and return its loss."""
     loss = case.workload.mean_loss(state.model, case.place(case.workload.batch(case.batch_size)))
     loss.backward()
     state.optimizers[0].step()
@@ -104,12 +106,12 @@ def train_step(case: Case, state: Any) -> Tensor:
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
-    """Copies of all that is saved as tensors."""
-    return {name: held.clone() for name, held in TrainingState.snapshot(state).tensors.items()}
+    """Return copies of all tensors that a save writes."""
+    return {name: tensor.clone() for name, tensor in TrainingState.snapshot(state).tensors.items()}
 
 
 def same(first: Tensor, second: Tensor | None) -> bool:
-    """Equal to the bit, with NaN equal to NaN."""
+    """Return whether two tensors are equal to the bit, with NaN equal to NaN."""
     return second is not None and (
         torch.equal(first, second) or bool((first.isnan() & second.isnan()).all())
     )

@@ -1,6 +1,7 @@
-"""A run that goes on from an earlier step gives up the states beyond it; a kill in between does not bring them back.
+"""Delete the states beyond the step that a run resumes from, also across a kill.
 
-A note names them before the first goes, and each until it is gone.
+A note in the run's folder lists these states before the first one is deleted, and each of them
+until it is deleted.
 Proof: `python -m pytest tests/test_saving_policy.py`.
 """
 
@@ -16,46 +17,54 @@ NOTE = "turned-back.json"
 
 
 def given_up(files: Files) -> frozenset[str]:
-    """The folders of a line that was given up, as far as they are still there."""
+    """Return the folders that were given up and may still exist."""
     if files.kind(NOTE) != "file":
         return frozenset()
     try:
         return frozenset(str(folder) for folder in json.loads(files.read(NOTE)))
     except (ValueError, TypeError):
-        return frozenset()  # torn, where no rename is: nothing was removed yet
+        # The note was only partly written, on storage without rename: nothing was deleted yet.
+        return frozenset()
 
 
 def give_up(store: Store, folders: Iterable[str]) -> None:
-    """Remove these for good; what somebody reads goes later. All ranks together."""
-    found = set(folders)
+    """Delete these folders for good; those that are being read are deleted later.
+
+    All ranks call together.
+    """
+    added = set(folders)
     store.open()
-    Ranks(store.group).agree(lambda: _write(store.files, given_up(store.files) | found))
+    Ranks(store.group).agree(lambda: _write(store.files, given_up(store.files) | added))
     finish_giving_up(store)
 
 
 def finish_giving_up(store: Store) -> None:
-    """Remove what an earlier call had to leave, or was killed before. All ranks together."""
-    ranks, files = Ranks(store.group), store.files
+    """Delete the given-up folders that an earlier call left, because of a reader or a kill.
+
+    All ranks call together.
+    """
+    ranks = Ranks(store.group)
+    files = store.files
 
     def removable() -> list[str]:
-        there = [folder for folder in given_up(files) if files.kind(folder) is not None]
-        return sorted(folder for folder in there if not is_being_read(files, folder))
+        existing = [folder for folder in given_up(files) if files.kind(folder) is not None]
+        return sorted(folder for folder in existing if not is_being_read(files, folder))
 
-    def forget() -> None:
+    def update_note() -> None:
         noted = given_up(files)
-        left = {folder for folder in noted if files.kind(folder) is not None}
-        if left != noted:
-            _write(files, left)
+        remaining = {folder for folder in noted if files.kind(folder) is not None}
+        if remaining != noted:
+            _write(files, remaining)
 
     for folder in ranks.agree(removable):
         store.discard(folder)
-    ranks.agree(forget)
+    ranks.agree(update_note)
 
 
 def _write(files: Files, folders: Iterable[str]) -> None:
-    found = sorted(folders)
-    if files.kind(NOTE) is not None and not (found and isinstance(files, LocalFiles)):
+    names = sorted(folders)
+    if files.kind(NOTE) is not None and not (names and isinstance(files, LocalFiles)):
         files.remove_file(NOTE)
-    if found:
-        files.write(NOTE, json.dumps(found).encode())
+    if names:
+        files.write(NOTE, json.dumps(names).encode())
     files.sync_folder("")

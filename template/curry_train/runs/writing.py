@@ -1,7 +1,8 @@
-"""One checkpoint on its way to the disk: a folder of its own, each rank's part, and the commit that makes it count.
+"""Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
-With rename: everything is written and synced under another name, then renamed. Without: the manifest is written last.
-Either way a checkpoint counts once its manifest verifies, and until then nothing that counted is touched.
+On storage with rename, everything is written and synced under another name, then renamed. Without
+rename, the manifest is written last. Either way, a checkpoint counts once its manifest verifies,
+and no earlier checkpoint is touched before.
 Proof: `python -m pytest tests/test_store_kill.py`.
 """
 
@@ -29,7 +30,7 @@ POLL_SECONDS = 0.05
 
 
 class Writing:
-    """Made on every rank together; then each writes its part, and the first commits."""
+    """One save: made on all ranks together; each rank writes its part, and the first commits."""
 
     def __init__(
         self,
@@ -43,20 +44,23 @@ class Writing:
         folder: str,
         algorithm: str,
     ) -> None:
-        self.files, self.ranks, self.kind, self.step, self.metric = files, ranks, kind, step, metric
+        self.files = files
+        self.ranks = ranks
+        self.kind = kind
+        self.step = step
+        self.metric = metric
         self.final = folder_name(kind, step, metric)
         self.folder = folder
+
         self._new = HashingFolder(files, self.folder, algorithm)
         layout = SafetensorsLayout if kind == BEST else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
         self._values = ranks.exchange(
-            lambda: snapshot.rank_values, lambda every: [every] * ranks.size
+            lambda: snapshot.rank_values, lambda gathered: [gathered] * ranks.size
         )
-        self._shared, self._ties, self.optimizers = (
-            snapshot.values,
-            snapshot.ties,
-            snapshot.optimizers,
-        )
+        self._shared = snapshot.values
+        self._ties = snapshot.ties
+        self.optimizers = snapshot.optimizers
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -68,44 +72,50 @@ class Writing:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, tensors: Sequence[Tensor] | None = None) -> Part:
-        """This rank's files, from the live tensors or from copies of them."""
+        """Write this rank's files, from the live tensors or from copies of them."""
         free = self.files.free_bytes()
         if free is not None and free < self.num_bytes:
             raise SaveError(
-                f"{self.files.location('')} has {free:,} bytes left, and {self.num_bytes:,} are needed"
+                f"{self.files.location('')} has {free:,} bytes left, but the save needs "
+                f"{self.num_bytes:,}: free some space, or keep fewer checkpoints"
             )
         return self._layout.write(self.tensors if tensors is None else tensors)
 
     def leave_part(self, part: Part | None, error: str = "") -> None:
-        """Tell the first rank through the folder, where the ranks can't be asked together."""
+        """Leave this rank's part for the first rank as a file in the folder.
+
+        It replaces a collective call where the ranks can't make one.
+        """
         text = json.dumps({"error": error, "part": part.to_json() if part else None})
         try:
             self.files.write(self._note(self.ranks.rank), text.encode())
         except FileNotFoundError as missing:
-            raise SaveError("the first rank gave this save up, and its error says why") from missing
+            raise SaveError("the first rank abandoned this save: see its error") from missing
 
     def collect_parts(self, own: Part, *, timeout: float) -> list[Part]:
-        """The parts of all ranks, once each has left its own."""
-        parts, until = [own], time.monotonic() + timeout
+        """Wait for the parts of all ranks, and return them."""
+        parts = [own]
+        deadline = time.monotonic() + timeout
         for rank in range(1, self.ranks.size):
-            while self.files.kind(self._note(rank)) is None or not self.files.size(
-                self._note(rank)
-            ):
-                if time.monotonic() > until:
+            note = self._note(rank)
+            while self.files.kind(note) is None or not self.files.size(note):
+                if time.monotonic() > deadline:
                     raise SaveError(
-                        f"rank {rank} has not written its part of {self.final} within {timeout:.0f} s"
+                        f"rank {rank} has not written its part of {self.final} within "
+                        f"{timeout:.0f} s"
                     )
                 time.sleep(POLL_SECONDS)
-            parts.append(self._part_of(rank, until))
+            parts.append(self._part_of(rank, deadline))
         return parts
 
-    def _part_of(self, rank: int, until: float) -> Part:
+    def _part_of(self, rank: int, deadline: float) -> Part:
         while True:
             try:
                 content = json.loads(self.files.read(self._note(rank)))
                 break
-            except ValueError:  # it is being written
-                if time.monotonic() > until:
+            except ValueError:
+                # The rank is still writing its note.
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_SECONDS)
         if content["error"]:
@@ -117,11 +127,12 @@ class Writing:
         return f"{self.folder}/rank-{rank}.part"
 
     def commit(self, parts: list[Part]) -> Manifest:
-        """On the first rank, once all parts are on the disk."""
+        """Write the manifest and rename the folder; called on the first rank after all parts."""
         entries: dict[str, FileEntry] = {}
         for part in parts:
             entries |= part.files
         entries |= self._layout.join(parts)
+
         values: Mapping[str, Any] = {
             "values": self._shared,
             "ranks": self._values,
@@ -130,6 +141,7 @@ class Writing:
         with self._new.create(VALUES) as stream:
             stream.write(json.dumps(values, allow_nan=False).encode())
         entries[VALUES] = self._new.entries[VALUES]
+
         about = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__.split("+")[0],
@@ -138,6 +150,7 @@ class Writing:
         manifest = Manifest(self._new.algorithm, self.kind, self.step, entries, self.metric, about)
         self.files.write(f"{self.folder}/{MANIFEST}", manifest.render())
         self.files.sync_folder(self.folder)
+
         if self.folder != self.final:
             self.files.rename(self.folder, self.final)
         self.files.sync_folder(self.kind)
