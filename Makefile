@@ -29,10 +29,10 @@ long: $(dev_ready)  ## run the variants that `make test` leaves out, and only th
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
 
 torture: $(dev_ready)  ## kill, damage and forge checkpoints for the record; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
-	@PYTHONPATH=template:tests OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
+	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 
 spikes: $(dev_ready)  ## hundreds of small trainings under the loss watchdog, for the record
-	@PYTHONPATH=template:tests OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
+	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
 
 check: static test  ## all that CI runs
 
@@ -45,15 +45,15 @@ lint: $(dev_ready)  ## ruff: rules and format
 types: $(dev_ready)  ## mypy --strict over the package and the scripts
 	@$(PYTHON) -m mypy --no-error-summary
 
-rules: $(dev_ready)  ## the house rules that tests/house.py holds
-	@$(PYTHON) tests/house.py
+rules: $(dev_ready)  ## the house rules that tests/house/house.py holds
+	@$(PYTHON) tests/house/house.py
 
 skills: $(dev_ready)  ## the open validator over each skill, and skillsaw over the bundle
 	@for skill in skills/*/; do $(PYTHON) -m skills_ref.cli validate "$$skill" || exit 1; done
 	@$(PYTHON) -m skillsaw lint --strict --quiet --no-progress
 
 clients: $(dev_ready)  ## install the bundle into five agent clients, and see which skills they load; needs npm and 1.4 GB
-	@PYTHONPATH=template $(PYTHON) tests/clients.py $(ARGS)
+	@PYTHONPATH=template $(PYTHON) benchmarks/clients.py $(ARGS)
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -5,7 +5,7 @@ measurements collect garbage first, and with all libraries loaded each collectio
 there when a test starts, with what the tests before it imported, compiled and kept, is not looked at in it.
 
 And a test starts commands as a user does: what `make test` tells its own commands is not there for theirs.
-Proof: `python -m pytest tests/test_measure.py tests/test_warm_python.py`.
+Proof: `python -m pytest tests/core/test_measure.py tests/house/test_warm_python.py`.
 """
 
 import gc
@@ -26,10 +26,11 @@ for said_by_make in (
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_have_imported_torch() -> None:
-    from curry_train.core import ranks
     from warm_python import WarmPython
 
-    ranks.PYTHON = WarmPython()
+    from curry_train.gates import fixtures as ranks
+
+    ranks.PYTHON_EXECUTABLE = WarmPython()
 
 
 @pytest.hookimpl(tryfirst=True)

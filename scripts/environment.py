@@ -6,7 +6,7 @@ Each script declares what it needs in its PEP 723 block and calls `require` befo
     environment.require(__file__)
 
 Standard library only, and no syntax newer than Python 3.8 understands: it has to run where what it asks for is not
-there. Proof: `python -m pytest tests/test_environment.py`.
+there. Proof: `python -m pytest tests/cli/test_environment.py`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from typing import Any
 
 import click
 
-from curry_train.options import DTYPES, UnusableInput, model_option
-from curry_train.testgen import PACKAGE, Recipe, differences, is_rendered, render
+from curry_train.cli.options import DTYPES, UnusableInput, model_option
+from curry_train.cli.testgen import DEFAULT_PACKAGE_NAME, Recipe, differences, is_rendered, render
 
 LONGEST_DIFF = 24
 
@@ -55,7 +55,7 @@ LONGEST_DIFF = 24
 @click.option("--seed", default=0, type=click.IntRange(0), show_default=True)
 @click.option(
     "--package",
-    default=PACKAGE,
+    default=DEFAULT_PACKAGE_NAME,
     show_default=True,
     help="Where the gates are, such as mylib.training.",
 )
@@ -99,13 +99,13 @@ def _tell_differences(shown: str, lines: list[str]) -> None:
 
 def _python_path(recipe: Recipe) -> str:
     """What makes the package importable where it is neither installed nor the user's own."""
-    if recipe.package != PACKAGE or _is_installed():
+    if recipe.package != DEFAULT_PACKAGE_NAME or _is_installed():
         return ""
     template = str(environment.TEMPLATE)
     theirs = [path for path in sys.path if path != template] + os.environ.get(
         "PYTHONPATH", ""
     ).split(os.pathsep)
-    if importlib.machinery.PathFinder.find_spec(PACKAGE, theirs) is not None:
+    if importlib.machinery.PathFinder.find_spec(DEFAULT_PACKAGE_NAME, theirs) is not None:
         return ""
     return f"PYTHONPATH={PurePath(os.path.relpath(template)).as_posix()} "
 

@@ -23,17 +23,21 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from curry_train.bench.savings import (
+    MEASURED_OUTCOME,
+    SavingsRow,
+    check_limit,
+    choose_strategies,
+    count_steps,
+    load_with_depth,
+    measure_savings,
+)
+from curry_train.cli.options import DTYPES, UnusableInput, choose_device, json_option, model_option
+from curry_train.cli.savings import plot_savings, savings_table
 from curry_train.core.blocks import find_blocks
-from curry_train.core.provenance import provenance, write_json
-from curry_train.core.sizes import parse_bytes
-from curry_train.core.workload import Case
-from curry_train.largest_batch import check_limit
-from curry_train.options import DTYPES, UnusableInput, choose_device, json_option, model_option
+from curry_train.core.wording import parse_bytes, provenance, write_json
 from curry_train.plan.strategies import STRATEGIES
-from curry_train.savings import choose_strategies, count_steps, load_with_depth, measure_savings
-from curry_train.savings_plot import plot_savings
-from curry_train.savings_row import MEASURED, Row
-from curry_train.savings_table import table
+from curry_train.workloads.workload import Case
 
 Measured = tuple[Case, int | None]
 SAMPLES = 8
@@ -154,7 +158,7 @@ def main(
     console(
         f"{facts['device']}, torch {facts['torch']}, {options['dtype']}, seed {options['seed']}\n"
     )
-    console(table(rows, limit=limit))
+    console(savings_table(rows, limit=limit))
     console(f"\nwrote {out / 'savings.json'}\n{picture}")
     if any(row.is_wrong for row in rows):
         sys.exit(1)
@@ -185,9 +189,9 @@ def _cases(models: Sequence[str], device: torch.device, options: dict[str, Any])
 
 def _measure(
     cases: Sequence[Measured], names: Sequence[str], *, repeats: int, limit: int | None
-) -> list[Row]:
+) -> list[SavingsRow]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console, rows = Console(stderr=True), list[Row]()
+    console, rows = Console(stderr=True), list[SavingsRow]()
     hints: dict[Any, dict[str, int]] = {}
     steps = len(cases) * count_steps(len(names), repeats=repeats, limit=limit)
     with Progress(
@@ -213,7 +217,7 @@ def _redraw(path: Path, out: Path) -> str:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rows, device = (
-            [Row.from_json(row) for row in data["rows"]],
+            [SavingsRow.from_json(row) for row in data["rows"]],
             f"{data['device']}, torch {data['torch']}",
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -224,9 +228,9 @@ def _redraw(path: Path, out: Path) -> str:
     return _draw(rows, out / "savings.png", device=device)
 
 
-def _draw(rows: Sequence[Row], path: Path, *, device: str) -> str:
+def _draw(rows: Sequence[SavingsRow], path: Path, *, device: str) -> str:
     """What to call the picture."""
-    if not any(row.outcome == MEASURED for row in rows):
+    if not any(row.outcome == MEASURED_OUTCOME for row in rows):
         return "drew no picture, because nothing was measured"
     drawn = plot_savings(rows, path, device=device)
     others = len({row.label for row in rows}) - len(drawn)

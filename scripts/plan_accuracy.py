@@ -21,15 +21,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from curry_train.core.builtin import resnet, transformer
-from curry_train.core.provenance import provenance, write_json
-from curry_train.core.workload import Case, Workload
-from curry_train.options import choose_device, json_option
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.step_lives import record_step
-from curry_train.plan.timeline import timeline_of
+from curry_train.cli.options import choose_device, json_option
+from curry_train.core.wording import provenance, write_json
+from curry_train.plan.estimate import Sketch, make_optimizer
+from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
+from curry_train.workloads.models import resnet, transformer
+from curry_train.workloads.workload import Case, Workload
 
 DTYPES = (torch.float32, torch.bfloat16)
 MODELS: dict[str, Callable[[], Workload]] = {
@@ -58,7 +56,9 @@ def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int
     module = case.build()
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     change(module)
-    lives = record_step(module, case.batch(size), case.workload.mean_loss, optimizer=optimizer)
+    lives = record_step_storages(
+        module, case.batch(size), case.workload.mean_loss, optimizer=optimizer
+    )
     return timeline_of(lives, type(module).__name__).peak.bytes_alive
 
 

@@ -19,28 +19,27 @@ from typing import Any
 import click
 import torch
 
-from curry_train.core.provenance import provenance, write_json
-from curry_train.core.sizes import format_bytes
-from curry_train.options import DTYPES, json_option, model_option
+from curry_train.cli.options import DTYPES, json_option, model_option
+from curry_train.core.wording import format_bytes, provenance, write_json
+from curry_train.plan.costs import BlockKind, candidates, find_kinds
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.menu import BlockKind, candidates, find_kinds
-from curry_train.plan.options import FULL, NONE, SAC, Option
+from curry_train.plan.saved import FULL_KIND, NONE_KIND, SAC_KIND, Option
 from curry_train.plan.solve import Choice, Solution, Stage, peak_of, solve
 
-LLAMA = "curry_train.core.builtin:llama_8b"
+LLAMA = "curry_train.workloads.models:llama_8b"
 THEIRS = "attention and every second product"
 
 
 def every_second(kind: BlockKind) -> Option:
     """What torchtitan's policy keeps by default, as calls of the block."""
-    _, calls = kind.run(Option(NONE))
+    _, calls = kind.run(Option(NONE_KIND))
     counted: Counter[str] = Counter()
     kept = set()
     for family, _, _ in calls:
         if family != "matmul" or counted[family] % 2 == 0:
             kept.add((family, counted[family]))
         counted[family] += 1
-    return Option(SAC, frozenset(kept))
+    return Option(SAC_KIND, frozenset(kept))
 
 
 @click.command(help=__doc__.splitlines()[0] if __doc__ else None)
@@ -54,7 +53,7 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         step = sketch.step(batch_size)
         seconds = time.perf_counter() - start
         (kind,) = find_kinds(sketch, step, batch_size)
-        plain = kind.run(Option(NONE))[0]
+        plain = kind.run(Option(NONE_KIND))[0]
 
         def choice(option: Option) -> Choice:
             measured = kind.run(option)[0]
@@ -73,12 +72,12 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         assert found is not None
         return found
 
-    plan, halves = best(menu), best([one for one in menu if one.name in (NONE, FULL)])
+    plan, halves = best(menu), best([one for one in menu if one.name in (NONE_KIND, FULL_KIND)])
     rows: list[dict[str, Any]] = [
         {"choice": name, "peak_bytes": peak, "of_forward": again}
         for name, peak, again in (
             (THEIRS, budget, policy.cost),
-            (f"the best of {NONE} and {FULL}", halves.peak_bytes, halves.cost / number),
+            (f"the best of {NONE_KIND} and {FULL_KIND}", halves.peak_bytes, halves.cost / number),
             ("the plan", plan.peak_bytes, plan.cost / number),
         )
     ]

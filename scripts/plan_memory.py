@@ -11,7 +11,7 @@ import environment
 
 environment.require(__file__)
 
-from curry_train.plan_command import plan_command
+from curry_train.cli.plan import plan_command
 
 if __name__ == "__main__":
     plan_command(prog_name="plan_memory.py")

@@ -9,7 +9,7 @@
     python scripts/scaffold.py add grad-accum --into src/mylib/training
     python scripts/scaffold.py diff my-run --patch
 
-What it copies is the user's afterwards. Proof: `python -m pytest tests/test_scaffold_commands.py`.
+What it copies is the user's afterwards. Proof: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import environment

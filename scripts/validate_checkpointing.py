@@ -11,7 +11,7 @@ import environment
 
 environment.require(__file__)
 
-from curry_train.__main__ import gates_command
+from curry_train.cli.validate import validate_command
 
 if __name__ == "__main__":
-    gates_command(prog_name="validate_checkpointing.py")
+    validate_command(prog_name="validate_checkpointing.py")

@@ -1,6 +1,6 @@
 """Plans one technique into a package that exists, and says how to import and test it there.
 
-Proof: `python -m pytest tests/test_scaffold_add.py`.
+Proof: `python -m pytest tests/cli/test_scaffold_add.py`.
 """
 
 import ast

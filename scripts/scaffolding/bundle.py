@@ -1,6 +1,6 @@
 """What the bundle offers: its version and its techniques, read from `skills/*/SKILL.md`; there is no other registry.
 
-Proof: `python -m pytest tests/test_scaffold.py -k bundle`, or look: `python scripts/scaffold.py list`.
+Proof: `python -m pytest tests/cli/test_scaffold.py -k bundle`, or look: `python scripts/scaffold.py list`.
 """
 
 import ast
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from curry_train.core.nearest import did_you_mean
+from curry_train.core.wording import did_you_mean
 
 from .errors import ScaffoldError
 

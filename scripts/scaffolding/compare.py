@@ -1,6 +1,6 @@
 """Compares a project with the bundle: what the user changed, and what the bundle has since.
 
-Proof: `python -m pytest tests/test_scaffold_commands.py -k diff`.
+Proof: `python -m pytest tests/cli/test_scaffold_commands.py -k diff`.
 """
 
 import difflib

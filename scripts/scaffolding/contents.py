@@ -1,7 +1,7 @@
 """Which files a project or a package gets, as path -> bytes; nothing is written here.
 
 Code goes byte for byte. Only `template/**/*.jinja` is rendered, and only tests have their imports rewritten.
-Proof: `python -m pytest tests/test_scaffold.py -k contents`.
+Proof: `python -m pytest tests/cli/test_scaffold.py -k contents`.
 """
 
 import keyword

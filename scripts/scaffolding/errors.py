@@ -1,6 +1,6 @@
 """The one error of the scaffold: what is wrong, where, and what to do, in words for the terminal.
 
-Proof: `python -m pytest tests/test_scaffold_commands.py`.
+Proof: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 

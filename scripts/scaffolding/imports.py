@@ -1,7 +1,7 @@
 """Which files of the package a set of files needs, found by reading their imports; nothing is imported.
 
 Also moves the imports of a copied test over to the name that the package has in the user's repository.
-Proof: `python -m pytest tests/test_scaffold.py -k imports`.
+Proof: `python -m pytest tests/cli/test_scaffold.py -k imports`.
 """
 
 import ast

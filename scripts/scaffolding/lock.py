@@ -1,7 +1,7 @@
 """`curry-train.lock`: which files of a project came from which bundle, and with which bytes.
 
 It lets `add` and `diff` tell an edit of the user's from a file that an older bundle wrote.
-Proof: `python -m pytest tests/test_scaffold_commands.py -k lock`.
+Proof: `python -m pytest tests/cli/test_scaffold_commands.py -k lock`.
 """
 
 import hashlib

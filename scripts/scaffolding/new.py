@@ -1,6 +1,6 @@
 """Plans a whole new project, and says why one can't be made.
 
-Proof: `python -m pytest tests/test_scaffold.py`.
+Proof: `python -m pytest tests/cli/test_scaffold.py`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """What a command would write, decided before anything is: one plan serves the dry run and the write.
 
-Proof: `python -m pytest tests/test_scaffold_add.py tests/test_scaffold_commands.py`.
+Proof: `python -m pytest tests/cli/test_scaffold_add.py tests/cli/test_scaffold_commands.py`.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""The words on the terminal, readable at 80 columns. Proof: `python -m pytest tests/test_scaffold_commands.py`."""
+"""The words on the terminal, readable at 80 columns. Proof: `python -m pytest tests/cli/test_scaffold_commands.py`."""
 
 import textwrap
 from collections import Counter

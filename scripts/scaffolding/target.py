@@ -1,6 +1,6 @@
 """Where a technique goes in a repository that exists: the project's root, the package's dotted name, the next command.
 
-Proof: `python -m pytest tests/test_scaffold_add.py`.
+Proof: `python -m pytest tests/cli/test_scaffold_add.py`.
 """
 
 import os

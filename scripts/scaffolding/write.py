@@ -2,7 +2,7 @@
 
 A new project is made in a hidden folder beside its place and renamed; an added file is made beside its place and
 renamed, and the lock comes last. What a kill left over goes with the next write.
-Proof: `python -m pytest tests/test_scaffold_kill.py`.
+Proof: `python -m pytest tests/cli/test_scaffold_kill.py`.
 """
 
 import contextlib

@@ -5,7 +5,7 @@
 
 `python -m curry_train bench` does this for a model and the levers of this package. Loading data is
 not timed: pass batches that are already on the device.
-Proof: `python -m pytest tests/test_benchmark.py`.
+Proof: `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
 import time
@@ -16,8 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core.paired import NO_DIFFERENCE, TOO_FEW, Ratio, Spread, paired_ratio, spread_of
-from .core.turns import Clock, time_in_turns
+from .bench.timing import (
+    NO_DIFFERENCE_VERDICT,
+    TOO_FEW_VERDICT,
+    Clock,
+    Ratio,
+    Spread,
+    paired_ratio,
+    spread_of,
+    time_in_turns,
+)
 from .primitives.grad_accum import GradientAccumulation, WindowResult, train_window
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -54,12 +62,12 @@ class TimedStep:
         times = f"{self.name}: {1000 * self.step.median:.3g} ms a step (10% and 90%: {tenths})"
         if self.ratio is None:
             return times
-        if self.ratio.verdict == TOO_FEW:
-            return f"{times}, {self.ratio.median:.3g} of the first, {TOO_FEW}"
+        if self.ratio.verdict == TOO_FEW_VERDICT:
+            return f"{times}, {self.ratio.median:.3g} of the first, {TOO_FEW_VERDICT}"
 
         bounds = f"{self.ratio.lower:.3g} to {self.ratio.upper:.3g}"
         verdict = self.ratio.verdict
-        if verdict != NO_DIFFERENCE:
+        if verdict != NO_DIFFERENCE_VERDICT:
             verdict = f"{verdict} than the first"
         return f"{times}, {self.ratio.median:.3g} of the first ({bounds}): {verdict}"
 

@@ -1,27 +1,201 @@
-"""Configuration of a run, from a YAML file and `key=value` words.
+"""Read the configuration from YAML and key=value words, and compute the learning rate.
 
-    config = load_config("config.yaml", ["steps=1000", "optimizer.learning_rate=3e-4"])
+config = load_config("config.yaml", ["steps=1000", "optimizer.learning_rate=3e-4"])
 
 It is checked before anything else happens: unknown keys, wrong types and impossible combinations
 are errors that name the key.
-Proof: `python -m pytest tests/test_config.py`.
+
+Proof: `python -m pytest tests/trainer/test_config.py tests/trainer/test_schedule.py`.
 """
 
+import math
+import types
+import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from .primitives.checkpoint_config import CheckpointConfig
-from .runs.policy_config import AUTO, PolicyConfig
-from .runs.setting_checks import require
-from .runs.spike_config import SpikeConfig
-from .schedule import Schedule
-from .typed_fields import flat_keys, nearest_key, read_fields
+from .core.wording import nearest
+from .primitives.recompute import CheckpointConfig
+from .runs.policy_config import AUTO_INTERVAL, PolicyConfig, SpikeConfig, require
 
-MEASURED = ("dev_loss", "loss")
+# ------------------------------------------------------------------------------
+# Read nested mappings into a tree of dataclasses, with checked keys and types.
+# ------------------------------------------------------------------------------
+
+Tree = TypeVar("Tree")
+TYPE_DESCRIPTIONS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
+    """Build a `tree` from `values`, which runs its own checks.
+
+    `inside` is the key that holds the values, for error messages.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
+    hints = typing.get_type_hints(tree)
+    names = [field.name for field in fields(tree)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            raise ValueError(f"{_path(inside, key)} is no key; {_nearest(str(key), names, inside)}")
+    found = {
+        name: _read(hints[name], values[name], _path(inside, name))
+        for name in names
+        if name in values
+    }
+    try:
+        return tree(**found)
+    except ValueError as error:
+        raise ValueError(f"{inside}.{error}" if inside else str(error)) from error
+
+
+def flat_keys(tree: type, *, inside: str = "") -> list[str]:
+    """Return every key of a tree in its dotted form, such as `optimizer.beta1`."""
+    keys = []
+    for name, kind in typing.get_type_hints(tree).items():
+        path = _path(inside, name)
+        if is_dataclass(kind) and isinstance(kind, type):
+            keys += flat_keys(kind, inside=path)
+        else:
+            keys.append(path)
+    return keys
+
+
+def nearest_key(key: str, keys: list[str]) -> str:
+    """Suggest the closest key for a misspelled one, or list all keys."""
+    by_last_part = {name.rsplit(".", 1)[-1]: name for name in keys}
+    last_part = nearest(key.rsplit(".", 1)[-1], by_last_part)
+    meant = nearest(key, keys) or (by_last_part[last_part] if last_part else None)
+    return f"did you mean {meant}?" if meant else f"the keys are {', '.join(keys)}"
+
+
+def _read(kind: Any, value: Any, path: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return value if isinstance(value, kind) else read_fields(kind, value, inside=path)
+    for choice in _choices(kind):
+        done, result = _as(choice, value)
+        if done:
+            return result
+    raise ValueError(f"{path} must be {_told(kind)}; got {value!r}" + _meant(kind, value))
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+
+
+def _as(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Return whether `value` is of this kind, and the converted value."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind), value
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            return False, value
+        items = [_as(get_args(kind)[0], item) for item in value]
+        if not all(fits for fits, _ in items):
+            return False, value
+        return True, tuple(item for _, item in items)
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return True, float(value)  # YAML reads 3e-4 as text
+        except ValueError:
+            return False, value
+    if kind in (dict, Mapping) or get_origin(kind) in (dict, Mapping):
+        return isinstance(value, Mapping), value
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
+
+
+def _told(kind: Any) -> str:
+    """Describe the accepted values in words."""
+    words = []
+    for choice in _choices(kind):
+        if get_origin(choice) is Literal:
+            words += [str(value) for value in get_args(choice)]
+        elif get_origin(choice) is tuple:
+            words.append("a list")
+        else:
+            words.append(TYPE_DESCRIPTIONS.get(choice, "a block of keys"))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _meant(kind: Any, value: Any) -> str:
+    """Suggest the closest accepted word for a misspelled one."""
+    values = [
+        str(word)
+        for choice in _choices(kind)
+        if get_origin(choice) is Literal
+        for word in get_args(choice)
+    ]
+    meant = nearest(str(value), values)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def _nearest(key: str, names: list[str], inside: str) -> str:
+    return nearest_key(_path(inside, key), [_path(inside, name) for name in names])
+
+
+def _path(inside: str, key: object) -> str:
+    return f"{inside}.{key}" if inside else str(key)
+
+
+# ------------------------------------------------------------------------------
+# Learning rate schedule: warm-up, then a cosine or linear decay.
+# ------------------------------------------------------------------------------
+
+SCHEDULE_SHAPES = ("cosine", "linear", "constant")
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Factor on the peak learning rate for each step.
+
+    Steps count from 0. The factor decays to `least` in the last step and stays there.
+    """
+
+    steps: int
+    warmup_steps: int = 0
+    least: float = 0.1
+    shape: str = "cosine"
+
+    def __post_init__(self) -> None:
+        if self.shape not in SCHEDULE_SHAPES:
+            raise ValueError(
+                f"shape must be one of {', '.join(SCHEDULE_SHAPES)}; got {self.shape!r}"
+            )
+        if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(
+                f"warmup_steps must be from 0 to the {self.steps} steps of the run; "
+                f"got {self.warmup_steps}"
+            )
+        if not 0 <= self.least <= 1:
+            raise ValueError(
+                f"least must be from 0 to 1, a part of the learning rate; got {self.least}"
+            )
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.shape == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
+        falling = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.least + (1 - self.least) * falling
+
+
+# ------------------------------------------------------------------------------
+# Configuration of a run, from a YAML file and `key=value` words.
+# ------------------------------------------------------------------------------
+
+MEASURED_METRICS = ("dev_loss", "loss")
 
 
 @dataclass(frozen=True)
@@ -185,8 +359,8 @@ class Config:
 
     def _check_metric(self) -> None:
         metric = self.checkpoint.best_k_metric
-        is_measured = metric in MEASURED or not self.checkpoint.best_k
-        wanted = f"{' or '.join(MEASURED)}, the metrics that this loop measures"
+        is_measured = metric in MEASURED_METRICS or not self.checkpoint.best_k
+        wanted = f"{' or '.join(MEASURED_METRICS)}, the metrics that this loop measures"
         require(is_measured, "checkpoint.best_k_metric", metric, wanted)
 
     def _check_skipped_positions(self) -> None:
@@ -199,10 +373,10 @@ class Config:
             require(start < end, "data.skip", [start, stop], wanted)
             end += stop - start
 
-    def learning_rates(self) -> Schedule:
+    def learning_rates(self) -> LearningRateSchedule:
         schedule = self.schedule
         warmup = self.steps // 20 if schedule.warmup_steps is None else schedule.warmup_steps
-        return Schedule(self.steps, warmup, schedule.least, schedule.shape)
+        return LearningRateSchedule(self.steps, warmup, schedule.least, schedule.shape)
 
     def recomputation(self) -> CheckpointConfig:
         """Return the recompute settings; naming a strategy enables recompute."""
@@ -275,7 +449,9 @@ def _require_way_back(policy: PolicyConfig, spike: SpikeConfig) -> None:
         num_retained = policy.retention.recovery_keep
 
     reach = spike.patience + spike.skip_around
-    retained = every == AUTO or (isinstance(every, int) and every * (num_retained - 1) >= reach)
+    retained = every == AUTO_INTERVAL or (
+        isinstance(every, int) and every * (num_retained - 1) >= reach
+    )
     wanted = (
         f"warn or none, or checkpoint.{name}_every x (checkpoint.retention.{name}_keep - 1) at "
         f"least {reach}, the steps from a spike back to the first skipped sample"

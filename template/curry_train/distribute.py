@@ -4,7 +4,7 @@
         model = share(module, ranks, parallel="fsdp2", precision=torch.bfloat16)
 
 A wrong launch is an error with the command to use.
-Proof: `python -m pytest tests/test_distribute.py`.
+Proof: `python -m pytest tests/trainer/test_distribute.py`.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from .cli.options import choose_device
 from .core.blocks import NoBlocks, find_blocks
-from .options import choose_device
 
 
 class WrongLaunch(ValueError):
@@ -29,7 +29,7 @@ class WrongLaunch(ValueError):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class TrainingRanks:
     """Rank, number of ranks and device of this process."""
 
     device: torch.device
@@ -53,13 +53,13 @@ class Ranks:
 @contextlib.contextmanager
 def start_ranks(
     *, parallel: str = "none", device: str = "auto", ranks: int | None = None
-) -> Iterator[Ranks]:
+) -> Iterator[TrainingRanks]:
     """Join the other ranks, if `parallel` uses several; `ranks` is their required number."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     place = choose_device(device)
     _check_launch(parallel, size, ranks)
     if parallel == "none":
-        yield Ranks(place)
+        yield TrainingRanks(place)
         return
     local = int(os.environ["LOCAL_RANK"])
     if place.type == "cuda":
@@ -75,13 +75,15 @@ def start_ranks(
     if joined:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
-        yield Ranks(place, dist.get_rank(), dist.get_world_size())
+        yield TrainingRanks(place, dist.get_rank(), dist.get_world_size())
     finally:
         if joined:
             dist.destroy_process_group()
 
 
-def share(module: nn.Module, ranks: Ranks, *, parallel: str, precision: torch.dtype) -> nn.Module:
+def share(
+    module: nn.Module, ranks: TrainingRanks, *, parallel: str, precision: torch.dtype
+) -> nn.Module:
     """Wrap the module for training on several ranks.
 
     With FSDP2 weights are gathered in `precision` and gradients are reduced in float32.

@@ -8,7 +8,7 @@
         )
 
 `train_window` runs a single step; this module does what happens between steps, the same on every
-rank. Proof: `python -m pytest tests/test_loop.py`.
+rank. Proof: `python -m pytest tests/trainer/test_loop.py`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
-from .runs.names import Saved
+from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
 from .runs.state import TrainingState
 
@@ -129,7 +129,7 @@ def run_training_steps(
 
     accumulation = accumulation or GradientAccumulation()
     windows = accumulation.windows(microbatches, count=count) if first_step < steps else iter(())
-    loop = _Loop(
+    loop = _StepLoop(
         train=functools.partial(
             train_window, model, loss=loss, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler
         ),
@@ -148,7 +148,7 @@ def run_training_steps(
 
 
 @dataclass
-class _Loop:
+class _StepLoop:
     """Settings of `run_training_steps`, and the number of steps skipped in a row."""
 
     train: Callable[..., Any]  # `train_window`, given a window
@@ -224,7 +224,7 @@ class _Loop:
         )
 
 
-def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[Saved]:
+def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[SavedCheckpoint]:
     """Save the whole state at its step on all ranks, whatever the cadence, unless it is saved."""
     return policy.save_now(state.step, state)
 

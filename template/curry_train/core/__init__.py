@@ -1,11 +1,14 @@
-"""Shared measurements and data types; imports only torch and the standard library."""
+"""What two rooms or more need; imports torch and the standard library only."""
 
 from .lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "lazy": ("MissingTechnique", "lazy_names"),
+        "lazy": (
+            "MissingTechnique",
+            "lazy_names",
+        ),
         "measure": (
             "Flops",
             "Memory",
@@ -15,9 +18,11 @@ __getattr__, __dir__, __all__ = lazy_names(
             "recompute_flops",
             "time_step",
         ),
-        "parity": ("Parity", "StepRecord", "compare", "record_step"),
-        "verdict": ("Gate", "Verdict"),
-        "load": ("load_workload",),
-        "workload": ("Case", "Workload", "WorkloadError"),
+        "parity": (
+            "Parity",
+            "StepRecord",
+            "compare",
+            "record_step",
+        ),
     },
 )

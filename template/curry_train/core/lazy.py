@@ -3,7 +3,7 @@
 `import curry_train.primitives` stays cheap. A project that holds only some techniques gets an error
 that names the missing one when a name of it is used, instead of a failed import.
 
-Proof: `python -m pytest tests/test_lazy.py`.
+Proof: `python -m pytest tests/core/test_lazy.py`.
 """
 
 import importlib

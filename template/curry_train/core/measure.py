@@ -1,27 +1,94 @@
-"""Measure a training step on CPU or CUDA: held and peak bytes, FLOPs, seconds.
+"""Measure a training step exactly: held and peak bytes, FLOPs, step time and peak memory.
 
 On CPU the bytes are exact and repeatable: every storage that an operation creates is followed until
 it is freed. On CUDA they are the allocator's. Each pass runs under one instrument only, because an
 instrument keeps tensors alive that another one would count.
 
-Proof: `python -m pytest tests/test_measure.py`.
+Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 """
 
 import gc
+import resource
 import statistics
+import sys
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 
-from .flops import operation_flops
-from .untouched import seeded, untouched
+from .blocks import find_blocks
+from .random import seeded, untouched
+
+# ------------------------------------------------------------------------------
+# FLOPs of single operations: torch's formulas, attention and grouped matrix products.
+# ------------------------------------------------------------------------------
+
+
+def _packets(*names: str) -> set[Any]:
+    return {getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
+
+
+_ATTENTION_KERNELS = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+ATTENTION_PACKETS = _packets(*(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION_KERNELS))
+ATTENTION_BACKWARD_PACKETS = _packets(
+    *(f"_scaled_dot_product_{kernel}_backward" for kernel in _ATTENTION_KERNELS)
+)
+# Grouped matrix product, which mixture-of-experts layers use.
+GROUPED_MM_PACKETS = _packets("_grouped_mm")
+
+
+def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the FLOPs of one call of an operation, 0 if there is no formula for it."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in ATTENTION_PACKETS:
+        return _attention_flops(*args[:3], products=2)
+    if packet in ATTENTION_BACKWARD_PACKETS:
+        return _attention_flops(*args[1:4], products=5)
+    if packet in GROUPED_MM_PACKETS:
+        return _grouped_flops(args[0], args[1])
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, products: int) -> int:
+    """Return the FLOPs of attention with the given number of matrix products.
+
+    Forward has two products, scores and output; backward repeats the scores and has four more. As
+    in torch's formulas, what a causal mask excludes is counted too.
+    """
+    batch, heads, length, width = query.shape
+    mean_width = (width + value.shape[-1]) / 2
+    return round(products * 2 * batch * heads * length * key.shape[-2] * mean_width)
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
+    """Return the FLOPs of a grouped matrix product.
+
+    Groups share the rows, the columns or the summed dimension of an operand that has no dimension
+    for them.
+    """
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+# ------------------------------------------------------------------------------
+# Measure a training step on CPU or CUDA: held and peak bytes, FLOPs, seconds.
+# ------------------------------------------------------------------------------
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -246,3 +313,248 @@ def _device(module: nn.Module) -> torch.device:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------
+# Divide a model into layers, and follow with hooks which layer is running.
+# ------------------------------------------------------------------------------
+
+# Stands for everything outside the layers: the model's own forward between them, and the loss.
+REST_LAYER = "(rest)"
+
+
+def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Divide a model into layers that together cover it, in the model's order.
+
+    The layers are the blocks, and around them the largest modules that hold no block. A model that
+    repeats nothing is divided into its children.
+    """
+    if blocks is not None:
+        return dict(_around("", model, find_blocks(model, blocks)))
+    try:
+        found = find_blocks(model)
+    except ValueError:
+        found = {}
+    return dict(_around("", model, found))
+
+
+def _around(
+    prefix: str, module: nn.Module, blocks: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = prefix + name
+        never_called = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if path not in blocks and (
+            never_called or any(block.startswith(f"{path}.") for block in blocks)
+        ):
+            yield from _around(f"{path}.", child, blocks)
+        else:
+            yield path, child
+
+
+class RunningLayers:
+    """Context that follows which layer runs: `current` is the innermost one, or `REST_LAYER`.
+
+    `calls` counts the calls of whole layers. If a module inside a layer is called while no layer
+    runs, its layer is the current one. So a `Sequential` whose members are called one by one, or a
+    block that is recomputed in backward, is still attributed to its layer.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        self.current = REST_LAYER
+        self.latest = REST_LAYER
+        self.calls: Counter[str] = Counter()
+        self._model = model
+        self._own: dict[int, str] = {}
+        self._inside: dict[int, str] = {}
+        for name, layer in layers.items():
+            self._own.setdefault(id(layer), name)
+            for module in layer.modules():
+                self._inside.setdefault(id(module), name)
+        self._callers: list[tuple[nn.Module, str]] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "RunningLayers":
+        for module in self._model.modules():
+            if id(module) in self._inside:
+                self._handles += [
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
+                    module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+                ]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def entered(self, layer: str, inputs: Any) -> None:
+        """Called when a layer starts to run."""
+
+    def left(self, layer: str, output: Any) -> None:
+        """Called when a layer ends."""
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        caller = self.current
+        self._callers.append((module, caller))
+        own_layer = self._own.get(id(module))
+        if own_layer:
+            self.current = own_layer
+        elif caller == REST_LAYER:
+            self.current = self._inside[id(module)]
+
+        if self.current != caller:
+            self.latest = self.current
+            self.calls[self.current] += own_layer is not None
+            self.entered(self.current, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        # A hook of the user may have raised before this call was entered.
+        if not self._callers or self._callers[-1][0] is not module:
+            return
+
+        layer = self.current
+        _, self.current = self._callers.pop()
+        if layer != self.current:
+            self.left(layer, output)
+
+
+class Boundaries(RunningLayers):
+    """Record which storages go into and out of each layer, without keeping them alive."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__(model, layers)
+        self.lives_of: Callable[[Tensor], list[Life]] = lambda tensor: []
+        self._inputs: dict[str, list[Life]] = {name: [] for name in layers}
+        self._outputs: dict[str, list[Life]] = {name: [] for name in layers}
+
+    def entered(self, layer: str, inputs: Any) -> None:
+        self._inputs[layer] += [
+            life for tensor in tensors_in(inputs) for life in self.lives_of(tensor)
+        ]
+
+    def left(self, layer: str, output: Any) -> None:
+        self._outputs[layer] += [
+            life for tensor in tensors_in(output) for life in self.lives_of(tensor)
+        ]
+
+    def stays(self, layer: str) -> int:
+        """Return the bytes that stay held if the layer is recomputed.
+
+        These are inputs that are freed without recompute, and the layer's own storages that go
+        into it or out of it.
+        """
+        inputs = set(self._inputs[layer])
+        outputs = set(self._outputs[layer])
+        freed_inputs = {life for life in inputs if life.died is not None}
+        alive = {life for life in inputs | outputs if life.died is None and life.owner == layer}
+
+        # An output that no other layer uses does not stay.
+        own = {life for life in alive if life in inputs or life.used_elsewhere}
+        return sum(life.nbytes for life in freed_inputs | own)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers and dataclasses, which may refer to each other."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)
+
+
+def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, int]:
+    """Count the FLOPs that each block spends during `run`, over all its calls."""
+    spent = dict.fromkeys(blocks, 0)
+    counter = FlopCount()
+    handles = []
+    for name, block in blocks.items():
+
+        def before(*_: Any, name: str = name) -> None:
+            spent[name] -= counter.flops
+
+        def after(*_: Any, name: str = name) -> None:
+            spent[name] += counter.flops
+
+        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+    try:
+        with counter:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return spent
+
+
+# ------------------------------------------------------------------------------
+# Peak memory of the training process so far, for a run's journal and progress bar.
+# ------------------------------------------------------------------------------
+
+_STATUS_FILE = Path("/proc/self/status")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+
+    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
+    # VmHWM.
+    if _STATUS_FILE.is_file():
+        for line in _STATUS_FILE.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# ------------------------------------------------------------------------------
+# Recognize errors that mean that the device is out of memory.
+# ------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Recognize CUDA's out-of-memory error by type, and that of the CPU allocator by its text."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+# ------------------------------------------------------------------------------
+# Measure the peak memory of a whole training step, with the tensors that stay through it.
+# ------------------------------------------------------------------------------
+
+# CUDA's allocator hands out memory in multiples of this many bytes.
+ALLOCATION_BLOCK_BYTES = 512
+
+
+def peak_of_step(step: Callable[[], object], there: Iterable[Tensor], device: torch.device) -> int:
+    """Return the peak bytes of a step, including `there`, the tensors that stay through it.
+
+    On the CPU the step runs slower than without the measurement. Not yet measured on CUDA.
+    """
+    before = bytes_on_device(there, device)
+    if device.type != "cuda":
+        with LiveStorages() as storages:
+            step()
+        return before + storages.bytes_peak
+
+    # Garbage that is collected during the step would lower the figure.
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return before + torch.cuda.max_memory_allocated(device) - allocated
+
+
+def bytes_on_device(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Return the bytes of the tensors on the device; a shared storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
+    block = ALLOCATION_BLOCK_BYTES if device.type == "cuda" else 1
+    rounded = {storage._cdata: -(-storage.nbytes() // block) * block for storage in storages}
+    return sum(rounded.values())

@@ -3,7 +3,7 @@
 Compared are the loss, every gradient, every buffer and the state of every random generator after
 the step.
 
-Proof: `python -m pytest tests/test_parity.py`.
+Proof: `python -m pytest tests/core/test_parity.py`.
 """
 
 import math

@@ -1,33 +1,39 @@
-"""Gates of the benchmark's timings: step times exclude machine effects, and steps train.
+"""Gates of bench: its clock, its ratios and its figures are right.
 
 Each gate takes the technique as an argument, so that its tests can plant a wrong one. The timing
 is checked on a planted machine whose clock counts the work given to it, so the result does not
 depend on the load of the real machine.
 
-Proof: `python -m pytest tests/test_bench.py`.
+Proof: `python -m pytest tests/gates/test_bench.py`.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..bench.report import MEASURED_OUTCOME, Bench, measure_levers
+from ..bench.steps import Lever, TrainingStep
+from ..bench.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
+from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount
-from ..core.paired import Ratio, Spread, paired_ratio, spread_of
 from ..core.parity import StepRecord, compare, record
-from ..core.planted_machine import PlantedMachine
-from ..core.turns import time_in_turns
-from ..core.untouched import seeded
-from ..core.verdict import Gate, Verdict
-from ..core.workload import Case
-from ..plan.bench import measure_levers
-from ..plan.bench_report import Bench
-from ..plan.optimizers import make_optimizer
-from ..plan.same_training import OUTER_BOUND
-from ..plan.training_step import TrainingStep
+from ..core.random import seeded
+from ..plan.estimate import make_optimizer
+from ..plan.timeline import record_step_storages, timeline_of
+from ..primitives.recompute import recompute_blocks
+from ..workloads.workload import Case, Workload
+from .fixtures import PlantedMachine
+from .same_training import OUTER_BOUND
+from .verdict import Gate, Verdict, not_applicable
+
+# ------------------------------------------------------------------------------
+# Gates of the benchmark's timings: step times exclude machine effects, and steps train.
+# ------------------------------------------------------------------------------
 
 Measure = Callable[..., Bench]
 MakeStep = Callable[..., Any]
@@ -35,12 +41,12 @@ Time = Callable[..., list[list[float]]]
 Ratios = Callable[[Sequence[float], Sequence[float]], Ratio]
 Summary = Callable[[Sequence[float]], Spread]
 
-ROUNDS = 12
-WARMUP = 3
+TIMED_ROUNDS = 12
+WARMUP_ROUNDS = 3
 EACH_ROUND = 3  # steps: one, and two at once
-SWAPS = 400
-OFTEN = 0.92  # 95%, less three standard errors of SWAPS draws
-RATE = 1e-3
+NUM_SWAPS = 400
+LEAST_EQUAL_SHARE = 0.92  # 95%, less three standard errors of SWAPS draws
+LEARNING_RATE = 1e-3
 
 
 def twice(
@@ -59,12 +65,14 @@ def twice(
     work = [_work_of(step, 1), _work_of(step, 2)]
     machine = PlantedMachine(
         unit=work[0],
-        steps=EACH_ROUND * (WARMUP + ROUNDS),
-        cold_steps=EACH_ROUND * WARMUP,
+        steps=EACH_ROUND * (WARMUP_ROUNDS + TIMED_ROUNDS),
+        cold_steps=EACH_ROUND * WARMUP_ROUNDS,
         stall_every=11,
     )
     ways = [lambda amount=amount: machine.launch(amount) for amount in work]
-    once, double = time(ways, rounds=ROUNDS, warmup=WARMUP, clock=machine.clock, wait=machine.wait)
+    once, double = time(
+        ways, rounds=TIMED_ROUNDS, warmup=WARMUP_ROUNDS, clock=machine.clock, wait=machine.wait
+    )
 
     found = ratio(double, once)
     spread = summary(once)
@@ -87,7 +95,9 @@ def twice(
     return Verdict("bench/twice", not hint, measured, required, hint)
 
 
-def same(case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio) -> Verdict:
+def step_against_itself(
+    case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio
+) -> Verdict:
     """Compare a step with itself on the real machine.
 
     Swapping the two steps of a round at random must show no difference in 95% of all cases, and a
@@ -96,13 +106,13 @@ def same(case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio
     steps = [TrainingStep(case)]
     steps[0]()
     steps.append(TrainingStep(case, like=steps[0]))
-    ours, theirs = time(steps, rounds=ROUNDS, warmup=1, wait=steps[0].wait)
+    ours, theirs = time(steps, rounds=TIMED_ROUNDS, warmup=1, wait=steps[0].wait)
 
     # The two steps are the same, so each round could as well have come out the other way round.
     pairs = list(zip(ours, theirs, strict=True))
     generator = random.Random(case.seed)
     num_equal = 0
-    for _ in range(SWAPS):
+    for _ in range(NUM_SWAPS):
         swapped = [pair if generator.random() < 0.5 else pair[::-1] for pair in pairs]
         num_equal += not _sees(ratio([one for one, _ in swapped], [other for _, other in swapped]))
 
@@ -114,13 +124,13 @@ def same(case: Case, *, time: Time = time_in_turns, ratio: Ratios = paired_ratio
     if unswapped.lower is not None:
         interval = f"{unswapped.lower:.2f} to {unswapped.upper:.2f}"
     measured = (
-        f"no difference in {num_equal / SWAPS:.1%}; {factor:.2f} times as long "
+        f"no difference in {num_equal / NUM_SWAPS:.1%}; {factor:.2f} times as long "
         f"{'detected' if detected else 'missed'}; measured ratio {interval}"
     )
     hint = ""
-    if num_equal < OFTEN * SWAPS or not detected:
+    if num_equal < LEAST_EQUAL_SHARE * NUM_SWAPS or not detected:
         hint = "compute the interval from the ranks of the rounds' ratios"
-    required = f"no difference in at least {OFTEN:.0%}; detected"
+    required = f"no difference in at least {LEAST_EQUAL_SHARE:.0%}; detected"
     return Verdict("bench/same", not hint, measured, required, hint)
 
 
@@ -136,7 +146,7 @@ def whole_step(
     reference = _by_hand(case)
     tolerance = 0.0 if compare(reference, _by_hand(case)).bit_equal else OUTER_BOUND[case.dtype]
 
-    step = make(case, learning_rate=RATE)
+    step = make(case, learning_rate=LEARNING_RATE)
     with seeded(case.seed):
         for _ in range(2):
             value = step()
@@ -172,9 +182,9 @@ def whole_step(
     return Verdict("bench/whole-step", not hint, measured, required, hint)
 
 
-GATES = (
+BENCH_TIMING_GATES = (
     Gate("bench/twice", twice),
-    Gate("bench/same", same),
+    Gate("bench/same", step_against_itself),
     Gate("bench/whole-step", whole_step),
 )
 
@@ -199,7 +209,7 @@ def _by_hand(case: Case) -> StepRecord:
     batch = case.batch()
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     for group in optimizer.param_groups:
-        group["lr"] = RATE
+        group["lr"] = LEARNING_RATE
     with seeded(case.seed):
         for _ in range(2):
             optimizer.zero_grad()
@@ -214,3 +224,133 @@ def _state(module: nn.Module, loss: Tensor) -> StepRecord:
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     return StepRecord(loss, weights, buffers, {})
+
+
+# ------------------------------------------------------------------------------
+# Gates of the benchmark's memory and FLOP figures: they equal independent counts.
+# ------------------------------------------------------------------------------
+
+# Bytes at most: the loss and the gradient norm, which a window holds until its end.
+SCALAR_BYTES = 16
+# On CUDA, where the allocator rounds up and libraries allocate workspaces.
+CUDA_PEAK_TOLERANCE = 0.02
+FULL_LEVER = Lever("full", (lambda model, sample: recompute_blocks(model, blocks=sample.blocks),))
+HALVED_LEVER = Lever("accumulate=2", accumulate=2)
+# Widths of a chain of layers, and its batch size.
+FIRST_WIDTH = 24
+SECOND_WIDTH = 40
+THIRD_WIDTH = 16
+CHAIN_BATCH_SIZE = 8
+
+
+def bench_flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
+    """Compare the model's FLOPs with a count by hand, and across techniques.
+
+    Neither recompute nor accumulation may raise the model's FLOPs; recomputed FLOPs count only as
+    executed FLOPs.
+    """
+    gate = "bench/flops"
+    by_hand = (
+        2 * CHAIN_BATCH_SIZE * (2 * FIRST_WIDTH * SECOND_WIDTH + 3 * SECOND_WIDTH * THIRD_WIDTH)
+    )  # the batch gets no gradient
+    chain = replace(case, workload=_chain(), batch_size=CHAIN_BATCH_SIZE, blocks=None)
+    counted = measure(chain, rounds=1, warmup=0).plain.model_flops
+    case = replace(case, batch_size=min(case.batch_size, 2))
+    rows = [
+        row
+        for row in measure(case, _levers(case), rounds=1, warmup=0).rows
+        if row.outcome == MEASURED_OUTCOME
+    ]
+    plain = rows[0].model_flops or 0
+    if not plain:
+        return not_applicable(
+            gate, required="FLOPs", why="torch has no FLOP formula for anything this model runs"
+        )
+
+    differing = [f"{row.name} {row.model_flops:,}" for row in rows if row.model_flops != plain]
+    recomputed = {row.name: (row.executed_flops or 0) - plain for row in rows}
+    held = (
+        counted == by_hand
+        and not differing
+        and min(recomputed.values()) >= 0
+        and recomputed.get(HALVED_LEVER.name, 0) == 0
+    )
+    again = (
+        f", full recomputes {recomputed[FULL_LEVER.name]:,}"
+        if FULL_LEVER.name in recomputed
+        else ""
+    )
+    measured = (
+        f"chain {counted:,} of {by_hand:,}; plain {plain:,}{again}; "
+        f"different with {', '.join(differing) or 'none'}"
+    )
+    hint = ""
+    if not held:
+        hint = "count forward and backward of the plain model, over all microbatches of the step"
+    return Verdict(gate, held, measured, "as by hand; equal with every lever", hint)
+
+
+def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
+    """Compare the peak of a step beside other configurations with its timeline's peak alone."""
+    rows = measure(
+        case, [lever for lever in _levers(case) if lever is FULL_LEVER], rounds=1, warmup=0
+    ).rows
+    changes = {"plain": None, FULL_LEVER.name: partial(recompute_blocks, blocks=case.blocks)}
+    pairs = {
+        row.name: (row.peak_bytes or 0, _peak_alone(case, changes[row.name]))
+        for row in rows
+        if row.outcome == MEASURED_OUTCOME
+    }
+    is_cuda = case.device.type == "cuda"
+    wrong = [
+        name
+        for name, (found, alone) in pairs.items()
+        if abs(found - alone) > (CUDA_PEAK_TOLERANCE * alone if is_cuda else 0) + SCALAR_BYTES
+    ]
+    measured = "; ".join(f"{name} {found:,} of {alone:,}" for name, (found, alone) in pairs.items())
+    required = f"equal but for {SCALAR_BYTES} bytes of loss and norm"
+    if is_cuda:
+        required = f"within {CUDA_PEAK_TOLERANCE:.0%}"
+    hint = ""
+    if wrong:
+        hint = f"{', '.join(wrong)}: an owner is missing, or memory of another step is counted"
+    return Verdict("bench/peak", not wrong, measured, required, hint)
+
+
+BENCH_FIGURE_GATES = (
+    Gate("bench/flops", bench_flops),
+    Gate("bench/peak", peak),
+)
+
+
+def _levers(case: Case) -> list[Lever]:
+    """Choose the levers that apply; full recompute needs a model that repeats blocks."""
+    levers = [HALVED_LEVER] if case.batch_size > 1 else []
+    try:
+        find_blocks(case.build(), case.blocks)
+    except NoBlocks:
+        return levers
+    return [FULL_LEVER, *levers]
+
+
+def _chain() -> Workload:
+    return Workload(
+        "chain",
+        lambda: nn.Sequential(
+            nn.Linear(FIRST_WIDTH, SECOND_WIDTH), nn.GELU(), nn.Linear(SECOND_WIDTH, THIRD_WIDTH)
+        ),
+        lambda size: torch.randn(size, FIRST_WIDTH),
+        lambda module, batch: module(batch).float().square().sum(),
+    )
+
+
+def _peak_alone(case: Case, change: Callable[[nn.Module], object] | None) -> int:
+    module = case.build()
+    optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
+    if change is not None:
+        change(module)
+    lives = record_step_storages(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)
+    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+
+
+GATES = (*BENCH_TIMING_GATES, *BENCH_FIGURE_GATES)

@@ -1,16 +1,18 @@
-"""Gates of checkpoints: atomic commits, bitwise resume, detected damage, safe reading.
+"""Gates of checkpoint-policy and run-journal: saves, resume, retention, journal.
 
 Each gate takes the component of the store that it checks, so that its tests can plant a wrong one.
 
-Proof: `python -m pytest tests/test_checkpoint_policy.py`.
+Proof: `python -m pytest tests/gates`.
 """
 
 import contextlib
+import math
 import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,37 +20,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.verdict import Gate, Verdict, not_applicable
-from ..core.workload import Case
-from ..runs.digests import hash_bytes
-from ..runs.errors import DamagedCheckpoint, HostileCheckpoint, SaveError
-from ..runs.hashing_writer import METADATA
-from ..runs.manifest import MANIFEST, FileEntry, read_manifest
-from ..runs.saved_run import SavedRun
-from ..runs.store import Store
-from ..runs.trial import (
-    SOUND,
+from ..core.wording import unheard
+from ..runs.format import METADATA_FILE_NAME
+from ..runs.history import History, read_history
+from ..runs.journal import JOURNAL_FILE_NAME, Journal, JournalError, JournalReading
+from ..runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, read_manifest
+from ..runs.policy import SavingPolicy
+from ..runs.policy_config import PolicyConfig
+from ..runs.ranks import DamagedCheckpoint, HostileCheckpoint, RunError, SaveError
+from ..runs.resume import Resumed, load_chosen
+from ..runs.store import SavedRun, Store, Writing
+from ..workloads.workload import Case
+from .fixtures import (
+    SOUND_STORE,
     Interrupted,
     InterruptedFiles,
-    Parts,
+    Rules,
+    StoreComponents,
+    broken_promise,
     new_state,
-    same,
+    random_history,
+    same_bits,
     tensors_of,
     train_step,
     trained,
 )
-from ..runs.writing import Writing
+from .verdict import Gate, Verdict, not_applicable
+
+# ------------------------------------------------------------------------------
+# Gates of checkpoints: atomic commits, bitwise resume, detected damage, safe reading.
+# ------------------------------------------------------------------------------
 
 NUM_FLIPS = 40
 # Most bits of the manifest are in hashes, where any change is detected; only a few are elsewhere.
 NUM_FLIPS_OF_MANIFEST = 80
 NUM_FAILURES = 40
 # In bytes: a gate writes or reads the state dozens of times.
-LARGEST = 2**30
-KIND = "rollback"
+LARGEST_STATE_BYTES = 2**30
+ROLLBACK_KIND = "rollback"
 
 
-def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
+def committed(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     """Interrupt the save of step 2 at each change it makes on the disk, after a save of step 1."""
     gate = "checkpoint-policy/committed"
     required = "after each, the newest committed checkpoint is complete and as saved"
@@ -59,7 +71,7 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
         num_interruptions = 0
         wrong = list[str]()
         with Store(folder / "first") as store:
-            _commit_by(store, parts).save(KIND, 1, state)
+            _commit_by(store, parts).save(ROLLBACK_KIND, 1, state)
         for left in range(NUM_FAILURES):
             files = InterruptedFiles(
                 shutil.copytree(folder / "first", folder / str(left), symlinks=True)
@@ -70,7 +82,7 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
                 try:
                     with _parameters_changed(state.model):
                         expected[2] = tensors_of(state)
-                        store.save(KIND, 2, state)
+                        store.save(ROLLBACK_KIND, 2, state)
                     break
                 except (SaveError, Interrupted):
                     num_interruptions += 1
@@ -89,13 +101,13 @@ def committed(case: Case, *, parts: Parts = SOUND) -> Verdict:
     return Verdict(gate, not hint, measured, required, hint)
 
 
-def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
+def bitwise(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     """Load a checkpoint into a fresh model and optimizer; compare the state and the next step."""
     gate = "checkpoint-policy/bitwise"
     required = "state and next step equal to the bit"
     with trained(case, parts) as (state, folder):
         with Store(folder) as store:
-            saved = store.save(KIND, 1, state)
+            saved = store.save(ROLLBACK_KIND, 1, state)
         expected = tensors_of(state)
         next_loss = train_step(case, state)
         after_next = tensors_of(state)
@@ -103,13 +115,15 @@ def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
         other = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved.folder, other)
         differing = [
-            name for name, held in tensors_of(other).items() if not same(held, expected.get(name))
+            name
+            for name, held in tensors_of(other).items()
+            if not same_bits(held, expected.get(name))
         ]
         differing += sorted(expected.keys() - tensors_of(other).keys())
 
         other_loss = train_step(case, other)
         is_next_step_right = torch.equal(next_loss, other_loss) and all(
-            same(held, after_next.get(name)) for name, held in tensors_of(other).items()
+            same_bits(held, after_next.get(name)) for name, held in tensors_of(other).items()
         )
         comparison = "equal" if is_next_step_right else "not equal"
         is_only_step_wrong = not differing and not is_next_step_right
@@ -126,7 +140,7 @@ def bitwise(case: Case, *, parts: Parts = SOUND) -> Verdict:
     return Verdict(gate, not hint, measured, required, hint)
 
 
-def damage(case: Case, *, parts: Parts = SOUND) -> Verdict:
+def damage(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     """Flip one bit at a time in the files of a checkpoint, including its manifest and index."""
     gate = "checkpoint-policy/damage"
     required = "all detected before loading"
@@ -138,13 +152,13 @@ def damage(case: Case, *, parts: Parts = SOUND) -> Verdict:
             return not_applicable(gate, required=required, why=too_large)
 
         with Store(folder) as store:
-            saved = store.save(KIND, 1, state)
+            saved = store.save(ROLLBACK_KIND, 1, state)
         reader = SavedRun(folder)
         parts.verify(reader, saved.folder)
 
         paths = sorted((folder / saved.folder).iterdir())
         targets = (paths * NUM_FLIPS)[:NUM_FLIPS]
-        targets += [folder / saved.folder / MANIFEST] * NUM_FLIPS_OF_MANIFEST
+        targets += [folder / saved.folder / MANIFEST_FILE_NAME] * NUM_FLIPS_OF_MANIFEST
         for path in targets:
             place = generator.randrange(path.stat().st_size)
             bit = generator.randrange(8)
@@ -163,7 +177,7 @@ def damage(case: Case, *, parts: Parts = SOUND) -> Verdict:
     return Verdict(gate, not missed, measured, required, hint)
 
 
-def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
+def hostile(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     """Load forged checkpoints with valid hashes.
 
     One index calls a function when it is unpickled; the other names a file outside the checkpoint.
@@ -173,9 +187,9 @@ def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
     wrong = []
     with trained(case, parts) as (state, folder):
         with Store(folder) as store:
-            saved = store.save(KIND, 1, state)
+            saved = store.save(ROLLBACK_KIND, 1, state)
         # Unpickling is safe here: this process has just written the file.
-        metadata = pickle.loads((folder / saved.folder / METADATA).read_bytes())
+        metadata = pickle.loads((folder / saved.folder / METADATA_FILE_NAME).read_bytes())
         place = next(iter(metadata.storage_data.values()))
         attacks = {"a call in the index": replace(metadata, planner_data=_Call(folder / "called"))}
         place.relative_path = "../../../elsewhere"
@@ -195,7 +209,7 @@ def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
 
         if (folder / "called").exists():
             wrong.append("the index's function was called")
-        if any(not same(held, before.get(name)) for name, held in tensors_of(other).items()):
+        if any(not same_bits(held, before.get(name)) for name, held in tensors_of(other).items()):
             wrong.append("the state was changed")
     hint = ""
     if wrong:
@@ -203,7 +217,7 @@ def hostile(case: Case, *, parts: Parts = SOUND) -> Verdict:
     return Verdict(gate, not wrong, f"{len(attacks)} attacks, {len(wrong)} wrong", required, hint)
 
 
-GATES = (
+CHECKPOINT_GATES = (
     Gate("checkpoint-policy/committed", committed),
     Gate("checkpoint-policy/bitwise", bitwise),
     Gate("checkpoint-policy/damage", damage),
@@ -237,12 +251,12 @@ class _Call:
 
 def _too_large(tensors: dict[str, Tensor]) -> str:
     size = sum(tensor.nbytes for tensor in tensors.values())
-    if size <= LARGEST:
+    if size <= LARGEST_STATE_BYTES:
         return ""
     return f"the state takes {size / 2**30:.1f} GiB, and would be written dozens of times"
 
 
-def _repeats(case: Case, parts: Parts, folder: Path, saved: str) -> bool:
+def _repeats(case: Case, parts: StoreComponents, folder: Path, saved: str) -> bool:
     """Whether the step after two loads of one checkpoint is the same."""
     losses = []
     states = []
@@ -252,11 +266,11 @@ def _repeats(case: Case, parts: Parts, folder: Path, saved: str) -> bool:
         losses.append(train_step(case, fresh))
         states.append(tensors_of(fresh))
     return torch.equal(*losses) and all(
-        same(held, states[1].get(name)) for name, held in states[0].items()
+        same_bits(held, states[1].get(name)) for name, held in states[0].items()
     )
 
 
-def _commit_by(store: Store, parts: Parts) -> Store:
+def _commit_by(store: Store, parts: StoreComponents) -> Store:
     if parts.commit is not Writing.commit:
         begin = store.begin
 
@@ -269,7 +283,9 @@ def _commit_by(store: Store, parts: Parts) -> Store:
     return store
 
 
-def _judged(case: Case, parts: Parts, root: Path, expected: dict[int, Any], when: str) -> list[str]:
+def _judged(
+    case: Case, parts: StoreComponents, root: Path, expected: dict[int, Any], when: str
+) -> list[str]:
     reader = SavedRun(root)
     newest = reader.latest()
     if newest is None:
@@ -282,7 +298,7 @@ def _judged(case: Case, parts: Parts, root: Path, expected: dict[int, Any], when
         return [f"{when}, {error}"]
     found = tensors_of(other)
     mixed = [
-        name for name, held in found.items() if not same(held, expected[newest.step].get(name))
+        name for name, held in found.items() if not same_bits(held, expected[newest.step].get(name))
     ]
     return [f"{when}, step {newest.step} differs from what was saved"] if mixed else []
 
@@ -306,6 +322,294 @@ def _forge(reader: SavedRun, folder: str, data: bytes) -> None:
     """Replace the index of a checkpoint and recompute its hashes, which detect damage only."""
     manifest = read_manifest(reader.files, folder)
     entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
-    forged = replace(manifest, files={**manifest.files, METADATA: entry})
-    for name, content in ((METADATA, data), (MANIFEST, forged.render())):
+    forged = replace(manifest, files={**manifest.files, METADATA_FILE_NAME: entry})
+    for name, content in ((METADATA_FILE_NAME, data), (MANIFEST_FILE_NAME, forged.render())):
         Path(reader.files.location(f"{folder}/{name}")).write_bytes(content)
+
+
+# ------------------------------------------------------------------------------
+# Gates of the run journal: no lost events, torn ends, and attempts.
+# ------------------------------------------------------------------------------
+
+NUM_STEPS = 6
+MOST_CUTS = 60
+
+
+def journal_complete(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict:
+    """Write the model's losses and a NaN, and look for each in the file when its call returns."""
+    losses = [*_own_losses(case), math.nan]
+    num_present = 0
+    num_equal = 0
+    with (
+        tempfile.TemporaryDirectory(prefix="journal-gate-") as folder,
+        journal(Path(folder)) as writer,
+    ):
+        writer.start()
+        for step, loss in enumerate(losses, start=1):
+            writer.step(step, loss=loss, learning_rate=1e-3)
+            written = _losses_in(Path(folder))
+            expected = loss if math.isfinite(loss) else str(loss)
+            num_present += len(written) == step
+            num_equal += bool(written) and written[-1] == expected
+
+    number = len(losses)
+    hint = ""
+    if num_present < number:
+        hint = (
+            "append each event as it happens: events held back in memory are lost if the process "
+            "is killed"
+        )
+    elif num_equal < number:
+        hint = "write figures with all their digits, and NaN as a word"
+    measured = (
+        f"{num_present} of {number} present at once, {num_equal} of {number} losses to the bit"
+    )
+    return Verdict("run-journal/complete", not hint, measured, "all at once, all to the bit", hint)
+
+
+def torn(case: Case, *, journal: Callable[[Path], Any] = Journal) -> Verdict:
+    """Cut the journal at bytes of its last lines, read it, and continue it in a new process."""
+    required = "all complete events after each cut, before and after continuing"
+    wrong = list[str]()
+    with tempfile.TemporaryDirectory(prefix="journal-gate-") as folder:
+        with journal(Path(folder)) as writer:
+            writer.start()
+            for step, loss in enumerate(_own_losses(case), start=1):
+                writer.step(step, loss=loss, learning_rate=1e-3)
+        path = Path(folder, JOURNAL_FILE_NAME)
+        whole = path.read_bytes()
+        least = len(b"".join(whole.splitlines(keepends=True)[:-3]))
+        cuts = range(least, len(whole) + 1, max(1, (len(whole) - least) // MOST_CUTS))
+        for cut in cuts:
+            path.write_bytes(whole[:cut])
+            if problem := _goes_on(Path(folder), whole[:cut], journal):
+                wrong.append(f"at byte {cut} of {len(whole)}: {problem}")
+
+    hint = ""
+    if wrong:
+        hint = f"{wrong[0]}; skip a torn line, and start the next event on a new line"
+    return Verdict(
+        "run-journal/torn", not wrong, f"{len(cuts)} cuts, {len(wrong)} wrong", required, hint
+    )
+
+
+def attempts(
+    case: Case,
+    *,
+    journal: Callable[[Path], Any] = Journal,
+    read: Callable[[Path], History] = read_history,
+) -> Verdict:
+    """Read the journal of a run with a rollback and a resume: a step's last loss counts."""
+    losses = _own_losses(case)
+    losses_after_rollback = [loss + 1 for loss in losses]
+    with tempfile.TemporaryDirectory(prefix="journal-gate-") as folder:
+        with journal(Path(folder)) as writer:
+            writer.start()
+            _write(writer, losses, range(1, 6))
+            writer.rollback(2, from_step=5, reason="planted")
+            _write(writer, losses_after_rollback, range(3, 5))
+        with journal(Path(folder)) as writer:
+            writer.resume(3)
+            _write(writer, losses, range(4, NUM_STEPS + 1))
+        history = read(Path(folder))
+        expected = [*losses[:2], losses_after_rollback[2], *losses[3:]]
+        found = list(history.steps.values["loss"])
+        attempts = [(attempt.number, attempt.kind, attempt.step) for attempt in history.attempts]
+
+    num_right = 0
+    if len(found) == NUM_STEPS:
+        num_right = sum(loss == other for loss, other in zip(found, expected, strict=False))
+    expected_attempts = [(1, "start", 0), (2, "rollback", 2), (3, "resume", 3)]
+    held = num_right == NUM_STEPS and attempts == expected_attempts
+    hint = ""
+    if not held:
+        hint = (
+            "start a new attempt at each resume and rollback; of two losses of a step use the later"
+        )
+    measured = f"{num_right} of {NUM_STEPS} losses are the last, {len(attempts)} attempts"
+    return Verdict(
+        "run-journal/attempts", held, measured, f"{NUM_STEPS} of {NUM_STEPS}, 3 attempts", hint
+    )
+
+
+JOURNAL_GATES = (
+    Gate("run-journal/complete", journal_complete),
+    Gate("run-journal/torn", torn),
+    Gate("run-journal/attempts", attempts),
+)
+
+
+def _losses_in(folder: Path) -> list[Any]:
+    """Read the losses as another process would; NaN is a word."""
+    try:
+        return [event.facts["loss"] for event in JournalReading(folder) if event.kind == "step"]
+    except JournalError:  # the journal is still empty
+        return []
+
+
+def _goes_on(folder: Path, left: bytes, journal: Callable[[Path], Any]) -> str:
+    """Continue a cut journal with two events in another process; return the problem, if any."""
+    num_complete = left.count(b"\n")
+    try:
+        num_read = sum(1 for _ in JournalReading(folder))
+        with journal(folder) as writer:
+            writer.resume(NUM_STEPS)
+            writer.step(NUM_STEPS + 1, loss=1.0, learning_rate=1e-3)
+        events = list(JournalReading(folder))
+    except RunError as error:
+        return str(error)
+    # A last line that lacks only its newline is complete as well.
+    if not num_complete <= num_read <= num_complete + 1:
+        return f"{num_read} of {num_complete} events were read"
+    kinds = [event.kind for event in events if event.kind != "warning"][-2:]
+    if len(events) < num_read + 2 or kinds != ["resume", "step"]:
+        return f"{len(events)} of {num_read + 2} events are in the journal"
+    return ""
+
+
+def _write(writer: Any, losses: list[float], steps: range) -> None:
+    for step in steps:
+        writer.step(step, loss=losses[step - 1], learning_rate=1e-3)
+
+
+def _own_losses(case: Case) -> list[float]:
+    with trained(case, SOUND_STORE) as (state, _):
+        return [float(train_step(case, state)) for _ in range(NUM_STEPS)]
+
+
+# ------------------------------------------------------------------------------
+# Gates of checkpoint retention: deletion rules, fallback to an older checkpoint, one write.
+# ------------------------------------------------------------------------------
+
+NUM_HISTORIES = 400
+EVERY_STEP = PolicyConfig(rollback_every=1, recovery_every=1, best_k=1)
+
+
+def retention(case: Case, *, rules: Rules | None = None) -> Verdict:
+    """Apply the retention rules to random histories of a run.
+
+    The histories have saves, NaN, damage, readers, rollbacks and restarts, and steps of eight and
+    nine digits.
+    """
+    gate = "checkpoint-policy/retention"
+    required = "in each, the newest good state and the best are kept, and no more than configured"
+    generator = random.Random(case.seed)
+    broken = list[str]()
+    for _ in range(NUM_HISTORIES):
+        history, config = random_history(generator)
+        if problem := broken_promise(history, config, rules or Rules()):
+            broken.append(problem)
+
+    hint = ""
+    if broken:
+        most_common = max(set(broken), key=broken.count)
+        hint = (
+            f"{most_common}: compare steps as numbers, use only those of this branch of the run, "
+            "and never rank NaN"
+        )
+    return Verdict(
+        gate, not broken, f"{NUM_HISTORIES} histories, {len(broken)} broken", required, hint
+    )
+
+
+def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load_chosen) -> Verdict:
+    """Flip a bit in the newer of two checkpoints and resume a fresh model from `latest`."""
+    gate = "checkpoint-policy/fallback"
+    required = "the older state to the bit, and the newer one reported"
+    with trained(case, SOUND_STORE) as (state, folder):
+        with Store(folder, files=InterruptedFiles(folder)) as store:
+            store.save("rollback", 1, state)
+            expected = tensors_of(state)
+            train_step(case, state)
+            newer = store.save("rollback", 2, state)
+        _flip_a_bit(folder / newer.folder)
+        other = new_state(case, SOUND_STORE, seed=case.seed + 1)
+        try:
+            with unheard(load_chosen.__module__):
+                resumed = load(SavedRun(folder), other, "latest")
+        except RunError as error:
+            return Verdict(
+                gate,
+                False,
+                "nothing was loaded",
+                required,
+                f"{error}: try the checkpoint before it",
+            )
+        found = tensors_of(other)
+        wrong = [name for name, held in expected.items() if not same_bits(held, found.get(name))]
+        is_reported = newer.folder in resumed.words
+
+    num_equal = len(expected) - len(wrong)
+    report = "damage reported" if is_reported else "damage not reported"
+    measured = f"step {other.step}, {num_equal} of {len(expected)} tensors equal, {report}"
+    hint = ""
+    if wrong or other.step != 1:
+        name = wrong[0] if wrong else "the step"
+        hint = f"{name} is not that of the older one: verify before loading, newest first"
+    elif not is_reported:
+        hint = "report every checkpoint that was skipped, and why: the run has lost steps"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def coinciding_saves_once(
+    case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPolicy
+) -> Verdict:
+    """Compare the bytes of a step that is rollback, recovery and best-K with one plain save."""
+    gate = "checkpoint-policy/once"
+    required = "1.00 times the bytes, counted as a recovery, and one best-K"
+    with trained(case, SOUND_STORE) as (state, folder):
+        state.step = 1
+        with Store(folder / "alone", files=InterruptedFiles(folder / "alone")) as store:
+            alone = store.save("recovery", 1, state).num_bytes
+        with Store(folder / "run", files=InterruptedFiles(folder / "run")) as store:
+            policy(store, EVERY_STEP).after_step(
+                1, state, {"loss": 1.0, EVERY_STEP.best_k_metric: 0.5}
+            )
+        written = {kind: _bytes_in(folder / "run" / kind) for kind in ("rollback", "recovery")}
+        run = SavedRun(folder / "run")
+        num_recoveries = len(run.committed("recovery"))
+        num_best = len(run.committed("best-k"))
+
+    ratio = sum(written.values()) / alone
+    hint = ""
+    if ratio > 1.01:
+        hint = "the same bytes are written twice: a recovery holds all that a rollback does"
+    elif not num_recoveries:
+        hint = (
+            "the recovery is missing: a save of several kinds has to be kept as long as the "
+            "longest-lived of them"
+        )
+    elif num_best != 1:
+        hint = "the best-K is missing: save it separately, so that it outlives the recovery"
+    measured = f"{ratio:.2f} times the bytes, {num_recoveries} recoveries, {num_best} best-K"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+RETENTION_GATES = (
+    Gate("checkpoint-policy/retention", retention),
+    Gate("checkpoint-policy/fallback", fallback),
+    Gate("checkpoint-policy/once", coinciding_saves_once),
+)
+
+
+def _flip_a_bit(folder: Path) -> None:
+    """Flip a bit in the middle of the largest file."""
+    path = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    with path.open("r+b") as stream:
+        place = path.stat().st_size // 2
+        stream.seek(place)
+        byte = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([byte ^ 4]))
+
+
+def _bytes_in(folder: Path) -> int:
+    """Sum the bytes of the checkpoints in a folder, without their manifests."""
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    )
+
+
+GATES = (*CHECKPOINT_GATES, *RETENTION_GATES, *JOURNAL_GATES)

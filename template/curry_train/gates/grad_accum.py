@@ -4,7 +4,7 @@ Each gate takes the implementation as `train`, so that its tests can plant a wro
 compared in eval mode: dropout and BatchNorm depend on the microbatch, and would differ for the
 right implementation too.
 
-Proof: `python -m pytest tests/test_grad_accum.py`.
+Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
 
 import copy
@@ -21,21 +21,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.batches import batch_size, take
-from ..core.load import load_workload
 from ..core.parity import Parity, StepRecord, compare, record
-from ..core.ranks import GradientSyncs, load_function, run_on_ranks
-from ..core.verdict import Gate, NotApplicable, Verdict, not_applicable
-from ..core.workload import Case, Workload
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
+from ..workloads.load import load_workload
+from ..workloads.workload import Case, Workload, batch_size, take
+from .fixtures import GradientSyncs, load_function, run_on_ranks
+from .verdict import Gate, NotApplicable, Verdict, not_applicable
 
 # In float32 only the order of summation differs: a few units of 6e-8 relative to a gradient's norm.
-TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-6
 # If the batch summed over two halves by hand differs by more than TOLERANCE, the tolerance is this
 # many times that difference.
-ROUNDING = 3
+HALVED_BATCH_FACTOR = 3
 # A larger difference between the batch and its halves is not rounding.
-COUPLED = 1e-3
+COUPLED_DIFFERENCE = 1e-3
 Train = Callable[..., Any]
 
 
@@ -122,7 +121,7 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     The ranks are separate processes on the CPU, so the workload and `train` are passed by name.
     """
     gate = "grad-accum/two-ranks"
-    required = f"{TOLERANCE:.0e} or {ROUNDING} times the halved batch's; 1 sync a window"
+    required = f"{GRADIENT_TOLERANCE:.0e} or {HALVED_BATCH_FACTOR} times the halved batch's; 1 sync a window"
     if not case.workload.spec:
         return not_applicable(
             gate,
@@ -220,13 +219,13 @@ def _reference(
     whole = _by_hand(case, windows, num_parts=1, clip=clip)
     halved = _by_hand(case, windows, num_parts=2, clip=clip)
     difference = compare(whole, halved).worst
-    if difference > COUPLED:
+    if difference > COUPLED_DIFFERENCE:
         why = (
             f"a batch's loss differs by {difference:.1e} from the sum over its halves: the loss "
             "couples samples, or is not a sum, which a Workload has to return"
         )
-        raise NotApplicable(why, required=f"halves that add up within {COUPLED:.0e}")
-    return whole, max(TOLERANCE, ROUNDING * difference)
+        raise NotApplicable(why, required=f"halves that add up within {COUPLED_DIFFERENCE:.0e}")
+    return whole, max(GRADIENT_TOLERANCE, HALVED_BATCH_FACTOR * difference)
 
 
 def _by_hand(

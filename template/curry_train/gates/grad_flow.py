@@ -2,7 +2,7 @@
 
 Each gate takes the probe as `probe`, so that its tests can plant a wrong one.
 
-Proof: `python -m pytest tests/test_grad_flow.py`.
+Proof: `python -m pytest tests/gates/test_grad_flow.py`.
 """
 
 import math
@@ -15,33 +15,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from ..core.flow_layers import choose_layers
-from ..core.flow_record import LayerFlow, Spread, StepFlow
-from ..core.layers import tensors_in
-from ..core.measure import LiveStorages, Loss
+from ..core.measure import LiveStorages, Loss, tensors_in
 from ..core.parity import StepRecord, compare, record
-from ..core.untouched import seeded, untouched
-from ..core.verdict import Gate, Verdict, not_applicable
-from ..core.workload import Case
-from ..primitives.grad_flow import RECOMPUTE, GradFlow
+from ..core.random import seeded, untouched
+from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
+from ..primitives.grad_flow_probe import choose_layers
+from ..primitives.grad_flow_report import LayerFlow, StepFlow, ValueSpread
 from ..primitives.recompute import recompute_blocks
+from ..workloads.workload import Case
+from .verdict import Gate, Verdict, not_applicable
 
-Probe = Callable[..., Any]
-ROUNDING = 1e-9  # both sums are float64, in different orders
+FlowProbe = Callable[..., Any]
+NORM_TOLERANCE = 1e-9  # both sums are float64, in different orders
 
 
-def exact(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+def exact(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
     """Compare every figure of one step with autograd's tensors, counted by hand."""
     records = _trained(case, probe=probe).flow.records
     by_hand = _trained(case, probe=_ByHand).flow
     errors = by_hand.errors(records[0].layers if records else {})
-    wrong = [figure for figure, error in errors.items() if error > ROUNDING]
+    wrong = [figure for figure, error in errors.items() if error > NORM_TOLERANCE]
     held = not wrong and len(records) == 1
     num_right = len(errors) - len(wrong)
     measured = f"{num_right} of {len(errors)} figures, worst {max(errors.values()):.1e}"
     if wrong:
         measured += f"; first wrong: {wrong[0]}"
-    required = f"all: counts equal, norms within {ROUNDING:.0e}"
+    required = f"all: counts equal, norms within {NORM_TOLERANCE:.0e}"
     hint = ""
     if not held:
         hint = (
@@ -51,7 +50,7 @@ def exact(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     return Verdict("grad-flow/exact", held, measured, required, hint)
 
 
-def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+def layers_counted_once(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
     """Compare the figures with and without recompute, to the bit, for each `recompute` option."""
     gate = "grad-flow/once"
     required = "the figures of the model without recompute, to the bit"
@@ -71,7 +70,8 @@ def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
         return not_applicable(gate, required=required, why=why)
 
     ways = {
-        way: _trained(case, probe=partial(probe, recompute=way), change=change) for way in RECOMPUTE
+        way: _trained(case, probe=partial(probe, recompute=way), change=change)
+        for way in RECOMPUTE_MODES
     }
     differing = [way for way, run in ways.items() if _figures(run) != _figures(bare)]
     held = not differing and _calls(bare) > 0
@@ -85,7 +85,7 @@ def once(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     return Verdict(gate, held, measured, required, hint)
 
 
-def same_training(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+def flow_same_training(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
     """Compare two steps with and without the probe.
 
     Compared are loss, gradients, buffers, generators, and the weights after the steps.
@@ -115,7 +115,7 @@ def same_training(case: Case, *, probe: Probe = GradFlow) -> Verdict:
     return Verdict(gate, held, measured, required, hint)
 
 
-def held_bytes(case: Case, *, probe: Probe = GradFlow) -> Verdict:
+def held_bytes(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
     """Compare the bytes held between forward and backward, without and with recompute."""
     rows = []
     num_calls = []
@@ -155,14 +155,14 @@ def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
 
 GATES = (
     Gate("grad-flow/exact", exact),
-    Gate("grad-flow/once", once),
-    Gate("grad-flow/same-training", same_training),
+    Gate("grad-flow/once", layers_counted_once),
+    Gate("grad-flow/same-training", flow_same_training),
     Gate("grad-flow/held-bytes", held_bytes),
 )
 
 
 @dataclass
-class Run:
+class FlowRun:
     """The probe, the last step and the weights after a few training steps."""
 
     flow: Any
@@ -174,9 +174,9 @@ def _trained(
     case: Case,
     *,
     steps: int = 1,
-    probe: Probe | None = None,
+    probe: FlowProbe | None = None,
     change: Callable[[nn.Module], Any] | None = None,
-) -> Run:
+) -> FlowRun:
     """Train steps of two microbatches with clipping.
 
     The gradients to report are then those of the last backward, before clipping.
@@ -199,7 +199,7 @@ def _trained(
         weights = {
             name: parameter.detach().clone() for name, parameter in module.named_parameters()
         }
-        return Run(flow, record(module, loss.detach()), weights)
+        return FlowRun(flow, record(module, loss.detach()), weights)
 
 
 class _Nothing:
@@ -260,7 +260,7 @@ class _ByHand(_Nothing):
         return found
 
 
-def _error(spread: Spread | None, tensors: Sequence[Tensor]) -> float:
+def _error(spread: ValueSpread | None, tensors: Sequence[Tensor]) -> float:
     if spread is None or not tensors:
         return 0.0 if spread is None and not tensors else math.inf
     values = torch.cat([tensor.double().flatten() for tensor in tensors])
@@ -289,7 +289,7 @@ def _apart(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected) if expected else math.inf
 
 
-def _figures(run: Run) -> list[Any]:
+def _figures(run: FlowRun) -> list[Any]:
     """List the figures of every layer of every record."""
     return [
         (name, layer.calls, layer.activation, layer.gradient, layer.update)
@@ -298,5 +298,5 @@ def _figures(run: Run) -> list[Any]:
     ]
 
 
-def _calls(run: Run) -> int:
+def _calls(run: FlowRun) -> int:
     return sum(calls for _, calls, *_ in _figures(run))

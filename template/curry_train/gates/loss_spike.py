@@ -2,7 +2,7 @@
 
 Each gate takes the component that it checks, so that its tests can plant a wrong one.
 
-Proof: `python -m pytest template/tests/test_loss_spike.py`.
+Proof: `python -m pytest tests/gates/test_loss_spike.py`.
 """
 
 import math
@@ -16,18 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.untouched import seeded
-from ..core.verdict import Gate, Verdict
-from ..core.workload import Case
-from ..runs.spike import SpikeWatchdog
-from ..runs.spike_config import SpikeConfig
-from ..runs.spike_recovery import SpikeNotRecovered
-from ..runs.spike_trial import CONFIG, FIRST_BAD, SAVING, SOUND, SpikeParts, Trial
-from ..runs.trial import same
+from ..core.random import seeded
+from ..runs.policy_config import SpikeConfig
+from ..runs.spike import SpikeNotRecovered, SpikeWatchdog
+from ..workloads.workload import Case
+from .fixtures import (
+    FIRST_BAD,
+    SOUND_SPIKE,
+    TRIAL_POLICY_CONFIG,
+    TRIAL_SPIKE_CONFIG,
+    SpikeComponents,
+    StoreTrial,
+    same_bits,
+)
+from .verdict import Gate, Verdict
 
-HEALTHY = 40  # steps of healthy training
+HEALTHY_STEPS = 40  # steps of healthy training
 NUM_PLANTED = 16
-WATCHED = SpikeConfig(window=48)
+WATCHDOG_CONFIG = SpikeConfig(window=48)
 
 
 def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog) -> Verdict:
@@ -38,11 +44,11 @@ def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog)
     """
     losses = _own_losses(case)
     generator = random.Random(case.seed)
-    patience = WATCHED.patience
+    patience = WATCHDOG_CONFIG.patience
     num_late = 0
     num_false_single = 0
     for number in range(NUM_PLANTED):
-        first = generator.randrange(WATCHED.window // 2, HEALTHY - patience)
+        first = generator.randrange(WATCHDOG_CONFIG.window // 2, HEALTHY_STEPS - patience)
         before = losses[:first]
         if number % 5 == 0:
             rise = math.nan
@@ -72,37 +78,41 @@ def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog)
     return Verdict("loss-spike/found", not hint, measured, required, hint)
 
 
-def recovered(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
+def recovered(case: Case, *, parts: SpikeComponents = SOUND_SPIKE) -> Verdict:
     """Recover from three windows of bad samples; compare with a run that never trained on them."""
     with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
-        trial = Trial(case, Path(folder, "spiked"), parts, bad=_three_windows)
+        trial = StoreTrial(case, Path(folder, "spiked"), parts, bad=_three_windows)
         return _compared("loss-spike/recovered", case, Path(folder), [trial], [trial.run])
 
 
-def resumed(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
+def spike_resumed(case: Case, *, parts: SpikeComponents = SOUND_SPIKE) -> Verdict:
     """Recover from bad samples in a run of three processes.
 
     The first ends at the first bad step, the second after the rollback, and the third continues.
     """
     with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
-        lives = [Trial(case, Path(folder, "spiked"), parts, bad=_three_windows) for _ in range(3)]
+        lives = [
+            StoreTrial(case, Path(folder, "spiked"), parts, bad=_three_windows) for _ in range(3)
+        ]
         runs = [lambda: lives[0].run(FIRST_BAD), lambda: lives[1].run(through=False), lives[2].run]
         return _compared("loss-spike/resumed", case, Path(folder), lives, runs)
 
 
-def bounded(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
+def bounded(case: Case, *, parts: SpikeComponents = SOUND_SPIKE) -> Verdict:
     """Limit the rollbacks for a spike that returns whatever is skipped.
 
     The process is restarted after each rollback.
     """
     gate = "loss-spike/bounded"
-    most = CONFIG.attempts
+    most = TRIAL_SPIKE_CONFIG.attempts
     required = f"{most} rollbacks, then an error with the place to resume from"
     num_rollbacks = 0
     message = ""
     with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
         while num_rollbacks <= most and not message:
-            trial = Trial(case, Path(folder), parts, bad=lambda step, position: step >= FIRST_BAD)
+            trial = StoreTrial(
+                case, Path(folder), parts, bad=lambda step, position: step >= FIRST_BAD
+            )
             try:
                 trial.run(through=False)
             except SpikeNotRecovered as error:
@@ -126,7 +136,7 @@ def bounded(case: Case, *, parts: SpikeParts = SOUND) -> Verdict:
 GATES = (
     Gate("loss-spike/found", found),
     Gate("loss-spike/recovered", recovered),
-    Gate("loss-spike/resumed", resumed),
+    Gate("loss-spike/resumed", spike_resumed),
     Gate("loss-spike/bounded", bounded),
 )
 
@@ -140,7 +150,7 @@ def _compared(
     gate: str,
     case: Case,
     folder: Path,
-    lives: Sequence[Trial],
+    lives: Sequence[StoreTrial],
     runs: Sequence[Callable[[], dict[str, Tensor]]],
 ) -> Verdict:
     """Run the processes of one run in turn and compare its last state with a run without spikes.
@@ -158,16 +168,16 @@ def _compared(
         hint = "the spike was not detected: pass the loss of every step to the watchdog"
         return Verdict(gate, False, "no rollback", required, hint)
 
-    reference = Trial(
+    reference = StoreTrial(
         case,
         folder / "straight",
-        SOUND,
+        SOUND_SPIKE,
         bad=lambda step, position: False,
         skipped=tuple((recovery.start, recovery.stop) for recovery in recoveries),
-        saving=replace(SAVING, rollback_every=None),
+        saving=replace(TRIAL_POLICY_CONFIG, rollback_every=None),
     )
     expected = reference.run()
-    wrong = [name for name, held in expected.items() if not same(held, tensors.get(name))]
+    wrong = [name for name, held in expected.items() if not same_bits(held, tensors.get(name))]
 
     num_equal = len(expected) - len(wrong)
     measured = f"{len(recoveries)} rollbacks, {num_equal} of {len(expected)} tensors equal"
@@ -189,7 +199,7 @@ def _own_losses(case: Case) -> list[float]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
         losses = []
-        for _ in range(HEALTHY):
+        for _ in range(HEALTHY_STEPS):
             loss = case.workload.mean_loss(model, case.place(case.workload.batch(case.batch_size)))
             loss.backward()
             optimizer.step()
@@ -200,7 +210,7 @@ def _own_losses(case: Case) -> list[float]:
 
 def _first_alarm(watchdog: Callable[[SpikeConfig], Any], losses: Sequence[float]) -> int | None:
     """Return the first step, counted from 1, at which the watchdog reports a spike, if any."""
-    watched = watchdog(WATCHED)
+    watched = watchdog(WATCHDOG_CONFIG)
     return next(
         (step for step, loss in enumerate(losses, start=1) if watched.observe(step, loss)), None
     )

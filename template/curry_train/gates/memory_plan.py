@@ -1,37 +1,55 @@
-"""Gates of the chunked loss: the same training step, at a lower peak.
+"""Gates of memory-plan: plans fit, estimates are exact, chunked loss is the same.
 
 Each gate takes the technique as `apply`, so that its tests can plant a wrong one.
 
-Proof: `python -m pytest tests/test_memory_plan.py`.
+Proof: `python -m pytest tests/gates/test_memory_plan.py tests/gates/test_memory_plan_fit.py`.
 """
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.adapt import token_loss
-from ..core.fake import pretended
+from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
 from ..core.parity import StepRecord, compare, record_step
-from ..core.untouched import seeded, untouched
-from ..core.verdict import Gate, Verdict, not_applicable
-from ..core.workload import Case
-from ..plan.same_training import OUTER_BOUND
+from ..core.random import seeded, untouched
+from ..plan.device import find_profile
+from ..plan.estimate import Sketch, make_optimizer
+from ..plan.planner import Infeasible, Planner
+from ..plan.saved import (
+    FULL_KIND,
+    OFFLOAD_KIND,
+    REGIONS_KIND,
+    SAC_KIND,
+    Option,
+    Plan,
+    apply_options,
+)
+from ..plan.shapes import pretended
+from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.chunked_loss import apply_chunked_loss, chunked_loss_report
+from ..workloads.workload import Case, token_loss
+from .same_training import OUTER_BOUND, same_training
+from .verdict import Gate, Verdict, not_applicable
+
+# ------------------------------------------------------------------------------
+# Gates of the chunked loss: the same training step, at a lower peak.
+# ------------------------------------------------------------------------------
 
 ApplyToHead = Callable[..., list[str]]  # takes what apply_chunked_loss takes
-HALVES = (torch.bfloat16, torch.float16)
+HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 # Times the difference between a step in half precision and the same step in float32.
-ROUNDING = 2.0
+HALF_PRECISION_FACTOR = 2.0
 # Of the peak of a head and its loss, without the gradients, which every loss allocates.
-AT_MOST = 0.15
+MOST_CHUNKED_SHARE = 0.15
 # Logits of eight times the weight's size own the peak; a sixteenth of them does not.
 TOKENS_PER_WIDTH = 8
-CHUNKS = 16
+NUM_CHUNKS = 16
 
 
 def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
@@ -46,9 +64,10 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
     reference, plain_flops = _step(case, batch)
     candidate, flops = _step(case, batch, lambda module: apply(module, chunk_tokens=chunk))
     tolerance = OUTER_BOUND[case.dtype]
-    if case.dtype in HALVES:
+    if case.dtype in HALF_PRECISION_DTYPES:
         tolerance = max(
-            tolerance, ROUNDING * compare(_in_float32(case, batch, reference), reference).worst
+            tolerance,
+            HALF_PRECISION_FACTOR * compare(_in_float32(case, batch, reference), reference).worst,
         )
     same = compare(reference, candidate, tolerance=tolerance)
     hint = ""
@@ -74,13 +93,13 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
 def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
     """Measure the peak of the model's head and a loss, with enough tokens that logits own it."""
     gate = "memory-plan/chunked-memory"
-    required = f"at most {AT_MOST:.0%} of plain, without the gradients"
+    required = f"at most {MOST_CHUNKED_SHARE:.0%} of plain, without the gradients"
     found = _find_head(case)
     if isinstance(found, str):
         return not_applicable(gate, required=required, why=found)
 
     is_cuda = case.device.type == "cuda"
-    tokens = TOKENS_PER_WIDTH * max(found.width, CHUNKS)
+    tokens = TOKENS_PER_WIDTH * max(found.width, NUM_CHUNKS)
     if is_cuda:
         free = torch.cuda.mem_get_info(case.device)[0]
         needed = 16 * tokens * found.classes
@@ -97,13 +116,13 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
 
     # The gradient of a half-precision weight is summed in float32 before it is rounded.
     weight_itemsize = case.dtype.itemsize
-    if case.dtype in HALVES:
+    if case.dtype in HALF_PRECISION_DTYPES:
         weight_itemsize += 4
     gradients = tokens * found.width * case.dtype.itemsize
     gradients += found.width * found.classes * weight_itemsize
 
     share = (peak - gradients) / plain
-    held = share <= AT_MOST
+    held = share <= MOST_CHUNKED_SHARE
     sizes = f"{peak / 2**20:.1f} of {plain / 2**20:.1f} MiB"
     measured = f"{share:.1%}; with the gradients {peak / plain:.0%}: {sizes} at {tokens:,} tokens"
     hint = ""
@@ -115,7 +134,7 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
     return Verdict(gate, held, measured, required, hint)
 
 
-GATES = (
+CHUNKED_LOSS_GATES = (
     Gate("memory-plan/chunked-loss", chunked_loss),
     Gate("memory-plan/chunked-memory", chunked_memory),
 )
@@ -138,7 +157,7 @@ def _head_peak(case: Case, head: Head, tokens: int, *, apply: ApplyToHead | None
     )
     module = nn.Sequential(linear)
     if apply is not None:
-        apply(module, head="0", chunk_tokens=tokens // CHUNKS)
+        apply(module, head="0", chunk_tokens=tokens // NUM_CHUNKS)
     hidden = torch.zeros(
         tokens, head.width, device=case.device, dtype=case.dtype, requires_grad=True
     )
@@ -194,3 +213,173 @@ def _in_float32(case: Case, batch: Any, reference: StepRecord) -> StepRecord:
 def _head_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     hidden, targets = batch
     return token_loss(module(hidden), targets) / len(targets)
+
+
+# ------------------------------------------------------------------------------
+# Gates of memory plans: exact estimates, peaks within the budget, the same training.
+# ------------------------------------------------------------------------------
+
+# The model unchanged, and with blocks alternately under full recompute and under regions.
+PLAIN_VARIANT = "plain"
+ALTERNATING_VARIANT = "full and regions"
+# Position of the budget between the peaks of these two.
+BUDGET_POSITION = 0.5
+# On CUDA, where the allocator rounds up and libraries allocate workspaces.
+CUDA_PEAK_TOLERANCE = 0.02
+ModelChange = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Predictions from shapes, which the gates compare with measurements."""
+
+    # The peak of a step as PLAIN and, if the model has blocks, as IN_TURNS.
+    peaks: Mapping[str, int]
+    # A plan, or why there is none.
+    plan: Plan | str
+    # Why nothing can be predicted from shapes, or None.
+    why_real: str | None
+
+
+def estimate(case: Case, *, predict: Callable[[Case], Mapping[str, int]] | None = None) -> Verdict:
+    """Compare predicted and measured peaks, unchanged and with blocks recomputed alternately."""
+    gate = "memory-plan/estimate"
+    is_cuda = case.device.type == "cuda"
+    required = f"within {CUDA_PEAK_TOLERANCE:.0%}" if is_cuda else "equal to the byte"
+    if (why := prepared(case).why_real) is not None:
+        return not_applicable(gate, required=required, why=why)
+
+    predicted = prepared(case).peaks if predict is None else predict(case)
+    ways = {PLAIN_VARIANT: None, ALTERNATING_VARIANT: _in_turns(case.blocks)}
+    pairs = {way: (peak, measured_peak(case, ways[way])) for way, peak in predicted.items()}
+    wrong = {
+        way: pair
+        for way, pair in pairs.items()
+        if abs(pair[0] - pair[1]) > (CUDA_PEAK_TOLERANCE * pair[1] if is_cuda else 0)
+    }
+
+    reported = (wrong or pairs).items()
+    measured = "; ".join(f"{way} {peak:,} of {real:,}" for way, (peak, real) in reported)
+    hint = ""
+    if wrong:
+        hint = "an owner is missing, or an operation allocates other bytes than its shapes give"
+    return Verdict(gate, not wrong, measured, required, hint)
+
+
+def fits(case: Case, *, make: Callable[[Case], Plan | str] | None = None) -> Verdict:
+    """Apply a plan for a budget below the plain peak; compare the peak with its prediction."""
+    gate = "memory-plan/fits"
+    required = "a peak within the budget, as predicted"
+    plan = (make or planned)(case)
+    if isinstance(plan, str):
+        return not_applicable(gate, required=required, why=plan)
+
+    peak = measured_peak(case, plan.apply)
+    error = abs(peak - plan.peak_bytes)
+    allowed = CUDA_PEAK_TOLERANCE * peak if case.device.type == "cuda" else 0
+    held = peak <= plan.budget_bytes and error <= allowed
+    measured = f"peak {peak:,}, predicted {plan.peak_bytes:,}, budget {plan.budget_bytes:,}"
+    hint = ""
+    if not held:
+        hint = "the applied options are not those of the plan, or the prediction omits some memory"
+    return Verdict(gate, held, measured, required, hint)
+
+
+def plan_parity(case: Case, *, make: Callable[[Case], Plan | str] | None = None) -> Verdict:
+    """Compare loss, gradients, buffers and generators of one step with and without the plan."""
+    gate = "memory-plan/parity-plan"
+    plan = (make or planned)(case)
+    if isinstance(plan, str):
+        return not_applicable(gate, required="bit-equal", why=plan)
+    return same_training(gate, case, lambda module, sample: plan.apply(module), alone=_alone(plan))
+
+
+PLAN_GATES = (
+    Gate("memory-plan/estimate", estimate),
+    Gate("memory-plan/fits", fits),
+    Gate("memory-plan/parity-plan", plan_parity),
+)
+
+
+@functools.lru_cache(maxsize=8)
+def prepared(case: Case) -> Prepared:
+    """Compute the predictions for all gates from one sketch of the model."""
+    with _planner(case) as planner:
+        peaks = predicted_peaks(planner.sketch, case.batch_size)
+        return Prepared(peaks, _plan(planner, case, peaks), planner.sketch.why_real)
+
+
+def predicted_peaks(sketch: Sketch, batch_size: int) -> dict[str, int]:
+    """Predict the peaks of `Prepared` for a step with AdamW."""
+    peaks = {PLAIN_VARIANT: sketch.step(batch_size).peak_bytes}
+    if sketch.blocks(sketch.build()):
+        peaks[ALTERNATING_VARIANT] = sketch.step(
+            batch_size, change=_in_turns(sketch.case.blocks)
+        ).peak_bytes
+    return peaks
+
+
+def planned(case: Case) -> Plan | str:
+    """Return a plan for half of the saving of recompute, or why there is none."""
+    return prepared(case).plan
+
+
+def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
+    try:
+        find_blocks(planner.sketch.build(), case.blocks)
+    except NoBlocks as error:
+        return error.in_short
+    if peaks[ALTERNATING_VARIANT] >= peaks[PLAIN_VARIANT]:
+        return "recomputing every block does not lower the peak: something else owns it"
+    budget = round(
+        peaks[ALTERNATING_VARIANT]
+        + BUDGET_POSITION * (peaks[PLAIN_VARIANT] - peaks[ALTERNATING_VARIANT])
+    )
+    try:
+        return planner.plan(budget, global_batch=case.batch_size, microbatch=case.batch_size)
+    except Infeasible as error:
+        return f"no plan fits: {str(error).splitlines()[0]}"
+
+
+def measured_peak(case: Case, change: ModelChange | None) -> int:
+    """Measure the peak of a real step with AdamW."""
+    module = case.build()
+    optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
+    if change is not None:
+        change(module)
+    lives = record_step_storages(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)
+    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+
+
+def _planner(case: Case) -> Planner:
+    """Build a planner with few options, for speed; the techniques' gates check the others."""
+    return Planner(
+        case.workload,
+        device=find_profile("h100" if case.device.type == "cuda" else "cpu"),
+        dtype=case.dtype,
+        blocks=case.blocks,
+        chunked_loss=False,
+        without=(SAC_KIND, OFFLOAD_KIND),
+        seed=case.seed,
+    )
+
+
+def _in_turns(pattern: str | None) -> ModelChange:
+    def change(module: nn.Module) -> None:
+        options = {
+            name: Option((FULL_KIND, REGIONS_KIND)[place % 2])
+            for place, name in enumerate(find_blocks(module, pattern))
+        }
+        apply_options(module, options)
+
+    return change
+
+
+def _alone(plan: Plan) -> Callable[..., list[str]]:
+    """Apply the plan's option to the block that a sample names only."""
+    return lambda module, sample: apply_options(
+        module, {name: option for name, option in plan.options.items() if name == sample.blocks}
+    )
+
+
+GATES = (*CHUNKED_LOSS_GATES, *PLAN_GATES)

@@ -1,41 +1,57 @@
-"""Gates of recompute: less memory, the predicted FLOPs, and the same training.
+"""Gates of recompute: same gradients, fewer held bytes; offload and budget too.
 
 Each gate takes the technique as `apply`, so that its tests can plant a wrong one; wrong models are
 planted as cases.
 
-Proof: `python -m pytest tests/test_recompute.py`.
+Proof: `python -m pytest tests/gates tests/primitives`.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..core.blocks import find_blocks
-from ..core.layers import forward_flops
-from ..core.measure import Memory, count_flops, measure_memory, recompute_flops
-from ..core.untouched import seeded
-from ..core.verdict import Gate, Verdict, not_applicable
-from ..core.workload import Case
+from ..core.measure import Memory, count_flops, forward_flops, measure_memory, recompute_flops
+from ..core.measure_compiled import (
+    CompileFailed,
+    current_budget,
+    holds_compiled_code,
+    saved_bytes,
+    warnings_of_the_compiler_ignored,
+    with_own_code,
+)
+from ..core.parity import Parity, StepRecord, compare, record_step
+from ..core.random import seeded, untouched
+from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..plan.same_training import calls_counted, same_training, sample_of
-from ..plan.strategies import STRATEGIES
-from ..plan.strategy import Apply
+from ..plan.strategies import STRATEGIES, Apply, Sample, offload_one
+from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
+from ..workloads.workload import Case
+from .same_training import OUTER_BOUND, calls_counted, same_training, sample_of
+from .verdict import Gate, Verdict, not_applicable
 
-FULL = STRATEGIES["full"].apply
-AT_MOST = 0.7  # of the held bytes, and of the peak, without recompute
+# ------------------------------------------------------------------------------
+# Gates of recompute: less memory, the predicted FLOPs, and the same training.
+# ------------------------------------------------------------------------------
+
+APPLY_FULL = STRATEGIES["full"].apply
+MOST_RECOMPUTE_SHARE = 0.7  # of the held bytes, and of the peak, without recompute
 ENOUGH_BYTES = 256 * 2**20  # a batch with this many held bytes is large enough for any model
 
 
-def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
+def recompute_memory(case: Case, *, apply: Apply = APPLY_FULL) -> Verdict:
     """Compare held bytes and peak with plain, at a batch where activations dominate."""
     gate = "recompute/memory"
-    required = f"held and peak at most {AT_MOST:.0%}"
+    required = f"held and peak at most {MOST_RECOMPUTE_SHARE:.0%}"
     case, plain = _large_enough(case)
     loss = case.workload.mean_loss
     module = case.build()
@@ -46,7 +62,7 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
     best_held = 1 - sum(savings) / plain.held_bytes
     # One block's activations are held again while it is recomputed.
     best_peak = 1 - (sum(savings) - max(savings)) / plain.peak_bytes
-    if max(best_held, best_peak) > AT_MOST:
+    if max(best_held, best_peak) > MOST_RECOMPUTE_SHARE:
         why = (
             f"at best held {best_held:.0%}, peak {best_peak:.0%} here: the blocks are few, or "
             "other things own the memory"
@@ -58,31 +74,31 @@ def memory(case: Case, *, apply: Apply = FULL) -> Verdict:
     held = found.held_bytes / plain.held_bytes
     peak = found.peak_bytes / plain.peak_bytes
     hint = ""
-    if held > AT_MOST:
+    if held > MOST_RECOMPUTE_SHARE:
         hint = (
             "too little is recomputed: check that these are the right blocks (--blocks) and in "
             "training mode"
         )
-    elif peak > AT_MOST:
+    elif peak > MOST_RECOMPUTE_SHARE:
         hint = (
-            "the blocks do not own the peak: logits, gradients or one large layer do; `memory` "
+            "the blocks do not own the peak: logits, gradients or one large layer do; `recompute_memory` "
             "shows which"
         )
     measured = f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}"
     return Verdict(gate, not hint, measured, required, hint)
 
 
-def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+def recompute_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """Compare loss, gradients, buffers and generators of one step with and without recompute."""
     gate = f"recompute/parity-{strategy}"
     # The segments of `sequential` also free the tensors between blocks.
     by_block = strategy != "sequential"
     return same_training(
-        gate, case, apply or STRATEGIES[strategy].apply, alone=FULL, by_block=by_block
+        gate, case, apply or STRATEGIES[strategy].apply, alone=APPLY_FULL, by_block=by_block
     )
 
 
-def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
+def recomputed_flops(case: Case, *, apply: Apply = APPLY_FULL) -> Verdict:
     """Compare the recomputed FLOPs with the forward FLOPs of the recomputed blocks.
 
     With early stop they may be fewer.
@@ -118,7 +134,7 @@ def flops(case: Case, *, apply: Apply = FULL) -> Verdict:
     return Verdict("recompute/flops", held, measured, required, hint)
 
 
-def off(case: Case, *, apply: Apply = FULL) -> Verdict:
+def off(case: Case, *, apply: Apply = APPLY_FULL) -> Verdict:
     """Check that nothing is recomputed in eval mode and without grad mode."""
     plain = case.build().eval()
     module = case.build()
@@ -188,12 +204,12 @@ def profiler(case: Case, *, profiled: Callable[..., Any] = MemoryProfiler) -> Ve
     return Verdict("recompute/profiler", passed, measured, required, hint)
 
 
-GATES = (
-    Gate("recompute/memory", memory),
-    Gate("recompute/parity-full", partial(parity, strategy="full")),
-    Gate("recompute/parity-sequential", partial(parity, strategy="sequential")),
-    Gate("recompute/parity-selective", partial(parity, strategy="selective")),
-    Gate("recompute/flops", flops),
+RECOMPUTE_GATES = (
+    Gate("recompute/memory", recompute_memory),
+    Gate("recompute/parity-full", partial(recompute_parity, strategy="full")),
+    Gate("recompute/parity-sequential", partial(recompute_parity, strategy="sequential")),
+    Gate("recompute/parity-selective", partial(recompute_parity, strategy="selective")),
+    Gate("recompute/flops", recomputed_flops),
     Gate("recompute/off", off),
     Gate("recompute/profiler", profiler),
 )
@@ -208,3 +224,316 @@ def _large_enough(case: Case) -> tuple[Case, Memory]:
         if plain.held_bytes >= min(4 * parameters, ENOUGH_BYTES):
             return case, plain
         case = replace(case, batch_size=2 * case.batch_size)
+
+
+# ------------------------------------------------------------------------------
+# Gates of memory budgets for compiled blocks: same gradients, fewer saved bytes.
+# ------------------------------------------------------------------------------
+
+Bounded = Callable[[nn.Module, Sample, float], list[str]]
+MODEL_BUDGETS = (1.0, 0.5)  # the default of compiled code, and the budget of the strategy
+SMALL_MODEL_BUDGETS = (1.0, 0.5, 0.0)  # on the small model, which compiles quickly
+MOST_CLASSES = 2
+
+
+def _bounded(module: nn.Module, sample: Sample, budget: float) -> list[str]:
+    # Imported here because it imports the compiler, which takes seconds.
+    from ..primitives.compile_budget import memory_budget
+
+    check = {} if sample.batch is None else {"batch": sample.batch, "loss": sample.loss}
+    return memory_budget(module, budget, blocks=sample.blocks, backend="aot_eager", **check)
+
+
+@warnings_of_the_compiler_ignored()
+def budget_parity(case: Case, *, apply: Bounded = _bounded) -> Verdict:
+    """Compare a step with a budget with the same code at 1.0, and with the eager model."""
+    gate = "recompute/budget-parity"
+    outer = OUTER_BOUND[case.dtype]
+    eager, again = (_step(case, case.build()) for _ in range(2))
+    inner = 0.0 if compare(eager, again).bit_equal else outer
+    equality = f"within {inner:.0e}" if inner else "bit-equal"
+    required = f"{equality} to budget 1.0, within {outer:.0e} of eager"
+
+    sample = _shortened(case)
+    steps = list[StepRecord]()
+    names = list[str]()
+    for budget in MODEL_BUDGETS:
+        module = case.build()
+        try:
+            names = apply(module, sample, budget)
+            steps.append(_step(case, module))
+        except CompileFailed as failure:
+            return not_applicable(gate, required=required, why=str(failure))
+        if not holds_compiled_code(module):
+            hint = "uncompiled blocks have no budget: compile them"
+            return Verdict(gate, False, "nothing compiled", required, hint)
+
+    to_whole = compare(*steps, tolerance=inner)
+    to_eager = _worst(compare(eager, step, tolerance=outer) for step in steps)
+    hint = ""
+    if not to_whole.holds:
+        hint = (
+            "the recomputed values differ: the recompute draws other random numbers, which "
+            "memory_budget prevents"
+        )
+    elif not to_eager.holds:
+        hint = (
+            "compiled code differs from eager at every budget: check what torch.compile does to "
+            "the model"
+        )
+    measured = f"{to_whole.describe(most=1)}; eager: {to_eager.describe(most=1)}"
+    measured += f"; {', '.join(names)}"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+@warnings_of_the_compiler_ignored()
+def scope(case: Case, *, apply: Bounded = _bounded) -> Verdict:
+    """Check that saved bytes fall with the budget, and that other models are unaffected."""
+    gate = "recompute/budget-scope"
+    required = "fewer bytes with a budget, and as many as before in other models"
+    setting = current_budget()
+    others = [_others_bytes()]
+    steps = list[int]()
+    saved = list[int]()
+    for budget in SMALL_MODEL_BUDGETS:
+        small = _small()
+        apply(small, Sample(None, _sum, blocks="0"), budget)
+        if budget == SMALL_MODEL_BUDGETS[-1]:
+            others.append(_others_bytes())
+        steps.append(saved_bytes(small, torch.ones(64, 16), _sum))
+    others.append(_others_bytes())
+
+    try:
+        for budget in MODEL_BUDGETS:
+            module = case.build()
+            apply(module, _shortened(case), budget)
+            saved.append(saved_bytes(module, case.batch(), case.workload.mean_loss))
+    except CompileFailed as failure:
+        return not_applicable(gate, required=required, why=str(failure))
+
+    hint = ""
+    if len(set(others)) > 1 or current_budget() != setting:
+        hint = (
+            f"the setting was {setting:g}, is {current_budget():g}, and affects other models: set "
+            "it only while compiling"
+        )
+    elif not steps[0] > steps[1] > steps[2]:
+        hint = (
+            "the budget does not reach the compiler: set "
+            "torch._functorch.config.activation_memory_budget"
+        )
+    elif saved[1] > saved[0]:
+        hint = "the budget raises the saved bytes here: choose other blocks, or recompute_blocks"
+    elif saved[1] == saved[0]:
+        why = (
+            f"{saved[0]:,} bytes with and without a budget: the blocks save nothing that could be "
+            "recomputed"
+        )
+        return not_applicable(gate, required=required, why=why)
+    measured = (
+        f"{_listed(saved)} bytes at {_listed(MODEL_BUDGETS)}; small model {_listed(steps)}; "
+        f"other model {_listed(others)}"
+    )
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+MEMORY_BUDGET_GATES = (
+    Gate("recompute/budget-parity", budget_parity),
+    Gate("recompute/budget-scope", scope),
+)
+
+
+def _shortened(case: Case) -> Sample:
+    """Choose the last block of each class: gradients flow into it, as into most blocks."""
+    last = {type(block): name for name, block in find_blocks(case.build(), case.blocks).items()}
+    return replace(sample_of(case), blocks=list(last.values())[-MOST_CLASSES:])
+
+
+def _step(case: Case, module: nn.Module) -> StepRecord:
+    with seeded(case.seed):
+        return record_step(module, case.batch(), case.workload.mean_loss)
+
+
+def _worst(found: Iterable[Parity]) -> Parity:
+    return max(found, key=lambda parity: (not parity.holds, parity.worst))
+
+
+def _small() -> nn.Module:
+    """Build a model whose saved bytes fall in two steps."""
+    return nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()))
+
+
+def _sum(module: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    return module(batch).sum()
+
+
+def _others_bytes() -> int:
+    """Count the bytes that the small model saves when it is compiled without a budget."""
+    model = _small()
+    compiled = torch.compile(with_own_code(model, name="another_model"), backend="aot_eager")
+    return saved_bytes(model, torch.ones(64, 16), lambda _, batch: _sum(compiled, batch))
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:,}" for value in values)
+
+
+# ------------------------------------------------------------------------------
+# Gates of offload: the same training, each storage moved once, and no parameter moved.
+# ------------------------------------------------------------------------------
+
+APPLY_OFFLOAD = STRATEGIES["offload"].apply
+LEAST_BYTES = 4096  # smaller storages stay on the device
+
+
+def offload_parity(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
+    """Compare loss, gradients, buffers and generators of one step with and without offload."""
+    gate = "recompute/offload-parity"
+    try:
+        return same_training(gate, case, apply, alone=offload_one)
+    except NothingToMove as nothing:
+        return not_applicable(gate, required="bit-equal", why=str(nothing))
+
+
+def moved_bytes(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
+    """Compare the bytes copied in forward with those that the same plain blocks save."""
+    gate = "recompute/offload-bytes"
+    plain = case.build()
+    module = case.build()
+    batch = case.batch()
+    try:
+        names = apply(module, sample_of(case))
+    except NothingToMove as nothing:
+        return not_applicable(gate, required="each storage once", why=str(nothing))
+
+    saved = SavedTensors(plain, names)
+    plain_copies = CopiedBytes(case.device)
+    with untouched(plain), seeded(case.seed), saved.watch(), plain_copies:
+        _ = case.workload.mean_loss(plain, batch)
+    copies = CopiedBytes(case.device)
+    with untouched(module), seeded(case.seed), copies:
+        _ = case.workload.mean_loss(module, batch)
+
+    moved = copies.nbytes - plain_copies.nbytes
+    most = saved.num_bytes()
+    least = saved.num_bytes(sure=True)
+    if not most:
+        return not_applicable(
+            gate, required="each storage once", why="the blocks save nothing that is large enough"
+        )
+
+    hint = ""
+    if moved > most:
+        hint = (
+            "a parameter, a buffer, or a storage that had moved already is copied: look up "
+            "storages, not tensors"
+        )
+    elif moved < least:
+        hint = (
+            "activations of the blocks stay on the device, or are recomputed: check that the hooks "
+            "are active during the blocks' forward"
+        )
+    everything = sum(tensor.nbytes for tensor in saved.tensors)
+    measured = f"{format_bytes(moved)} moved, {moved / everything:.0%} of what save_on_cpu copies"
+    span = format_bytes(most) if least == most else f"{format_bytes(least)} to {format_bytes(most)}"
+    return Verdict(gate, not hint, measured, f"{span}: each storage once", hint)
+
+
+OFFLOAD_GATES = (
+    Gate("recompute/offload-parity", offload_parity),
+    Gate("recompute/offload-bytes", moved_bytes),
+)
+
+
+class SavedTensors:
+    """The tensors that autograd saves while some modules run, as `save_on_cpu` would copy them."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.model = model
+        self.modules = [model.get_submodule(name) for name in names]
+        self.tensors: list[Tensor] = []
+        self.open: list[saved_tensors_hooks] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        handles = [module.register_forward_pre_hook(self._enter) for module in self.modules]
+        handles += [module.register_forward_hook(self._leave) for module in self.modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while self.open:  # a module raised
+                self._leave()
+
+    def num_bytes(self, *, sure: bool = False) -> int:
+        """Count the bytes of the storages that are large enough and not of parameters or buffers.
+
+        With `sure` only storages that must move are counted: those with a saved tensor that
+        requires a gradient or fills at least half of the storage, unless it is a cast of a
+        parameter. The others may stay on the device.
+        """
+        owned = {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
+        groups: dict[int, list[Tensor]] = {}
+        for tensor in self.tensors:
+            if tensor.untyped_storage().nbytes() >= LEAST_BYTES and _address(tensor) not in owned:
+                groups.setdefault(_address(tensor), []).append(tensor)
+        sizes = {address: group[0].untyped_storage().nbytes() for address, group in groups.items()}
+        return sum(
+            size
+            for address, size in sizes.items()
+            if not sure or any(map(_is_sure, groups[address]))
+        )
+
+    def _enter(self, *_: Any) -> None:
+        self.open.append(saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        self.open[-1].__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        self.open.pop().__exit__()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            self.tensors.append(tensor)  # held alive, so that no address is reused
+        return tensor.detach()
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Count the bytes that copies write: to the host on CUDA, all of them on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in COPY_OPERATIONS and isinstance(out, Tensor):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            if self.device.type == source.device.type and out.device.type == "cpu":
+                self.nbytes += out.nbytes
+        return out
+
+
+COPY_OPERATIONS = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_sure(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    sources = [] if base.grad_fn is None else [node for node, _ in base.grad_fn.next_functions]
+    if len(sources) == 1:
+        parameter = getattr(sources[0], "variable", base)
+        if getattr(parameter, "dtype", base.dtype) != base.dtype:  # a cast of a parameter
+            return False
+    return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
+
+
+GATES = (*RECOMPUTE_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES)

@@ -2,7 +2,7 @@
 
 Each gate takes the technique as an argument, so that its tests can plant a wrong one.
 
-Proof: `python -m pytest tests/test_sac.py`.
+Proof: `python -m pytest tests/gates/test_sac.py`.
 """
 
 import contextlib
@@ -20,26 +20,31 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from ..core import operations
+from ..bench.timing import python_calls
 from ..core.blocks import find_blocks
-from ..core.layers import REST, RunningLayers
-from ..core.measure import FlopCount, count_flops, measure_memory, recompute_flops
-from ..core.python_calls import python_calls
-from ..core.untouched import seeded, untouched
-from ..core.verdict import Gate, NotApplicable, Verdict, not_applicable
-from ..core.workload import Case
-from ..plan.same_training import same_training
-from ..plan.strategies import STRATEGIES
-from ..plan.strategy import Apply
+from ..core.measure import (
+    REST_LAYER,
+    FlopCount,
+    RunningLayers,
+    count_flops,
+    measure_memory,
+    recompute_flops,
+)
+from ..core.random import seeded, untouched
+from ..plan.strategies import STRATEGIES, Apply
+from ..primitives import sac
 from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
+from ..workloads.workload import Case
+from .same_training import same_training
+from .verdict import Gate, NotApplicable, Verdict, not_applicable
 
 # Of the Python function calls that torch's own selective checkpointing adds to a step.
-OVERHEAD = 0.4
+MOST_CALL_OVERHEAD = 0.4
 Policies = Callable[..., list[str]]  # takes a model, a policy, and the blocks to apply it to
 
 
-def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+def sac_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """Compare loss, gradients, buffers and generators of one step with and without SAC."""
     gate = f"sac/parity-{strategy.removeprefix('sac_').replace('_', '-')}"
     with _where_outputs_can_be_kept():
@@ -112,13 +117,13 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
     calls_of_plain = python_calls(case, lambda module, case: None)
     share = (calls - calls_of_plain) / (calls_of_sac - calls_of_plain)
 
-    passed = held < 1 and again == 0 and 0 < share <= OVERHEAD
+    passed = held < 1 and again == 0 and 0 < share <= MOST_CALL_OVERHEAD
     missed = sum(row.nbytes for row in report.unreached)
     measured = (
         f"holds {held:.0%} (torch's SAC {held_by_sac:.0%}), {again:,} FLOPs again, {share:.2f} of "
         f"its Python calls; {missed / 2**20:.1f} MiB not reached"
     )
-    required = f"under 100%, 0 FLOPs, at most {OVERHEAD} of the calls"
+    required = f"under 100%, 0 FLOPs, at most {MOST_CALL_OVERHEAD} of the calls"
     hint = ""
     if not passed:
         hint = (
@@ -160,9 +165,9 @@ def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
 
 
 GATES = (
-    Gate("sac/parity-sac", partial(parity, strategy="sac")),
-    Gate("sac/parity-every-second", partial(parity, strategy="sac_every_second")),
-    Gate("sac/parity-regions", partial(parity, strategy="regions")),
+    Gate("sac/parity-sac", partial(sac_parity, strategy="sac")),
+    Gate("sac/parity-every-second", partial(sac_parity, strategy="sac_every_second")),
+    Gate("sac/parity-regions", partial(sac_parity, strategy="regions")),
     Gate("sac/products", products),
     Gate("sac/regions", regions),
     Gate("sac/refused", refusals),
@@ -170,8 +175,8 @@ GATES = (
 
 
 def _keep_cheap(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    keepable = not operations.writes_in_place(operation)
-    return keepable and operations.is_cheap(operation) and operation not in operations.EXPENSIVE
+    keepable = not sac.writes_in_place(operation)
+    return keepable and sac.is_cheap(operation) and operation not in sac.EXPENSIVE_OPERATIONS
 
 
 @contextlib.contextmanager
@@ -209,9 +214,9 @@ class _Products(TorchDispatchMode):
         with FlopCount() as counted:
             out = func(*args, **(kwargs or {}))
         block = self.running.current
-        if func in operations.MATMULS and block != REST:
+        if func in sac.MATMULS and block != REST_LAYER:
             self.flops[block, self.running.calls[block]].append(counted.flops)
-        elif func not in operations.ATTENTION and block != REST:
+        elif func not in sac.ATTENTION_OPERATIONS and block != REST_LAYER:
             self.others += counted.flops
         return out
 
@@ -239,7 +244,7 @@ def torch_sac(module: nn.Module, case: Case) -> None:
     """Apply torch's own selective checkpointing of the same operations, as a reference."""
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_saved = operation in operations.MATMULS or operation in operations.ATTENTION
+        is_saved = operation in sac.MATMULS or operation in sac.ATTENTION_OPERATIONS
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = partial(create_selective_checkpoint_contexts, policy)

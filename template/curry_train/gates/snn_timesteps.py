@@ -4,7 +4,7 @@ Each gate takes the technique as `apply`, and the last one its detector as `chec
 can plant wrong ones. They apply to models whose loop over time is a method
 `unroll(step, inputs, state)`.
 
-Proof: `python -m pytest tests/test_snn_timesteps.py`.
+Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,30 +18,32 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..core.blocks import NoBlocks
-from ..core.hidden_state import HiddenState, check_step
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
-from ..core.timestep_schedule import (
+from ..core.random import seeded, untouched
+from ..plan.strategies import STRATEGIES, Apply
+from ..primitives.hidden_state import HiddenState, check_step
+from ..primitives.time_loop import (
+    ChunkSchedule,
     Costs,
-    Schedule,
+    TimestepFunction,
     best_schedule,
     measure_costs,
-    peak_bytes,
+    schedule_peak_bytes,
+    slice_time,
+    steppers,
+    take_step,
     times_again,
 )
-from ..core.timesteps import Step, slice_time, steppers, take_step
-from ..core.untouched import seeded, untouched
-from ..core.verdict import Gate, Verdict, not_applicable
-from ..core.workload import Case
-from ..plan.same_training import same_training, sample_of
-from ..plan.strategies import STRATEGIES
-from ..plan.strategy import Apply
+from ..workloads.workload import Case
+from .same_training import same_training, sample_of
+from .verdict import Gate, Verdict, not_applicable
 
 NO_LOOP = (
     "no module has a loop over time in a method unroll(step, inputs, state), so there is no loop "
     "to replace"
 )
 # Of the plain peak: if the predicted peak is higher, the saving is too small to check.
-AT_MOST = 0.8
+MOST_TIMESTEPS_SHARE = 0.8
 ENOUGH_BYTES = 256 * 2**20
 
 
@@ -50,19 +52,19 @@ class Unrolled:
     """One loop over time and the arguments that the model passes to it."""
 
     name: str
-    step: Step
+    step: TimestepFunction
     timesteps: Sequence[Any]
     state: Any
 
     def costs(self) -> Costs:
         return measure_costs(self.step, self.timesteps, self.state)
 
-    def schedule(self, costs: Costs, levels: int) -> Schedule:
+    def schedule(self, costs: Costs, levels: int) -> ChunkSchedule:
         """Choose the schedule by the formula."""
         return best_schedule(len(self.timesteps), costs, levels)
 
 
-def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
+def timestep_memory(case: Case, *, apply: Apply | None = None) -> Verdict:
     """Compare the peak with its prediction, at a batch where activations dominate.
 
     The prediction is the state at the chunk boundaries and one chunk of timesteps.
@@ -78,7 +80,7 @@ def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
     for loop in _loops(case):
         costs = loop.costs()
         allowed -= len(loop.timesteps) * costs.step_bytes
-        allowed += peak_bytes(loop.schedule(costs, 1), costs)
+        allowed += schedule_peak_bytes(loop.schedule(costs, 1), costs)
         # A step that is being computed, and the gradient of the state.
         allowed += costs.step_bytes + costs.boundary_bytes
     allowed += sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
@@ -86,7 +88,7 @@ def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
         allowed += plain.peak_bytes // 20  # the allocator rounds up, and the formula counts bytes
 
     required = f"peak at most {allowed / plain.peak_bytes:.0%} of plain"
-    if allowed > AT_MOST * plain.peak_bytes:
+    if allowed > MOST_TIMESTEPS_SHARE * plain.peak_bytes:
         why = (
             "the formula predicts a small saving here: there are few timesteps, or other things "
             "own the memory"
@@ -110,7 +112,7 @@ def memory(case: Case, *, apply: Apply | None = None) -> Verdict:
     return Verdict(gate, held, measured, required, hint)
 
 
-def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+def timestep_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """Compare loss, gradients, buffers and generators of one step with and without recompute."""
     gate = _named("parity", strategy)
     case = replace(case, blocks=None)
@@ -128,7 +130,7 @@ def parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     return replace(found, hint=found.hint.removesuffix("; or leave it out with --blocks"))
 
 
-def flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+def timestep_flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """Compare the recomputed FLOPs with the schedule.
 
     Every timestep but those of the last chunks is recomputed once per level. With early stop the
@@ -167,10 +169,10 @@ def flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     return Verdict(gate, held, measured, required, hint)
 
 
-class Planted(nn.Module):
+class PlantedStep(nn.Module):
     """A step with a hidden potential, as modules of spiking networks have."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: TimestepFunction) -> None:
         super().__init__()
         self.step = step
         self.potential: Any = 0.0
@@ -188,7 +190,7 @@ class Planted(nn.Module):
 
 
 def hidden_state(
-    case: Case, *, check: Callable[[Step, Sequence[Any], Any], Any] = check_step
+    case: Case, *, check: Callable[[TimestepFunction, Sequence[Any], Any], Any] = check_step
 ) -> Verdict:
     """Check that hidden state planted in a step is found and named, and that the step has none."""
     gate = "snn-timesteps/hidden-state"
@@ -200,7 +202,7 @@ def hidden_state(
     hints = []
     for loop in _loops(case):
         own, why = _found(check, loop.step, loop)
-        planted, _ = _found(check, Planted(loop.step), loop)
+        planted, _ = _found(check, PlantedStep(loop.step), loop)
         results.append(f"planted: {planted}; own step: {own}")
         if own != "none":
             hints.append(why)
@@ -214,7 +216,9 @@ def hidden_state(
 
 
 def _found(
-    check: Callable[[Step, Sequence[Any], Any], Any], step: Step, loop: Unrolled
+    check: Callable[[TimestepFunction, Sequence[Any], Any], Any],
+    step: TimestepFunction,
+    loop: Unrolled,
 ) -> tuple[str, str]:
     try:
         check(step, loop.timesteps, loop.state)
@@ -228,11 +232,11 @@ def _named(gate: str, strategy: str) -> str:
 
 
 GATES = (
-    Gate("snn-timesteps/memory", memory),
-    Gate("snn-timesteps/parity", partial(parity, strategy="timesteps")),
-    Gate("snn-timesteps/parity-nested", partial(parity, strategy="timesteps_nested")),
-    Gate("snn-timesteps/flops", partial(flops, strategy="timesteps")),
-    Gate("snn-timesteps/flops-nested", partial(flops, strategy="timesteps_nested")),
+    Gate("snn-timesteps/memory", timestep_memory),
+    Gate("snn-timesteps/parity", partial(timestep_parity, strategy="timesteps")),
+    Gate("snn-timesteps/parity-nested", partial(timestep_parity, strategy="timesteps_nested")),
+    Gate("snn-timesteps/flops", partial(timestep_flops, strategy="timesteps")),
+    Gate("snn-timesteps/flops-nested", partial(timestep_flops, strategy="timesteps_nested")),
     Gate("snn-timesteps/hidden-state", hidden_state),
 )
 
@@ -249,7 +253,12 @@ def _loops(case: Case) -> list[Unrolled]:
         plain = stepper.unroll
 
         def unroll(
-            step: Step, inputs: Any, state: Any, name: str = name, run: Any = plain, **options: Any
+            step: TimestepFunction,
+            inputs: Any,
+            state: Any,
+            name: str = name,
+            run: Any = plain,
+            **options: Any,
         ) -> Any:
             detached_inputs, detached_state = tree_map(
                 lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (inputs, state)

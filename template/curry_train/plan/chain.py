@@ -1,208 +1,328 @@
-"""Search of a chain of menus: by a price per byte, then by dynamic programming.
+"""A model as a chain of blocks, with the bytes and seconds of any microbatch size.
 
-Bytes are counted from a floor that rises from block to block, so that only the differences between
-choices are divided into quanta.
+Blocks and whole steps are measured at two sizes; figures of other sizes lie on the line through
+them, because bytes and FLOPs are linear in the microbatch.
 
-Proof: `python -m pytest tests/test_solve.py`.
+Proof: `python -m pytest tests/plan/test_plan.py`.
 """
 
-import math
-from collections.abc import Sequence
-from itertools import compress
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy
-from numpy.typing import NDArray
+import torch
+from torch import nn
 
-Floats = NDArray[numpy.float64]
-Integers = NDArray[numpy.int64]
+from .. import primitives
+from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
+from .device import DeviceProfile
+from .estimate import Sketch, StepEstimate, make_optimizer
+from .saved import NONE_KIND, OFFLOAD_KIND, Option
+from .solve import Choice, Stage, least_peak, solve
 
-
-class Step(NamedTuple):
-    """One choice of a block, with its bytes counted from the floor of the block."""
-
-    place: int  # index of the choice in the menu
-    extra: int  # bytes that the choice adds above the floor
-    most: int  # the most bytes above the floor with this choice
-    cost: float
+HEAD_KEY = ""  # the key of the head, where figures are stored by block name
 
 
-class _MenuTable(NamedTuple):
-    """The menus as arrays with one row per block, padded to the longest menu at infinite cost."""
+@dataclass(frozen=True)
+class Solved:
+    """The options for one microbatch size.
 
-    costs: Floats
-    extras: Integers
-    most: Integers
-
-    def fits(self, picks: Integers) -> bool:
-        """Check the limit of every block for one pick per block."""
-        rows = numpy.arange(len(picks))
-        held = numpy.cumsum(self.extras[rows, picks])
-        return bool(((held >= 0) & (held <= self.most[rows, picks])).all())
-
-
-def price_menus(
-    menus: Sequence[Sequence[Step]], known: float
-) -> tuple[list[int] | None, list[list[Step]]]:
-    """Find a first plan by a price per held byte, and prune choices that can't improve on it.
-
-    Return the chosen places, None if no price gives a plan that fits, and the pruned menus. With a
-    price on the bytes held at the end, and no other limit, each block chooses alone: that costs at
-    most as much as any plan that fits. A choice that raises this bound above the best plan so far
-    (`known`, or the one found here) is pruned. A menu is empty where no plan is better.
+    Where nothing fits, they are those of the least peak, and `peak_bytes` is above the budget.
     """
-    table = _tabulate_menus(menus)
-    rows = numpy.arange(len(menus))
-    room = max(step.most for step in menus[-1])
 
-    rich, poor, price = _find_byte_price(table)
-    if poor is None:
-        return None, [list(steps) for steps in menus]
-    num_poor = _fewest_poor_picks(table, rich, poor)
-    picks = numpy.where(rows < num_poor, poor, rich)
-
-    known = min(known, float(table.costs[rows, picks].sum()))
-    priced = table.costs + price * table.extras
-    least = priced.min(axis=1, keepdims=True)
-    gap = known - (float(least.sum()) - price * room)
-    # The margin keeps rounding errors from pruning a choice.
-    useful = priced - least <= gap + 1e-9 * (abs(known) + price * room)
-
-    chosen = [steps[pick].place for steps, pick in zip(menus, picks, strict=True)]
-    pruned = [list(compress(steps, row)) for steps, row in zip(menus, useful.tolist(), strict=True)]
-    return chosen, pruned
+    options: Mapping[str, Option]
+    peak_bytes: int
+    seconds: float
 
 
-def _tabulate_menus(menus: Sequence[Sequence[Step]]) -> _MenuTable:
-    widest = max(len(steps) for steps in menus)
-    costs = []
-    extras = []
-    most = []
-    for steps in menus:
-        padding = widest - len(steps)
-        costs.append([step.cost for step in steps] + [math.inf] * padding)
-        extras.append([step.extra for step in steps] + [0] * padding)
-        most.append([step.most for step in steps] + [0] * padding)
-    return _MenuTable(numpy.array(costs), numpy.array(extras), numpy.array(most))
+@dataclass(frozen=True)
+class Chain:
+    """Measured costs of a model's blocks and whole steps."""
+
+    sketch: Sketch
+    profile: DeviceProfile
+    steps: tuple[StepEstimate, ...]  # plain whole steps, one for each of `SIZES`
+    kinds: tuple[tuple[tuple[str, ...], Menu], ...]  # names of blocks, and what each option costs
+    left_out: tuple[str, ...] = ()  # options that could not run, with the reason
+    chunk_tokens: int | None = None
+
+    def solve(
+        self,
+        microbatch: int,
+        budget_bytes: int,
+        *,
+        accumulated: bool,
+        less: Mapping[str, float] = MappingProxyType({}),
+    ) -> Solved:
+        """Choose the fastest options that fit the budget.
+
+        `accumulated`: all gradients of earlier microbatches are in memory. `less`: bytes per
+        sample by which the chain is known to overestimate, by block name and `HEAD_KEY`.
+        """
+        menus = {name: self._menu(name) for name in self.names}
+        plain = self.plain_seconds(microbatch)
+        least = self._line(microbatch, lambda step: step.step)
+        if not menus:
+            peak = self._line(microbatch, lambda step: step.peak_bytes)
+            return Solved({}, peak, plain)
+
+        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
+        solved = None
+        if budget_bytes >= max(1, least):
+            solved = solve(stages, budget_bytes, head_bytes=head)
+        found = solved or least_peak(stages, head_bytes=head)
+        options = _chosen_options(menus, found.chosen)
+        return Solved(options, max(found.peak_bytes, least), plain + found.cost)
+
+    def least(self, microbatch: int, *, accumulated: bool) -> tuple[dict[str, Option], int]:
+        """Choose the options with the least peak, and return them with that peak.
+
+        Of options with equal peaks, those that hold least win. Time plays no part, so the choice
+        is the same for every device.
+        """
+        menus = {name: self._menu(name) for name in self.names}
+        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less={})
+        if not stages:
+            return {}, self._line(microbatch, lambda step: step.peak_bytes)
+
+        priced_by_bytes = []
+        for stage in stages:
+            choices = tuple(replace(choice, cost=choice.held_bytes) for choice in stage.choices)
+            priced_by_bytes.append(replace(stage, choices=choices))
+        found = least_peak(priced_by_bytes, head_bytes=head)
+        options = _chosen_options(menus, found.chosen)
+        return options, max(found.peak_bytes, self._line(microbatch, lambda step: step.step))
+
+    def moments(
+        self,
+        microbatch: int,
+        options: Mapping[str, Option],
+        *,
+        accumulated: bool,
+        less: Mapping[str, float],
+    ) -> dict[str, int]:
+        """Predict the bytes while each block is in backward, and before the backward (`HEAD_KEY`)."""
+        menus = {name: self._menu(name) for name in self.names}
+        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
+        held = 0
+        predicted = {}
+        for (name, menu), stage in zip(menus.items(), stages, strict=True):
+            choice = _choice_of(options[name], menu, stage.choices)
+            held += choice.held_bytes
+            predicted[name] = held + choice.transient_bytes + stage.standing_bytes
+        return predicted | {HEAD_KEY: held + head}
+
+    @property
+    def names(self) -> list[str]:
+        """The blocks that have a menu, in the model's order."""
+        known = {name for names, _ in self.kinds for name in names}
+        return [name for name in self.steps[0].blocks if name in known]
+
+    def seconds(self, microbatch: int, options: Mapping[str, Option]) -> float:
+        """Predict the time of forward and backward under these options, as `solve` does."""
+        total = self.plain_seconds(microbatch)
+        for name in self.names:
+            menu = self._menu(name)
+            choices = self._choices(menu, microbatch, self.steps[0].blocks[name].calls)
+            total += _choice_of(options[name], menu, choices).cost
+        return total
+
+    def offers(self, option: Option) -> bool:
+        """Check whether the option is on the menu of every block."""
+        return all(_is_on_menu(option, menu) for _, menu in self.kinds)
+
+    def _menu(self, name: str) -> Menu:
+        return next(menu for names, menu in self.kinds if name in names)
+
+    def _stages(
+        self,
+        menus: Mapping[str, Menu],
+        microbatch: int,
+        *,
+        accumulated: bool,
+        less: Mapping[str, float],
+    ) -> tuple[list[Stage], int]:
+        """Build the solver's stages, one per block, and the bytes of the head."""
+        first = self.steps[0]
+        standing = self._line(microbatch, lambda step: step.fixed + step.rest)
+
+        # Backward runs from the last block to the first: gradients of later blocks exist already.
+        gradients = {}
+        later = first.head_gradients
+        for name in reversed(list(first.blocks)):
+            gradients[name] = later
+            later += first.blocks[name].gradients
+
+        stages = []
+        known: dict[tuple[int, int], tuple[Choice, ...]] = {}
+        for name, menu in menus.items():
+            block = first.blocks[name]
+            others = first.gradients - block.gradients if accumulated else gradients[name]
+            key = (id(menu[0]), block.calls)
+            if key not in known:
+                known[key] = self._choices(menu, microbatch, block.calls)
+            correction = round(microbatch * less.get(name, 0))
+            stages.append(Stage(known[key], max(0, standing + others - correction)))
+
+        head = self._line(microbatch, lambda step: step.fixed + step.head)
+        if accumulated:
+            head += first.gradients
+        return stages, max(0, head - round(microbatch * less.get(HEAD_KEY, 0)))
+
+    def plain_seconds(self, microbatch: int) -> float:
+        """Predict the time of forward and backward without recompute."""
+        flops = self._lines(microbatch, [step.flops for step in self.steps])
+        moved = self._lines(microbatch, [step.moved for step in self.steps])
+        times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
+        return float(times[moved > 0].sum())
+
+    def plain_flops(self, microbatch: int) -> float:
+        return float(self._lines(microbatch, [step.flops for step in self.steps]).sum())
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """The time of the optimizer step, which is limited by bandwidth.
+
+        It reads gradients and parameters, and writes state and parameters.
+        """
+        step = self.steps[0]
+        return (2 * step.fixed + step.gradients) / self.profile.bytes_per_second
+
+    def fixed_with(self, optimizer: str) -> int:
+        """Return the bytes of parameters, buffers, batch and state with another optimizer."""
+        module = self.sketch.build()
+        other = make_optimizer(optimizer, module)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        other.step()
+
+        state = 0
+        for entries in other.state.values():
+            state += sum(
+                entry.nbytes for entry in entries.values() if isinstance(entry, torch.Tensor)
+            )
+        owners = self.steps[0].timeline.owners
+        return state + owners["parameters"][0] + owners["buffers and batch"][0]
+
+    def _choices(self, menu: Menu, microbatch: int, calls: int) -> tuple[Choice, ...]:
+        """Price a menu for a microbatch size; costs are seconds above the plain block."""
+        plain = next(
+            self._seconds(option, measured, microbatch)
+            for option, measured in menu
+            if option.kind == NONE_KIND
+        )
+        choices = []
+        for option, measured in menu:
+            cost = 0.0
+            if option.kind != NONE_KIND:
+                cost = max(0.0, calls * (self._seconds(option, measured, microbatch) - plain))
+            held = self._line_of(microbatch, [size.held for size in measured])
+            transient = self._line_of(microbatch, [size.transient for size in measured])
+            choices.append(Choice(str(option), calls * held, transient, cost))
+        return tuple(choices)
+
+    def _seconds(self, option: Option, measured: tuple[Measured, ...], microbatch: int) -> float:
+        """Predict the time of forward and backward of one block under an option."""
+        flops = self._lines(microbatch, [size.flops for size in measured])
+        moved = self._lines(microbatch, [size.moved for size in measured])
+        again = self._lines(microbatch, [size.again for size in measured])
+        seconds = Measured(0, 0, flops, moved, again).seconds(option, self.profile, self._dtype)
+
+        # Offload copies to the host and back; the copies overlap with the computation.
+        link = self.profile.host_bytes_per_second
+        if option.kind == OFFLOAD_KIND and link is not None:
+            away = self._line_of(microbatch, [size.moved_away for size in measured])
+            return max(seconds, 2 * away / link)
+        return seconds
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.sketch.case.dtype).removeprefix("torch.")
+
+    def _line(self, microbatch: int, figure: Callable[[StepEstimate], int]) -> int:
+        """Extrapolate a figure of the whole step to a microbatch size."""
+        return self._line_of(microbatch, [figure(step) for step in self.steps])
+
+    def _line_of(self, microbatch: int, figures: list[int]) -> int:
+        """Extrapolate a figure from its values at `SIZES`."""
+        first, second = figures
+        slope = (second - first) / (MEASURED_MICROBATCH_SIZES[1] - MEASURED_MICROBATCH_SIZES[0])
+        return max(0, round(first + slope * (microbatch - MEASURED_MICROBATCH_SIZES[0])))
+
+    def _lines(self, microbatch: int, figures: list[Any]) -> Any:
+        """Extrapolate a figure of each operation from its values at `SIZES`.
+
+        If the two sizes run different numbers of operations, scale the larger one in proportion.
+        """
+        first, second = figures
+        if len(first) != len(second):
+            return second * (microbatch / MEASURED_MICROBATCH_SIZES[1])
+        return numpy.maximum(
+            0.0,
+            first
+            + (second - first)
+            * (
+                (microbatch - MEASURED_MICROBATCH_SIZES[0])
+                / (MEASURED_MICROBATCH_SIZES[1] - MEASURED_MICROBATCH_SIZES[0])
+            ),
+        )
 
 
-def _find_byte_price(table: _MenuTable) -> tuple[Integers, Integers | None, float]:
-    """Bisect the price per byte.
+def _chosen_options(menus: Mapping[str, Menu], chosen: Sequence[int]) -> dict[str, Option]:
+    """Return the option of each block from the indices that the solver chose."""
+    return {name: menu[index][0] for (name, menu), index in zip(menus.items(), chosen, strict=True)}
 
-    Return the picks just below the price at which the plan fits, those just above it, None if none
-    fit, and that price, which is 0 if the cheapest choices fit.
+
+def _choice_of(option: Option, menu: Menu, choices: Sequence[Choice]) -> Choice:
+    """Return the choice that belongs to an option of the menu."""
+    return next(
+        choice for choice, (offered, _) in zip(choices, menu, strict=True) if offered == option
+    )
+
+
+def _is_on_menu(option: Option, menu: Menu) -> bool:
+    return any(option == offered for offered, _ in menu)
+
+
+def measure_chain(
+    sketch: Sketch,
+    profile: DeviceProfile,
+    *,
+    chunk_tokens: int | None = None,
+    like: Chain | None = None,
+    without: Sequence[str] = (),
+    also: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda message: None,
+) -> Chain:
+    """Measure whole steps and the costs of each block.
+
+    With `like` the blocks' costs are taken from that chain. Options of the kinds in `without` are
+    left out; regions may recompute the modules in `also`. Raises a ValueError if `chunk_tokens` is
+    given and the loss does not run in chunks.
     """
-    rich = table.costs.argmin(axis=1)
-    if table.fits(rich):
-        return rich, rich, 0.0
-    poor = None
-    price = 0.0
-    low = 1e-24
-    high = float(numpy.ptp(table.costs[numpy.isfinite(table.costs)])) + 1.0
-    for _ in range(50):  # enough for full precision, whatever the unit of the costs
-        middle = math.sqrt(low * high)
-        picks = (table.costs + middle * table.extras).argmin(axis=1)
-        if table.fits(picks):
-            high = middle
-            poor = picks
-            price = middle
-        else:
-            low = middle
-            rich = picks
-    return rich, poor, price
+    changed: list[nn.Module] = []
 
+    def chunk(module: nn.Module) -> None:
+        primitives.apply_chunked_loss(module, chunk_tokens=chunk_tokens)
+        changed.append(module)
 
-def _fewest_poor_picks(table: _MenuTable, rich: Integers, poor: Integers) -> int:
-    """Count the blocks from the front that must take the poor pick for the plan to fit.
+    steps = []
+    for size in MEASURED_MICROBATCH_SIZES:
+        tell(f"estimating a step of {size} samples{' with chunked loss' if chunk_tokens else ''}")
+        steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk))
+        for name, use in primitives.chunked_loss_report(changed[-1]).items() if changed else ():
+            if not use.num_chunked:
+                raise ValueError(
+                    f"the loss of {name} does not run in chunks ({use}): leave the loss whole"
+                )
+    if like is not None:
+        return Chain(sketch, profile, tuple(steps), like.kinds, like.left_out, chunk_tokens)
 
-    Equal blocks change their pick at the same price; this lets the last of them stay rich.
-    """
-    rows = numpy.arange(len(rich))
-    first = 0
-    last = len(rich)
-    while first < last:
-        middle = (first + last) // 2
-        if table.fits(numpy.where(rows < middle, poor, rich)):
-            last = middle
-        else:
-            first = middle + 1
-    return last
-
-
-def walk_menus(menus: Sequence[Sequence[Step]], quantum: int) -> list[int] | None:
-    """Find the cheapest choice of each menu by dynamic programming; None if it finds none.
-
-    Held bytes are told apart in steps of `quantum`.
-    """
-    costs = numpy.zeros(1)
-    rests = numpy.zeros(1, dtype=numpy.int64)
-    picks_of_blocks = []
-    for steps in menus:
-        costs, rests, picks = _advance(costs, rests, steps, quantum)
-        picks_of_blocks.append(picks)
-    level = int(numpy.argmin(costs))
-    if not numpy.isfinite(costs[level]):
-        return None
-
-    held = level * quantum + int(rests[level])  # above the floor, to the byte
-    chosen: list[int] = []
-    for steps, picks in zip(reversed(menus), reversed(picks_of_blocks), strict=True):
-        step = steps[picks[held // quantum]]
-        chosen.append(step.place)
-        held -= step.extra
-    return chosen[::-1]
-
-
-def _advance(
-    costs: Floats, rests: Integers, steps: Sequence[Step], quantum: int
-) -> tuple[Floats, Integers, Integers]:
-    """Advance the dynamic program by one block.
-
-    Takes the costs and rests of the previous block. Returns, for each number of quanta held, the
-    least cost, the rest (the bytes beyond whole quanta) and the step taken. The cost is infinite
-    where no step leads to that number of quanta.
-    """
-    num_levels = max(step.most for step in steps) // quantum + 1
-    # One more level at either end keeps every window whole.
-    reached = numpy.full(num_levels + 2, numpy.inf)
-    # Twice the index of the step, plus one where its rest filled a quantum.
-    ways = numpy.zeros(num_levels + 2, dtype=numpy.int64)
-    extras = numpy.array([step.extra for step in steps], dtype=numpy.int64)
-    most = numpy.array([step.most for step in steps], dtype=numpy.int64)
-
-    held = numpy.arange(len(costs)) * quantum + rests
-    firsts = numpy.searchsorted(held, -extras).tolist()
-    ends = numpy.searchsorted(held, most - extras, side="right").tolist()
-    for way, (step, first, end) in enumerate(zip(steps, firsts, ends, strict=True)):
-        whole, rest = divmod(step.extra, quantum)
-        total = costs[first:end] + step.cost
-        carried = rests[first:end] >= quantum - rest
-        for carry, fits in ((0, ~carried), (1, carried)) if rest else ((0, ~carried),):
-            window = slice(first + whole + carry + 1, end + whole + carry + 1)
-            fits &= total < reached[window]
-            numpy.copyto(reached[window], total, where=fits)
-            numpy.copyto(ways[window], 2 * way + carry, where=fits)
-
-    ways = ways[1:-1]
-    reached = reached[1:-1]
-    picks = ways >> 1
-    carries = ways & 1
-    wholes, remainders = numpy.divmod(extras[picks], quantum)
-    possible = numpy.isfinite(reached)
-    origins = numpy.where(possible, numpy.arange(num_levels) - wholes - carries, 0)
-    new_rests = numpy.where(possible, rests[origins] + remainders - carries * quantum, 0)
-    return reached, new_rests, picks
-
-
-def unbeaten(rows: Sequence[tuple[float, int, int]]) -> list[int]:
-    """Return the indices of the rows that no other row beats or equals in every column.
-
-    Smaller is better. Of equal rows the first is returned.
-    """
-    order = sorted(range(len(rows)), key=rows.__getitem__)
-    first = numpy.array([rows[index][1] for index in order])
-    second = numpy.array([rows[index][2] for index in order])
-    first_no_larger = first[:, None] <= first
-    second_no_larger = second[:, None] <= second
-    beaten = numpy.any(numpy.triu(first_no_larger & second_no_larger, 1), axis=0)
-    return [order[position] for position in numpy.flatnonzero(~beaten)]
+    offload = profile.host_bytes_per_second is not None and sketch.why_real is None
+    kinds, left_out = measure_menus(
+        sketch, steps, offload=offload, without=without, also=also, tell=tell
+    )
+    return Chain(sketch, profile, tuple(steps), kinds, left_out, chunk_tokens)

@@ -1,39 +1,312 @@
-"""Estimate the bytes of a whole training step from shapes alone, by owner and by block.
+"""Estimate a whole training step on shapes alone, optimizer included.
 
-    with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch:
+with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch:
         print(sketch.step(batch_size=4).timeline.table())
 
 This runs on a laptop for a model of any size. On the CPU the estimate equals the measured figure to
 the byte. A model whose shapes depend on values is measured for real, and `Sketch.why_real` names
 the operation.
 
-Proof: `python -m pytest tests/test_estimate.py`.
+Proof: `python -m pytest tests/plan`.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import gc
+import random
+import re
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.fake import NEEDS_VALUES, PretendedCase, pretended
-from ..core.load import load_workload
-from ..core.untouched import unwatched
-from ..core.workload import Case, Workload, WorkloadError
-from .operation_cost import operation_cost
-from .optimizer_steps import OptimizerSteps
-from .optimizers import make_optimizer
-from .report import ACTIVATIONS, BATCH, GRADIENTS, PARAMETERS, STATE, Timeline
-from .step_lives import ASKS_FOR_DEVICE, StepLives, record_step
-from .timeline import timeline_of
-from .trial import needs_rehearsal, who_needs_values
+from ..core.measure import Life, operation_flops, tensors_in
+from ..core.random import seeded, unwatched
+from ..core.wording import did_you_mean
+from ..workloads.load import load_workload
+from ..workloads.workload import Case, Workload, WorkloadError
+from .profiler import (
+    ACTIVATIONS_GROUP,
+    BATCH_GROUP,
+    GRADIENTS_GROUP,
+    OPTIMIZER_STATE_GROUP,
+    PARAMETERS_GROUP,
+    Timeline,
+)
+from .shapes import NEEDS_VALUES_ERRORS, NeedsValues, PretendedCase, pretended
+from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
 
-Change = Callable[[nn.Module], object]
+# ------------------------------------------------------------------------------
+# Trial step: check whether a training step can be estimated from shapes alone.
+# ------------------------------------------------------------------------------
+
+KERNEL_SIZES_REASON = "the sizes of the tensors that its kernel makes do not follow from shapes"
+SPARSE_SIZES_REASON = "the number of values in a sparse tensor does not follow from shapes"
+TRIAL_BATCH_SIZE = 2  # batch norm needs two
+
+
+def needs_rehearsal(case: Case) -> bool:
+    """Check whether the second step may differ from the first one, so that both must run.
+
+    It may differ if forward and backward leave tensors behind (a cache, or a buffer that is
+    assigned), if a trainable parameter gets no gradient, or if Python's random numbers are drawn.
+    Raises one of `NEEDS_VALUES` if shapes are not enough.
+    """
+    module = case.build()
+    batch = case.batch(TRIAL_BATCH_SIZE)
+    existing = {
+        _key(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors_in(batch))
+    }
+    with seeded(0), torch.enable_grad(), StorageCheck() as trial:
+        before = random.getstate()
+        loss = case.workload.mean_loss(module, batch)
+        if loss.requires_grad:
+            loss.sum().backward()
+        del loss
+        drawn = random.getstate() != before
+
+    unused = any(
+        parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
+    )
+    module.zero_grad(set_to_none=True)
+    gc.collect()
+    if drawn or unused:
+        return True
+    left = (storage() for storage in trial.made)
+    return any(storage is not None and storage._cdata not in existing for storage in left)
+
+
+class StorageCheck(TorchDispatchMode):
+    """Raise an error at operations whose real storages differ from those that shapes give.
+
+    `made` has the storages of all other operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
+        with unwatched():
+            packet = getattr(func, "_overloadpacket", None)
+            if packet in _KERNEL_SIZED_PACKETS:
+                raise NeedsValues(func, KERNEL_SIZES_REASON)
+            sparse = packet is torch.ops.aten.embedding and len(args) > 4 and args[4]
+            if sparse or any(
+                isinstance(value, Tensor) and value.layout is not torch.strided for value in args
+            ):
+                raise NeedsValues(func, SPARSE_SIZES_REASON)
+            out = func(*args, **(kwargs or {}))
+            for value in tree_iter(out):
+                if isinstance(value, Tensor) and value.layout is torch.strided:
+                    self.made.append(weakref.ref(value.untyped_storage()))
+            return out
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+_KERNEL_SIZED_PACKETS = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}
+
+
+def who_needs_values(error: BaseException) -> str:
+    """Name the operation that needs values, and the module whose forward calls it."""
+    owner = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code.co_name == "forward" and isinstance(module, nn.Module):
+            owner = f" in the forward of {type(module).__name__}, {code.co_filename}:{line}"
+    func = getattr(error, "func", None) or "an operation"
+    if isinstance(error, NeedsValues):
+        return f"{func}{owner}: {error.why}"
+    return f"{func}{owner} needs values, which an estimate from shapes does not have"
+
+
+# ------------------------------------------------------------------------------
+# Cache of optimizer state and optimizer steps, for models without values.
+# ------------------------------------------------------------------------------
+
+Layouts = tuple[Any, ...]
+
+
+class OptimizerSteps:
+    """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
+
+    def __init__(self) -> None:
+        self._states: dict[Layouts, list[dict[str, Any]]] = {}
+        self._steps: dict[tuple[Layouts, Layouts], tuple[list[Life], int]] = {}
+
+    def give_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each trainable parameter the state it has after a first step.
+
+        The state tensors are shared between steps, since they have no values.
+        """
+        parameters = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+        key = _layouts(parameters)
+        if key not in self._states:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
+        for parameter, state in zip(parameters, self._states[key], strict=True):
+            optimizer.state[parameter].update(state)
+
+    def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
+        """Replay the optimizer step recorded for gradients of this layout, or record it now."""
+        parameters = _parameters(optimizer)
+        key = _layouts(parameters), _layouts([parameter.grad for parameter in parameters])
+        if key in self._steps:
+            record.repeat(*self._steps[key])
+            return
+
+        first = record.num_operations
+        before = list(record.lives)
+        StepLives.take(record, optimizer)
+        # A step that frees earlier storages can't be replayed from its own storages alone.
+        if not any(life.died is not None and life.died >= first for life in before):
+            lives = [_from(first, life) for life in record.lives[len(before) :]]
+            self._steps[key] = lives, record.num_operations - first
+
+
+def _from(first: int, life: Life) -> Life:
+    """Count the operations of a life from `first`."""
+    died = None if life.died is None else life.died - first
+    return replace(life, born=life.born - first, died=died)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Return shape, stride and dtype of each tensor, as a key."""
+    return tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+
+
+# ------------------------------------------------------------------------------
+# Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
+# ------------------------------------------------------------------------------
+
+
+class BytesForEach(torch.optim.Optimizer):
+    """Stand-in for an optimizer, with a given number of state bytes per parameter.
+
+    While it steps it also allocates one gradient at a time in float32.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
+        self.num_bytes = num_bytes
+        super().__init__(parameters, {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BytesForEach":
+        parameters = [memo.get(id(p), p) for group in self.param_groups for p in group["params"]]
+        return BytesForEach(parameters, num_bytes=self.num_bytes)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    size = round(parameter.numel() * self.num_bytes)
+                    self.state[parameter]["state"] = torch.empty(
+                        size, dtype=torch.uint8, device=parameter.device
+                    )
+                parameter.grad.float()  # allocate and free
+        return None if closure is None else closure()
+
+
+OPTIMIZERS = {
+    "adamw": "AdamW with two moments in the parameters' dtype",
+    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
+    "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
+    "sgd": "SGD without state",
+    "sgd-momentum": "SGD with momentum in the parameters' dtype",
+}
+OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
+
+
+def make_optimizer(
+    name: str | float, module: nn.Module, *, foreach: bool = False
+) -> torch.optim.Optimizer:
+    """Make an optimizer by name, or by bytes per parameter such as 6 or "6".
+
+    `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(trained, foreach=foreach)
+    if name in ("sgd", "sgd-momentum"):
+        return torch.optim.SGD(
+            trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach
+        )
+    if name in OPTIMIZER_BYTES_PER_PARAMETER:
+        return BytesForEach(trained, num_bytes=OPTIMIZER_BYTES_PER_PARAMETER[str(name)])
+    if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
+        return BytesForEach(trained, num_bytes=float(name))
+    others = f"use one of {', '.join(OPTIMIZERS)}, or the bytes per parameter"
+    raise ValueError(
+        f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
+    )
+
+
+# ------------------------------------------------------------------------------
+# Cost of an operation: its FLOPs, and the bytes it reads and writes.
+# ------------------------------------------------------------------------------
+
+
+def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Return the FLOPs and the bytes read and written; both are 0 for a view."""
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    _find(args, inputs)
+    _find(kwargs, inputs)
+    _find(out, outputs)
+    mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
+    storages = {value.untyped_storage()._cdata for value in inputs.values()}
+    if not mutable and all(
+        value.untyped_storage()._cdata in storages for value in outputs.values()
+    ):
+        return 0, 0
+    moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
+    return operation_flops(func, args, kwargs, out), moved
+
+
+def _find(value: Any, found: dict[int, Tensor]) -> None:
+    """Collect the tensors in nested lists, tuples and dicts; of a sparse one indices and values."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.sparse_coo:
+            tensors = [value._indices(), value._values()]
+        else:
+            tensors = [value]
+        for tensor in tensors:
+            found[id(tensor)] = tensor
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _find(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, found)
+
+
+# ------------------------------------------------------------------------------
+# Estimate the bytes of a whole training step from shapes alone, by owner and by block.
+# ------------------------------------------------------------------------------
+
+ModelChange = Callable[[nn.Module], object]
 
 
 @dataclass(frozen=True)
@@ -132,11 +405,11 @@ class Sketch:
                 self.case = PretendedCase(self._load(), **self._options)
                 self._optimizer_steps = None if needs_rehearsal(self.case) else OptimizerSteps()
                 self._stack = stack.pop_all()
-        except NEEDS_VALUES as error:
+        except NEEDS_VALUES_ERRORS as error:
             self.why_real = who_needs_values(error)
         except WorkloadError as error:
             # The wrapper around the user's code may have wrapped a NEEDS_VALUES error.
-            if not isinstance(error.__cause__, NEEDS_VALUES):
+            if not isinstance(error.__cause__, NEEDS_VALUES_ERRORS):
                 raise
             self.why_real = who_needs_values(error.__cause__)
 
@@ -166,7 +439,7 @@ class Sketch:
             return {}
 
     def step(
-        self, batch_size: int, *, accumulated: bool = False, change: Change | None = None
+        self, batch_size: int, *, accumulated: bool = False, change: ModelChange | None = None
     ) -> StepEstimate:
         """Estimate a step at this batch size.
 
@@ -183,7 +456,7 @@ class Sketch:
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
         if change is not None:
             change(module)
-        lives = record_step(
+        lives = record_step_storages(
             module,
             batch,
             self.case.workload.mean_loss,
@@ -219,9 +492,13 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
         alive[died] -= life.nbytes
 
         group, layer = life.owner
-        if group in (PARAMETERS, STATE, BATCH) and life.born == 0 and died == length:
+        if (
+            group in (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP, BATCH_GROUP)
+            and life.born == 0
+            and died == length
+        ):
             fixed += life.nbytes
-        if group == ACTIVATIONS and layer in held and life.born < forward_ends:
+        if group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends:
             of_blocks[life.born] += life.nbytes
             of_blocks[died] -= life.nbytes
             last_born = max(last_born, life.born)
@@ -264,7 +541,7 @@ def _gradients_at(lives: StepLives, index: int) -> int:
     return sum(
         life.nbytes
         for life in lives.lives
-        if life.owner[0] == GRADIENTS
+        if life.owner[0] == GRADIENTS_GROUP
         and life.born <= index
         and (life.died is None or life.died > index)
     )

@@ -1,25 +1,285 @@
-"""Timeline: measure the bytes alive through one training step, by owner.
+"""Record a step's storages over time, and name the owner of each byte at the peak.
 
-    timeline = measure_timeline(model, batch, loss)
+timeline = measure_timeline(model, batch, loss)
     print(timeline.table())
 
-Proof: `python -m pytest tests/test_timeline.py`.
+Proof: `python -m pytest tests/plan/test_timeline.py`.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
-from ..core.measure import Life
-from .report import ACTIVATIONS, ALLOCATOR, GROUPS, Peak, Point, Timeline
-from .step_lives import StepLives, record_step
+from ..core.measure import REST_LAYER, Life, LiveStorages, RunningLayers, divide
+from ..core.random import seeded
+from .profiler import (
+    ACTIVATIONS_GROUP,
+    ALLOCATOR_GROUP,
+    BATCH_GROUP,
+    GRADIENTS_GROUP,
+    MEMORY_GROUPS,
+    OPTIMIZER_STATE_GROUP,
+    PARAMETERS_GROUP,
+    STEP_PHASES,
+    TEMPORARIES_GROUP,
+    Peak,
+    Point,
+    Timeline,
+    as_trained,
+)
 
-__all__ = ["Peak", "Point", "Timeline", "measure_timeline", "timeline_of"]
+# ------------------------------------------------------------------------------
+# Record every storage of one training step: its owner, and when it is made and freed.
+# ------------------------------------------------------------------------------
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+# Tensors without values return their device through the dispatcher, real ones do not.
+ASKS_FOR_DEVICE = torch.ops.prim.device.default
+
+
+def record_step_storages(
+    module: nn.Module,
+    batch: Any,
+    loss: Loss,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    blocks: str | Sequence[str] | None = None,
+    accumulated: bool = False,
+    give_state: Callable[[torch.optim.Optimizer], None] | None = None,
+    make: "Callable[..., StepLives] | None" = None,
+) -> "StepLives":
+    """Record the storages of the step that `measure_timeline` reports.
+
+    `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
+    `give_state` is for tensors without values: it sets the optimizer state instead of a first step,
+    and no values are restored. The result is the same if every trainable parameter gets a gradient
+    and a step leaves no other tensors behind.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires grad: "
+            "there is nothing to train"
+        )
+    optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
+    stepped = _stepped_parameters(optimizer)
+    if not any(id(p) in stepped for p in trained):
+        raise ValueError(
+            f"the {type(optimizer).__name__} holds no parameter of {type(module).__name__}"
+        )
+    device = trained[0].device
+    layers = divide(module, blocks=blocks)
+    restored = {}
+    if not give_state:
+        restored = {id(p): p for p in trained} | stepped
+    with as_trained(module), _kept(restored), seeded(0), torch.enable_grad():
+        gc.collect()
+        before = 0
+        if device.type == "cuda":
+            own = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
+            before = torch.cuda.memory_allocated(device) - own
+
+        # The memo makes this a copy of the state over the same parameters.
+        optimizer = copy.deepcopy(optimizer, dict(stepped))
+        if give_state is None:
+            _take_step(module, batch, loss, optimizer)
+        else:
+            give_state(optimizer)
+        if not accumulated:
+            optimizer.zero_grad(set_to_none=True)
+        elif give_state is not None:
+            for parameter in trained:
+                parameter.grad = torch.empty_like(parameter)
+
+        gc.collect()
+        lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
+        lives.follow_all(batch, optimizer)
+        with lives.running, lives:
+            _take_step(module, batch, loss, optimizer, lives)
+        return lives
+
+
+def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    """Return the parameters of an optimizer by id."""
+    return {
+        id(parameter): parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@contextlib.contextmanager
+def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
+    """Drop the gradients of parameters; restore values and gradients at the end."""
+    before = [
+        (parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()
+    ]
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value, gradient in before:
+                parameter.copy_(value)
+                parameter.grad = gradient
+
+
+class StepLives(LiveStorages):
+    """Record the storages of a step; the owner of each is a pair of group and layer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        layers: Mapping[str, nn.Module],
+        before: int,
+        optimizer: str,
+    ) -> None:
+        super().__init__(owner=self._owner_now, device=device)
+        self.module = module
+        self.cuda = device if device.type == "cuda" else None
+        self.before = before
+        self.running = RunningLayers(module, layers)
+        self.optimizer = optimizer
+        self.phase = STEP_PHASES[0]
+        self.phases: list[str] = []
+        self.allocated: list[int] = []
+        self.ends: dict[str, int] = {}
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.cuda)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._read()
+        return out
+
+    def follow_all(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Count the tensors that exist before the step."""
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for owner, tensors in (
+            (PARAMETERS_GROUP, parameters),
+            (OPTIMIZER_STATE_GROUP, _tensors(list(optimizer.state.values()))),
+            (GRADIENTS_GROUP, gradients),
+            (BATCH_GROUP, [*self.module.buffers(), *_tensors(batch)]),
+        ):
+            for tensor in tensors:
+                self.follow(tensor, owner=(owner, REST_LAYER))
+
+    def own(self, group: str, tensors: Iterable[Tensor]) -> None:
+        """Assign the tensors that the step made to a group."""
+        for tensor in tensors:
+            for life in self.lives_of(tensor):
+                if life.owner[0] != PARAMETERS_GROUP:
+                    life.owner = (group, REST_LAYER)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run the last phase, the optimizer step."""
+        optimizer.step()
+        self.own(OPTIMIZER_STATE_GROUP, _tensors(list(optimizer.state.values())))
+        self.end_phase()
+
+    def repeat(self, lives: Iterable[Life], num_operations: int) -> None:
+        """Replay the last phase from a record whose operations count from the phase's first one."""
+        first = self.num_operations
+        self.num_operations += num_operations
+        for life in lives:
+            died = None if life.died is None else first + life.died
+            self.lives.append(Life(life.nbytes, life.owner, first + life.born, died))
+        self.phases += [self.phase] * num_operations
+        self.allocated += [0] * num_operations
+        self.ends[self.phase] = self.num_operations - 1
+
+    def end_phase(self) -> None:
+        """Add a point for the bytes that remain when the local variables of a phase are gone."""
+        self.ends[self.phase] = self.num_operations
+        self.num_operations += 1
+        self._read()
+        self.phase = STEP_PHASES[min(STEP_PHASES.index(self.phase) + 1, len(STEP_PHASES) - 1)]
+
+    def _read(self) -> None:
+        self.phases.append(self.phase)
+        self.allocated.append(
+            torch.cuda.memory_allocated(self.cuda) - self.before if self.cuda else 0
+        )
+
+    def _owner_now(self) -> tuple[str, str]:
+        if self.phase == "forward":
+            return ACTIVATIONS_GROUP, self.running.current
+        # Recompute runs in grad mode, and backward makes gradients without it.
+        if self.phase == "backward" and torch.is_grad_enabled():
+            in_layer = self.running.current != REST_LAYER
+            return ACTIVATIONS_GROUP, self.running.current if in_layer else self.running.latest
+        self.running.latest = REST_LAYER
+        return TEMPORARIES_GROUP, REST_LAYER
+
+
+def _take_step(
+    module: nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    record: StepLives | None = None,
+) -> None:
+    """Run forward, backward and optimizer step, and mark the phases in the record."""
+    value = loss(module, batch)
+    if value.dim() or not value.requires_grad:
+        problem = "depends on no parameter of the module"
+        if value.dim():
+            problem = f"has shape {tuple(value.shape)}"
+        raise ValueError(
+            f"the loss must be one number that {type(module).__name__} can be trained with; "
+            f"it {problem}"
+        )
+
+    if record:
+        record.end_phase()
+    with torch.no_grad():
+        start = torch.ones_like(value)
+    value.backward(start)
+    del start
+
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    if not gradients:
+        raise ValueError(
+            f"backward left no gradient in {type(module).__name__}: let the loss use the module "
+            "that it gets as its argument"
+        )
+    if record:
+        record.own(GRADIENTS_GROUP, gradients)
+        record.end_phase()
+    del gradients
+
+    if record:
+        record.take(optimizer)
+    else:
+        optimizer.step()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes_of(tensors: list[Tensor], device: torch.device) -> int:
+    """Sum the bytes of the distinct storages on a device."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+# ------------------------------------------------------------------------------
+# Timeline: measure the bytes alive through one training step, by owner.
+# ------------------------------------------------------------------------------
 
 
 def measure_timeline(
@@ -36,14 +296,14 @@ def measure_timeline(
     and mode and every generator are restored, and the optimizer is a copy. A module in eval mode is
     measured in training mode. Layers are those of `MemoryProfiler`.
     """
-    lives = record_step(module, batch, loss, optimizer=optimizer, blocks=blocks)
+    lives = record_step_storages(module, batch, loss, optimizer=optimizer, blocks=blocks)
     return timeline_of(lives, type(module).__name__)
 
 
 def timeline_of(record: StepLives, model: str) -> Timeline:
     """Build the timeline of a recorded step."""
     length = len(record.phases)
-    changes = {group: [0] * (length + 1) for group in GROUPS}
+    changes = {group: [0] * (length + 1) for group in MEMORY_GROUPS}
     for life in record.lives:
         changes[life.owner[0]][life.born] += life.nbytes
         changes[life.owner[0]][length if life.died is None else life.died] -= life.nbytes
@@ -51,12 +311,12 @@ def timeline_of(record: StepLives, model: str) -> Timeline:
     owners = {group: list(accumulate(change[:length])) for group, change in changes.items()}
     totals = [sum(figures) for figures in zip(*owners.values(), strict=True)]
     if record.cuda:
-        owners[ALLOCATOR] = [
+        owners[ALLOCATOR_GROUP] = [
             allocated - known for allocated, known in zip(record.allocated, totals, strict=True)
         ]
         totals = record.allocated
     else:
-        del owners[ALLOCATOR]
+        del owners[ALLOCATOR_GROUP]
 
     highest = totals.index(max(totals))
     at_peak = {group: figures[highest] for group, figures in owners.items()}
@@ -85,10 +345,10 @@ def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
     """Build the peak; on CUDA, add what an operation allocated and freed again while it ran."""
     if record.cuda:
         within = torch.cuda.max_memory_allocated(record.cuda) - record.before - sum(owners.values())
-        owners[ALLOCATOR] += within
+        owners[ALLOCATOR_GROUP] += within
     layers: dict[str, int] = {}
     for life in record.lives:
-        if life.owner[0] == ACTIVATIONS and _alive(life, index):
+        if life.owner[0] == ACTIVATIONS_GROUP and _alive(life, index):
             layers[life.owner[1]] = layers.get(life.owner[1], 0) + life.nbytes
     return Peak(sum(owners.values()), record.phases[index], index, owners, layers)
 

@@ -1,17 +1,21 @@
-"""Memory and training techniques, one module each, usable alone; they import only `core`."""
+"""The techniques: what a training step imports."""
 
 from ..core.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "checkpoint_config": ("CheckpointConfig",),
         "chunked_loss": (
             "LossUse",
             "apply_chunked_loss",
             "chunked_cross_entropy",
             "chunked_loss_report",
             "remove_chunked_loss",
+        ),
+        "compile_budget": (
+            "BudgetUnsafe",
+            "memory_budget",
+            "remove_memory_budget",
         ),
         "grad_accum": (
             "GradientAccumulation",
@@ -21,12 +25,32 @@ __getattr__, __dir__, __all__ = lazy_names(
             "train_window",
         ),
         "grad_flow": ("GradFlow",),
-        "memory_budget": ("BudgetUnsafe", "memory_budget", "remove_memory_budget"),
-        "offload": ("HostMemoryShort", "offload_blocks", "offload_report", "remove_offload"),
-        "recompute": ("CheckpointWrapper", "Recompute", "recompute_blocks", "remove_recompute"),
-        "regions": ("apply_regions", "remove_regions", "report_regions"),
-        "sac": ("POLICIES", "apply_sac", "remove_sac"),
-        "segments": ("choose_segments", "recompute_segments", "remove_segments"),
+        "offload": (
+            "HostMemoryShort",
+            "offload_blocks",
+            "offload_report",
+            "remove_offload",
+        ),
+        "recompute": (
+            "CheckpointConfig",
+            "CheckpointWrapper",
+            "Recompute",
+            "choose_segments",
+            "recompute_blocks",
+            "recompute_segments",
+            "remove_recompute",
+            "remove_segments",
+        ),
+        "regions": (
+            "apply_regions",
+            "remove_regions",
+            "report_regions",
+        ),
+        "sac": (
+            "POLICIES",
+            "apply_sac",
+            "remove_sac",
+        ),
         "snn_timesteps": (
             "HiddenState",
             "checkpoint_timesteps",
@@ -35,13 +59,5 @@ __getattr__, __dir__, __all__ = lazy_names(
             "remove_timesteps",
             "run_timesteps",
         ),
-    },
-    technique_of={
-        "checkpoint_config": "recompute",
-        "chunked_loss": "memory-plan",
-        "memory_budget": "recompute",
-        "offload": "recompute",
-        "regions": "sac",
-        "segments": "recompute",
     },
 )

@@ -1,6 +1,6 @@
-"""Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
+"""Compute the loss over chunks of the logits, so that they are never held whole.
 
-    # Called from your own training code:
+# Called from your own training code:
     loss = chunked_cross_entropy(hidden, head.weight, targets)
     # Or without editing the model; the head then returns a stand-in for the logits:
     apply_chunked_loss(model)
@@ -9,31 +9,422 @@
 other operation that reads the logits computes all of them, and `chunked_loss_report` lists those
 operations. Gradients are computed in the forward, so no matrix product runs twice.
 
-Proof: `python -m pytest tests/test_chunked_loss.py`.
+Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
-from ..core.blocks import match_names
-from ..core.chunked_cross_entropy import check_chunk_tokens, chunked_cross_entropy
-from ..core.derive import Derived, become, restore
-from ..core.lazy_logits import stand_in
-from ..core.logits import LossUse, Product
+from ..core.blocks import Derived, become, match_names, restore
+from .checkpointed import Autocast, autocast_as, autocast_now
+from .cross_entropy import (
+    TARGET_DTYPES,
+    check_chunk_tokens,
+    chunked_cross_entropy,
+    product_dtype,
+    refuse_second_derivative,
+)
 
-__all__ = [
-    "ChunkedHead",
-    "LossUse",
-    "apply_chunked_loss",
-    "chunked_cross_entropy",
-    "chunked_loss_report",
-    "remove_chunked_loss",
-]
+# ------------------------------------------------------------------------------
+# Logits that are not computed yet: the head's product, and the steps between it and a loss.
+# ------------------------------------------------------------------------------
 
-CHUNK_TOKENS = "_chunked_loss"
-USE = "_chunked_loss_use"
+HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(eq=False)
+class LossUse:
+    """Uses of a head's logits since its last forward in training."""
+
+    # Losses that ran in chunks.
+    num_chunked: int = 0
+
+    # Operations that needed all of the logits.
+    whole: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        phrases = []
+        if self.num_chunked:
+            phrases.append(f"{self.num_chunked} loss{'es' * (self.num_chunked > 1)} in chunks")
+        if self.whole:
+            phrases.append(f"all logits made for {', '.join(self.whole)}")
+        return "; ".join(phrases) or "no loss yet"
+
+
+@dataclass(eq=False)
+class Product:
+    """Matrix product that gives the logits, with its arguments and autocast state."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chunk_tokens: int | None
+    use: LossUse
+    autocast: Autocast = field(default_factory=autocast_now)
+    versions: list[int] = field(init=False)
+    derived: list["weakref.ref[Logits]"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.versions = [tensor._version for tensor in self.inputs]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
+
+    def compute(self, *inputs: Tensor) -> Tensor:
+        self.check()
+        with torch.enable_grad(), autocast_as(self.autocast):
+            return F.linear(*inputs)
+
+    def check(self) -> None:
+        """Raise if an input has changed since forward, so that the logits would differ."""
+        changed = [tensor._version for tensor in self.inputs] != self.versions
+        if changed or not self.weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"the logits of a head in chunks, weight {tuple(self.weight.shape)}, were read "
+                "after its input, weight or bias had changed or was freed; compute the loss, and "
+                "read logits, before that (before optimizer.step()), shard the head with the model "
+                "and not by itself, or use remove_chunked_loss"
+            )
+
+    def make_whole(self, operation: str) -> None:
+        """Compute the logits and everything derived from them that is still alive.
+
+        They are computed together so that a write into one shows in the views of it.
+        """
+        self.use.whole.append(operation)
+        for reference in self.derived:
+            if (logits := reference()) is not None:
+                logits.make()
+
+
+@dataclass(eq=False)
+class Logits:
+    """Logits, or a tensor derived from them, that are computed only when they are read."""
+
+    product: Product
+
+    # The rows of the head's input that these logits are computed from.
+    rows: Tensor
+    dtype: torch.dtype
+
+    # Classes are the last dimension, or else dimension 1 of 3.
+    classes_last: bool = True
+
+    # The logits that these are derived from, and the operation that derives them.
+    parent: "Logits | None" = None
+    step: Callable[[Tensor], Tensor] | None = None
+
+    # The computed tensor; None until it is read.
+    whole: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.product.derived.append(weakref.ref(self))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        leading, classes = self.rows.shape[:-1], self.product.weight.shape[0]
+        return (*leading, classes) if self.classes_last else (leading[0], classes, leading[1])
+
+    def read(self, operation: str) -> Tensor:
+        """Return all of the logits; they are computed once."""
+        if self.whole is None:
+            self.product.make_whole(operation)
+        return self.make()
+
+    def make(self) -> Tensor:
+        if self.whole is None:
+            if self.parent is None:
+                self.whole = self.follow(self.product.compute)
+            else:
+                self.whole = self.take(self.parent.make())
+        return self.whole
+
+    def take(self, parent: Tensor) -> Tensor:
+        assert self.step is not None
+        with torch.enable_grad():
+            return self.step(parent)
+
+    def follow(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Compute the product now with `compute`, and return all of the logits."""
+        if self.parent is None:
+            return compute(*(inputs or self.product.inputs))
+        return self.take(self.parent.follow(compute, *inputs))
+
+    def loss(self, targets: Tensor, options: dict[str, Any]) -> Tensor:
+        """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
+        product = self.product
+        product.check()
+        with autocast_as(product.autocast):
+            loss = chunked_cross_entropy(
+                self.rows,
+                product.weight,
+                targets,
+                bias=product.bias,
+                chunk_tokens=product.chunk_tokens,
+                **options,
+            )
+        product.use.num_chunked += 1
+
+        # Under autocast losses stay float32.
+        return loss if autocast_now() else loss.to(self.dtype)
+
+
+def loss_options(
+    logits: Logits,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[dict[str, Any], str]:
+    """Translate the arguments of `F.cross_entropy` into options of the chunked one.
+
+    The second value is the reason why the chunked one can't be used, or an empty string.
+    """
+    reasons = {
+        "class weights": weight is not None,
+        "size_average or reduce": size_average is not None or reduce is not None,
+        f"reduction={reduction!r}": reduction not in ("mean", "sum"),
+        "targets that are no indices": not isinstance(target, Tensor)
+        or target.dtype not in TARGET_DTYPES,
+        "classes that are not in dimension 1": logits.classes_last and len(logits.shape) != 2,
+    }
+    if not any(reasons.values()):
+        reasons["targets of another shape"] = target.shape != logits.rows.shape[:-1]
+    options = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    return options, next((reason for reason, holds in reasons.items() if holds), "")
+
+
+# Steps that need no logits. Each takes the arguments of the operation that it replaces, and returns
+# None if it does not support them.
+
+
+def regroup(function: Any, logits: Logits, *sizes: Any, **named: Any) -> Logits | None:
+    """Apply view, reshape or flatten to the leading dimensions."""
+    views_dtype = any(isinstance(size, torch.dtype) for size in (*sizes, *named.values()))
+    if views_dtype or not logits.classes_last:
+        return None
+    shape = function(torch.empty((), device="meta").expand(logits.shape), *sizes, **named).shape
+    if shape[-1:] != logits.shape[-1:]:
+        return None
+    rows = logits.rows.reshape(*shape[:-1], logits.rows.shape[-1])
+    return Logits(logits.product, rows, logits.dtype)
+
+
+def index(function: Any, logits: Logits, where: Any) -> Logits | None:
+    """Index the leading dimensions by slices and numbers, by one tensor of indices, or a mask."""
+    if not logits.classes_last:
+        return None
+    rank = len(logits.shape)
+    entries = where if isinstance(where, tuple) else (where,)
+    if len(entries) == 1 and isinstance(entries[0], Tensor):
+        return _index_by_tensor(logits, entries[0])
+
+    supported = all(
+        isinstance(entry, slice | int | type(...)) and not isinstance(entry, bool)
+        for entry in entries
+    )
+    if not supported or entries.count(...) > 1 or len(entries) - entries.count(...) > rank:
+        return None
+    if ... in entries:
+        position = entries.index(...)
+        num_missing = rank - len(entries) + 1
+        entries = (*entries[:position], *[slice(None)] * num_missing, *entries[position + 1 :])
+    if len(entries) == rank and entries[-1] != slice(None):
+        return None
+    return Logits(logits.product, logits.rows[entries], logits.dtype)
+
+
+def _index_by_tensor(logits: Logits, indices: Tensor) -> Logits | None:
+    is_mask = indices.dtype is torch.bool
+    if not is_mask and indices.dtype is not torch.int64:
+        return None
+    num_indexed = indices.dim() if is_mask else 1
+    if num_indexed >= len(logits.shape):
+        return None
+    return Logits(logits.product, logits.rows[indices], logits.dtype)
+
+
+def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:
+    """Apply `float` or `to`: an upcast of half precision, or the current dtype or device."""
+    if named or len(to) > 1:
+        return None
+    wanted = to[0] if to else torch.float32
+    if isinstance(wanted, str | torch.device):
+        return logits if torch.device(wanted) == logits.rows.device else None
+    if wanted is logits.dtype:
+        return logits
+    if wanted is not torch.float32 or logits.dtype not in HALF_PRECISION_DTYPES:
+        return None
+    return Logits(logits.product, logits.rows, torch.float32, logits.classes_last)
+
+
+def copy_together(function: Any, logits: Logits) -> Logits | None:
+    """Apply `contiguous`."""
+    return Logits(logits.product, logits.rows, logits.dtype, logits.classes_last)
+
+
+def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
+    """Apply transpose or permute: move classes from the last of 3 dimensions to dim 1, or back."""
+    if len(logits.shape) != 3:
+        return None
+    given = dims[0] if len(dims) == 1 else dims
+    if len(given) not in (2, 3) or not all(isinstance(dim, int) and -3 <= dim < 3 for dim in given):
+        return None
+
+    axes = [dim % 3 for dim in given]
+    order = [0, 1, 2]
+    if len(axes) == 3:
+        order = axes
+    else:
+        order[axes[0]] = axes[1]
+        order[axes[1]] = axes[0]
+    if order != [0, 2, 1]:
+        return None
+    return Logits(logits.product, logits.rows, logits.dtype, not logits.classes_last)
+
+
+# ------------------------------------------------------------------------------
+# A stand-in tensor for logits, on which cross-entropy runs in chunks.
+# ------------------------------------------------------------------------------
+
+LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
+    **dict.fromkeys(
+        (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), regroup
+    ),
+    **dict.fromkeys(
+        (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), move_classes
+    ),
+    **dict.fromkeys((Tensor.float, Tensor.to), cast),
+    Tensor.contiguous: copy_together,
+    Tensor.__getitem__: index,
+}
+_METADATA_GETTERS = (
+    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested "
+    "is_quantized is_leaf"
+)
+_METADATA_METHODS = (
+    "size dim ndimension numel nelement is_floating_point is_complex get_device element_size "
+    "__len__"
+)
+METADATA_FUNCTIONS = {
+    *(getattr(Tensor, name).__get__ for name in _METADATA_GETTERS.split()),
+    *(getattr(Tensor, name) for name in _METADATA_METHODS.split()),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+
+
+class LazyLogits(Tensor):
+    """Stand-in for `logits`, with a node of its own in the graph.
+
+    The node serves callers that take tensors past `__torch_function__`, such as
+    `torch.autograd.Function.apply`.
+    """
+
+    logits: Logits
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA_FUNCTIONS:
+            return super().__torch_function__(func, types, args, kwargs)
+        name = _name(func)
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and first.logits.whole is None:
+            if func is F.cross_entropy:
+                options, reason = loss_options(first.logits, *args[1:], **kwargs)
+                if not reason:
+                    return first.logits.loss(args[1], options)
+                name = f"cross_entropy with {reason}"
+            elif func in LOGITS_FUNCTIONS and torch.is_grad_enabled():
+                derived = LOGITS_FUNCTIONS[func](func, first.logits, *args[1:], **kwargs)
+                if derived is first.logits:
+                    return first
+                if derived is not None:
+                    derived.parent = first.logits
+                    derived.step = partial(_again, func, args[1:], kwargs)
+                    return _Stand.apply(derived, *derived.product.inputs)
+        args, kwargs = tree_map(partial(_plain, operation=name), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(partial(_plain, operation=_name(func)), (args, kwargs or {}))
+        with torch.no_grad():
+            return func(*args, **kwargs)
+
+
+def stand_in(product: Product) -> Tensor:
+    """Return a tensor that stands in for the logits of a product."""
+    logits = Logits(product, product.hidden, product_dtype(product.hidden))
+    tensor: Tensor = _Stand.apply(logits, *product.inputs)
+    return tensor
+
+
+class _Stand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, *inputs: Tensor) -> Any:
+        ctx.logits = logits
+        make: Any = Tensor._make_wrapper_subclass
+        tensor = make(LazyLogits, logits.shape, dtype=logits.dtype, device=logits.rows.device)
+        tensor.logits = logits
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Compute the product again: the graph of logits computed before may be freed by now."""
+        refuse_second_derivative()
+        logits = ctx.logits
+        needed = ctx.needs_input_grad[1:]
+        inputs = [
+            original.detach().requires_grad_(need)
+            for original, need in zip(logits.product.inputs, needed, strict=True)
+        ]
+        whole = logits.follow(logits.product.compute, *inputs)
+        trainable = [leaf for leaf in inputs if leaf.requires_grad]
+        gradients = iter(torch.autograd.grad(whole, trainable, gradient))
+        return None, *(next(gradients) if need else None for need in needed)
+
+
+def _again(function: Any, args: Any, kwargs: Any, whole: Tensor) -> Any:
+    return function(whole, *args, **kwargs)
+
+
+def _plain(leaf: Any, *, operation: str) -> Any:
+    return leaf.logits.read(operation) if isinstance(leaf, LazyLogits) else leaf
+
+
+def _name(function: Any) -> str:
+    """Return the name of a function, or for the getter of a property the name of the property."""
+    name = str(getattr(function, "__name__", function))
+    if name in ("__get__", "__set__"):
+        return str(getattr(function.__self__, "__name__", name))
+    return name
+
+
+# ------------------------------------------------------------------------------
+# Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
+# ------------------------------------------------------------------------------
+
+CHUNK_TOKENS_ATTRIBUTE = "_chunked_loss"
+LOSS_USE_ATTRIBUTE = "_chunked_loss_use"
 
 
 class ChunkedHead(Derived):
@@ -53,11 +444,13 @@ class ChunkedHead(Derived):
             return super().forward(hidden)
 
         use = LossUse()
-        self.__dict__[USE] = use
+        self.__dict__[LOSS_USE_ATTRIBUTE] = use
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
-        return stand_in(Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS], use))
+        return stand_in(
+            Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS_ATTRIBUTE], use)
+        )
 
 
 def apply_chunked_loss(
@@ -73,7 +466,11 @@ def apply_chunked_loss(
     check_chunk_tokens(chunk_tokens)
     found = _find_heads(model, head)
     for module in found.values():
-        become(ChunkedHead, module, **{CHUNK_TOKENS: chunk_tokens, USE: LossUse()})
+        become(
+            ChunkedHead,
+            module,
+            **{CHUNK_TOKENS_ATTRIBUTE: chunk_tokens, LOSS_USE_ATTRIBUTE: LossUse()},
+        )
     return list(found)
 
 
@@ -81,7 +478,7 @@ def remove_chunked_loss(model: nn.Module) -> list[str]:
     """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
     names = list(chunked_loss_report(model))
     for name in names:
-        restore(model.get_submodule(name), CHUNK_TOKENS, USE)
+        restore(model.get_submodule(name), CHUNK_TOKENS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
     return names
 
 
@@ -91,7 +488,7 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
     The counts start anew at each forward of the head in training.
     """
     return {
-        name: module.__dict__[USE]
+        name: module.__dict__[LOSS_USE_ATTRIBUTE]
         for name, module in model.named_modules()
         if isinstance(module, ChunkedHead)
     }

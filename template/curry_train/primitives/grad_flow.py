@@ -1,6 +1,6 @@
-"""Per-layer statistics of gradients, activations and weight updates, in any training loop.
+"""Measure gradients, activations and updates of each layer in any training loop.
 
-    with GradFlow(model, optimizer, every=10) as flow:
+with GradFlow(model, optimizer, every=10) as flow:
         train(model, optimizer)         # your loop, unchanged
     print(flow.table())                 # problems come first
     flow.records[-1].layers["layers.0"].gradient.norm
@@ -9,28 +9,115 @@ The statistics are norms, counts of zeros and of non-finite values, and how far 
 Under recompute each layer is counted once: the forward that runs again in backward is skipped.
 Training is unchanged to the bit.
 
-Proof: `python -m pytest tests/test_grad_flow.py`.
+Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py tests/gates/test_grad_flow.py`.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.flow_activations import Activations, compiled_modules
-from ..core.flow_arguments import RECOMPUTE, check_arguments, optimizers_of, told_of_zero_grad
-from ..core.flow_findings import Finding, find
-from ..core.flow_layers import choose_layers
-from ..core.flow_parameters import ParameterSums
-from ..core.flow_ranks import group_of_batch, inner_of, is_divided
-from ..core.flow_record import AFTER_BACKWARD, AT_THE_STEP, StepFlow
-from ..core.flow_tables import make_record
-from ..core.flow_text import table
-from ..core.recompute_off import recompute_off
+from .checkpointed import recompute_off
+from .grad_flow_probe import (
+    Activations,
+    ParameterSums,
+    choose_layers,
+    compiled_modules,
+    group_of_batch,
+    inner_of,
+    is_divided,
+)
+from .grad_flow_report import (
+    AFTER_BACKWARD,
+    AT_THE_STEP,
+    Finding,
+    StepFlow,
+    find,
+    flow_table,
+    make_record,
+)
 
-__all__ = ["RECOMPUTE", "GradFlow"]
+# ------------------------------------------------------------------------------
+# Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
+# ------------------------------------------------------------------------------
+
+RECOMPUTE_MODES = ("filter", "off")
+# Wrappers that can't be probed, with the reason and the alternative.
+REFUSED_WRAPPERS = {
+    "FullyShardedDataParallel": (
+        "flattens parameters, which then can't be assigned to layers: use fully_shard"
+    ),
+    "DataParallel": "runs replicas of the model, which are not probed: use DistributedDataParallel",
+}
+
+
+@contextlib.contextmanager
+def told_of_zero_grad(optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> Iterator[None]:
+    """Run `call` before each `zero_grad` of an optimizer; torch has hooks only for its steps."""
+    zero_grad = optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def call_first(*arguments: Any, **keywords: Any) -> None:
+        call()
+        zero_grad(*arguments, **keywords)
+
+    previous = optimizer.__dict__.get("zero_grad")
+    optimizer.__dict__["zero_grad"] = call_first
+    try:
+        yield
+    finally:
+        # If other code has wrapped it in between, that wrapper stays.
+        if optimizer.__dict__.get("zero_grad") is call_first:
+            del optimizer.__dict__["zero_grad"]
+            if previous is not None:
+                optimizer.__dict__["zero_grad"] = previous
+
+
+def check_arguments(model: Any, every: Any, recompute: Any, first_step: Any, scaler: Any) -> None:
+    """Raise an error for arguments that are invalid, and models that can't be probed."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
+    for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
+    if recompute not in RECOMPUTE_MODES:
+        raise ValueError(
+            f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, got {recompute!r}"
+        )
+    if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
+        raise ValueError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
+    for module in model.modules():
+        advice = REFUSED_WRAPPERS.get(type(module).__name__)
+        if advice is not None:
+            raise ValueError(f"{type(module).__name__} {advice}")
+
+
+def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers as a list; each must hold parameters of the model."""
+    if given is None:
+        return []
+    optimizers = list(given) if isinstance(given, list | tuple) else [given]
+    parameters = set(model.parameters())
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"an optimizer is needed, got {type(optimizer).__name__}; pass the one it wraps"
+            )
+        members = [member for group in optimizer.param_groups for member in group["params"]]
+        if not any(member in parameters for member in members):
+            raise ValueError(
+                f"{type(optimizer).__name__} holds no parameter of this model: create it after the "
+                "model is moved, sharded or adapted, and pass that optimizer"
+            )
+    return optimizers
+
+
+# ------------------------------------------------------------------------------
+# Per-layer statistics of gradients, activations and weight updates, in any training loop.
+# ------------------------------------------------------------------------------
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -100,7 +187,7 @@ class GradFlow:
         is_sharded = any(map(is_divided, named.values()))
         notes = []
         if compiled_modules(self.model):
-            notes.append(COMPILED)
+            notes.append(COMPILED_NOTE)
         if is_sharded and self._ranks is None:
             notes.append(ONE_RANK)
         self._notes = tuple(notes)
@@ -143,7 +230,7 @@ class GradFlow:
 
     def table(self, *, most: int = 24) -> str:
         """Render the findings and the layers of the last step in at most 80 columns."""
-        return table(self.records, most=most)
+        return flow_table(self.records, most=most)
 
     def to_json(self) -> dict[str, Any]:
         """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
@@ -255,7 +342,7 @@ class GradFlow:
         self.records.append(record)
 
 
-COMPILED = "compiled code runs no hooks: activations inside of it were not measured"
+COMPILED_NOTE = "compiled code runs no hooks: activations inside of it were not measured"
 ONE_RANK = (
     "activations are those of this rank only: pass group= to add up the ranks that share a batch"
 )

@@ -1,6 +1,6 @@
-"""Offload activations of blocks to CPU memory and copy them back during backward.
+"""Keep the activations of blocks in host memory between forward and backward.
 
-    offload_blocks(model)    # all blocks but the last
+offload_blocks(model)    # all blocks but the last
     # Count and reserve the host memory before the first step:
     offload_blocks(model, batch=batch, loss=loss)
     print(offload_report(model).table())
@@ -8,7 +8,7 @@
 Each storage is moved once, however many views of it are saved. Parameters, buffers and small
 tensors stay on the device.
 
-Proof: `python -m pytest tests/test_offload.py`.
+Proof: `python -m pytest tests/primitives/test_offload_contract.py tests/primitives/test_offload.py`.
 """
 
 import functools
@@ -16,7 +16,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,33 +24,267 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import find_blocks
-from ..core.derive import Derived, become, restore
-from ..core.host_memory import HostMemoryShort
-from ..core.host_storages import CastAgain, Lane, OffloadReport, Saved, Stays, Step
-from ..core.recipes import CAST
-from ..core.untouched import untouched
+from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.random import untouched
+from ..core.wording import format_bytes
+from .checkpointed import check_unchanged
+from .host_memory import HostCopies, HostPool
+from .regions import CAST_NODE, CheckedTensor
 
-__all__ = [
-    "HostMemoryShort",
-    "NothingToMove",
-    "OffloadReport",
-    "offload_blocks",
-    "offload_report",
-    "remove_offload",
-]
+# ------------------------------------------------------------------------------
+# Storages offloaded to the host between forward and backward, and their saved tensors.
+# ------------------------------------------------------------------------------
 
-OFFLOADER = "_offloader"
-PLAIN = (Tensor, nn.Parameter)
-VALUE = operator.methodcaller("value")
+ONE_ELEMENT = torch.zeros(1, device="cpu")
+
+
+@dataclass
+class OffloadReport:
+    """Bytes and storages that one step moved, and the tensors that stayed on the device.
+
+    `skipped` maps each reason for staying to the number of tensors and their bytes.
+    """
+
+    moved_bytes: int = 0
+    brought_back_bytes: int = 0
+    reserved_bytes: int = 0
+    num_moved: int = 0
+    skipped: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def skip(self, tensor: Tensor, reason: str) -> None:
+        count, nbytes = self.skipped.get(reason, (0, 0))
+        # Sparse tensors do not report their bytes.
+        added_bytes = tensor.nbytes if tensor.layout is torch.strided else 0
+        self.skipped[reason] = count + 1, nbytes + added_bytes
+
+    def table(self) -> str:
+        """Format the report as text of at most 80 columns."""
+        moved = format_bytes(self.moved_bytes)
+        brought_back = format_bytes(self.brought_back_bytes)
+        reserved = format_bytes(self.reserved_bytes)
+        lines = [
+            f"moved to the host     {moved:>9} in {self.num_moved:,} storages",
+            f"brought back          {brought_back:>9}",
+            f"host memory reserved  {reserved:>9}",
+        ]
+        for reason, (count, nbytes) in sorted(self.skipped.items(), key=lambda item: -item[1][1]):
+            lines.append(
+                f"not moved             {format_bytes(nbytes):>9} in {count:,} tensors: {reason}"
+            )
+        return "\n".join(lines)
+
+
+class Lane:
+    """Host buffers and copies of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = HostPool(pinned=device.type == "cuda")
+        self.copies = HostCopies(device)
+
+
+class OffloadedForward:
+    """Everything that the blocks saved in one forward; freed when the last part of it is."""
+
+    def __init__(self, owned: frozenset[int]) -> None:
+        self.owned = owned
+        self.report = OffloadReport()
+        self.unpacked = False
+        self.moved: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
+        self.order: list[weakref.ref[OffloadedTensor]] = []
+        self.cursor = 0
+        self.ahead_bytes = 0
+        self.most_bytes = 0
+
+    def move(self, tensor: Tensor, base: Tensor, lane: Lane | None) -> "OffloadedTensor":
+        """Start moving the storage of a tensor to the host; without a lane, only count it."""
+        storage = tensor.untyped_storage()
+        self.most_bytes = max(self.most_bytes, 2 * storage.nbytes())
+        self.report.num_moved += 1
+        self.report.moved_bytes += storage.nbytes()
+        moved = Moved(self, tensor, base, lane)
+        self.moved[storage.data_ptr()] = moved
+        return self.save(moved, tensor)
+
+    def save(self, moved: "Moved", tensor: Tensor) -> "OffloadedTensor":
+        saved = OffloadedTensor(moved, tensor, len(self.order))
+        self.order.append(weakref.ref(saved))
+        return saved
+
+    def fetch_ahead(self, index: int) -> None:
+        """Prefetch the storages that backward needs next, in the reverse order of forward.
+
+        At most twice the bytes of the largest storage are prefetched at a time.
+        """
+        position = min(self.cursor, index)
+        while position > 0:
+            saved = self.order[position - 1]()
+            if saved is not None and saved.moved.flat is None:
+                if self.ahead_bytes + saved.moved.nbytes > self.most_bytes:
+                    break
+                saved.moved.fetch(ahead=True)
+            position -= 1
+        self.cursor = position
+
+
+class Moved:
+    """One storage on the host."""
+
+    def __init__(
+        self, step: OffloadedForward, tensor: Tensor, base: Tensor, lane: Lane | None
+    ) -> None:
+        self.host: Tensor | None = None
+        self.step = step
+        self.lane = lane
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.source = weakref.ref(tensor.untyped_storage())
+        self.base = weakref.ref(base)
+        self.version = tensor._version
+        self.witness = _witness(tensor)
+        self.flat: Tensor | None = None
+        self.done: Any = None
+        self.num_unasked = 0
+        self.ahead = False
+        if lane is not None:
+            self.host = lane.pool.take(self.nbytes)
+            elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
+            lane.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
+
+    def is_same(self, tensor: Tensor, base: Tensor) -> bool:
+        """Return whether the copy still equals what a tensor of the same storage holds now.
+
+        Tensors that are not views of each other have separate versions. An LSTM cell writes such
+        chunks of one storage one after the other, so a copy made for the first chunk is out of
+        date for the second.
+        """
+        return self.base() is base and self.version == tensor._version
+
+    def fetch(self, *, ahead: bool) -> Tensor:
+        """Start copying the storage back to the device."""
+        if self.lane is None or self.host is None:
+            raise RuntimeError(
+                "this forward runs a backward inside it, so a single forward can't count the "
+                "bytes to offload: leave batch out"
+            )
+        self.flat, self.done = self.lane.copies.back(self.host, self.nbytes)
+        self.step.report.brought_back_bytes += self.nbytes
+        self.step.ahead_bytes += self.nbytes if ahead else 0
+        self.ahead = ahead
+        return self.flat
+
+    def ask(self, saved: "OffloadedTensor") -> Tensor:
+        """Return the bytes on the device for the backward of one operation."""
+        check_unchanged(self.witness, self.version)
+        self.step.unpacked = True
+        flat = self.flat
+        if flat is None:
+            flat = self.fetch(ahead=False)
+            self.step.cursor = saved.index
+
+        assert self.lane is not None
+        self.lane.copies.wait(self.done)
+        self._arrived()
+        if not saved.asked:
+            saved.asked = True
+            self.num_unasked -= 1
+        self.release()
+        self.step.fetch_ahead(saved.index)
+        return flat
+
+    def release(self) -> None:
+        """Free the device copy once backward has used every tensor that was saved from it."""
+        if self.flat is not None and self.num_unasked <= 0:
+            if self.ahead and self.done is not None:
+                # Nothing has waited for this copy, and it still writes to the memory freed here.
+                self.done.synchronize()
+            self._arrived()
+            self.flat = None
+            self.done = None
+
+    def _arrived(self) -> None:
+        if self.ahead:
+            self.ahead = False
+            self.step.ahead_bytes -= self.nbytes
+
+    def __del__(self) -> None:
+        if self.host is not None and self.lane is not None:
+            self.lane.pool.give(self.host)
+
+
+class OffloadedTensor:
+    """One tensor that autograd saved: a view of a storage on the host."""
+
+    __slots__ = ("__weakref__", "asked", "dtype", "index", "moved", "view")
+
+    def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
+        self.moved = moved
+        self.index = index
+        self.asked = False
+        self.dtype = tensor.dtype
+        self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        moved.num_unasked += 1
+
+    def value(self) -> Tensor:
+        return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
+
+    def __del__(self) -> None:
+        if not self.asked:
+            self.moved.num_unasked -= 1
+            self.moved.release()
+
+
+class Stays(CheckedTensor):
+    """A saved tensor that stays on the device, checked for changes in place."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, tensor: Tensor, step: OffloadedForward) -> None:
+        super().__init__(tensor)
+        self.step = step
+
+    def value(self) -> Tensor:
+        self.step.unpacked = True
+        return super().value()
+
+
+class CastAgain(Stays):
+    """A lower-precision copy of a parameter, made by autocast and cast again in backward."""
+
+    __slots__ = ("dtype", "view")
+
+    def __init__(self, tensor: Tensor, parameter: Tensor, step: OffloadedForward) -> None:
+        super().__init__(parameter, step)
+        self.dtype = tensor.dtype
+        self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def value(self) -> Tensor:
+        return super().value().to(self.dtype).as_strided(*self.view)
+
+
+def _witness(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares the version counter but not the storage of this one.
+
+    Autograd's check for changes in place needs only the version.
+    """
+    witness = tensor.detach()
+    witness.data = ONE_ELEMENT.expand(tensor.shape)
+    return witness
+
+
+# ------------------------------------------------------------------------------
+# Offload activations of blocks to CPU memory and copy them back during backward.
+# ------------------------------------------------------------------------------
+
+OFFLOADER_ATTRIBUTE = "_offloader"
+PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
+UNPACK_HOOK = operator.methodcaller("value")
 # Reasons for leaving a tensor on the device.
-PARAMETER = "parameter or buffer"
+PARAMETER_REASON = "parameter or buffer"
 WEIGHT_CAST = "cast of a parameter"
-DUPLICATE = "duplicate"
-SMALL = "too small"
-SLICE = "slice of data"
-ALIAS = "alias of what moved"
-OTHER = "no plain tensor of the device"
+DUPLICATE_REASON = "duplicate"
+SMALL_REASON = "too small"
+SLICE_REASON = "slice of data"
+ALIAS_REASON = "alias of what moved"
+OTHER_REASON = "no plain tensor of the device"
 
 
 class NothingToMove(ValueError):
@@ -66,14 +300,14 @@ class Offloaded(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        with self.__dict__[OFFLOADER].hooks(self, (args, kwargs)):
+        with self.__dict__[OFFLOADER_ATTRIBUTE].hooks(self, (args, kwargs)):
             return super().forward(*args, **kwargs)
 
 
 class Surroundings:
     """The tensors that one call of a block must leave on the device."""
 
-    def __init__(self, step: Step, block: nn.Module, inputs: Any) -> None:
+    def __init__(self, step: OffloadedForward, block: nn.Module, inputs: Any) -> None:
         self.owned = step.owned | _addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
         leaves = [
@@ -88,20 +322,24 @@ class Surroundings:
 
     def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
-            return OTHER
+        if (
+            type(tensor) not in PLAIN_TENSOR_TYPES
+            or tensor.layout is not torch.strided
+            or tensor.is_meta
+        ):
+            return OTHER_REASON
         if isinstance(base, nn.Parameter) or _address(tensor) in self.owned:
-            return PARAMETER
+            return PARAMETER_REASON
         # Such as the seed of a kernel, which is on the host.
         if self.device not in (None, tensor.device.type):
-            return OTHER
+            return OTHER_REASON
         if tensor.is_conj() or tensor.is_neg() or _size(tensor) % tensor.itemsize:
-            return OTHER
+            return OTHER_REASON
         if _size(tensor) < max(1, min_bytes):
-            return SMALL
+            return SMALL_REASON
         if _weight_of_cast(base) is not None:
             return WEIGHT_CAST
-        return SLICE if _address(tensor) in self.slices else None
+        return SLICE_REASON if _address(tensor) in self.slices else None
 
 
 class Offloader:
@@ -112,7 +350,7 @@ class Offloader:
         self.model = (lambda: None) if model is None else weakref.ref(model)
         self.lanes: dict[torch.device, Lane] = {}
         self.counted: list[tuple[torch.device, int]] | None = None
-        self.step: Callable[[], Step | None] = lambda: None
+        self.step: Callable[[], OffloadedForward | None] = lambda: None
         self.report = OffloadReport()
         self.lock = threading.RLock()
 
@@ -138,33 +376,37 @@ class Offloader:
                 model = self.model()
                 # Leave out the block's own tensors: FSDP2 frees them after the block's forward, and
                 # their addresses are reused.
-                step = Step(frozenset() if model is None else _addresses(model) - _addresses(block))
+                step = OffloadedForward(
+                    frozenset() if model is None else _addresses(model) - _addresses(block)
+                )
                 self.step = weakref.ref(step)
                 self.report = step.report
         return saved_tensors_hooks(
-            functools.partial(self.pack, step, Surroundings(step, block, inputs)), VALUE
+            functools.partial(self.pack, step, Surroundings(step, block, inputs)), UNPACK_HOOK
         )
 
-    def pack(self, step: Step, around: "Surroundings", tensor: Tensor) -> Saved | Stays:
+    def pack(
+        self, step: OffloadedForward, around: "Surroundings", tensor: Tensor
+    ) -> OffloadedTensor | Stays:
         """Return the object that autograd holds in place of a tensor."""
         base = tensor if tensor._base is None else tensor._base
         reason = around.why_it_stays(tensor, base, self.min_bytes)
         with self.lock:
             moved = None
-            if reason in (None, SLICE):
+            if reason in (None, SLICE_REASON):
                 moved = step.moved.get(_address(tensor))
             if moved is not None and moved.source() is not None:
-                reason = DUPLICATE if moved.is_same(tensor, base) else ALIAS
+                reason = DUPLICATE_REASON if moved.is_same(tensor, base) else ALIAS_REASON
             if reason is None:
                 return self._move(step, tensor, base)
             step.report.skip(tensor, reason)
-            if moved is not None and reason == DUPLICATE:
+            if moved is not None and reason == DUPLICATE_REASON:
                 return step.save(moved, tensor)
 
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
         return Stays(tensor, step) if weight is None else CastAgain(tensor, weight, step)
 
-    def _move(self, step: Step, tensor: Tensor, base: Tensor) -> Saved:
+    def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
         if self.counted is None:
             return step.move(tensor, base, self.lane(tensor.device))
         self.counted.append((tensor.device, _size(tensor)))
@@ -232,7 +474,7 @@ def offload_blocks(
 
     offloader = Offloader(model, min_bytes)
     for name in names:
-        become(Offloaded, found[name], **{OFFLOADER: offloader})
+        become(Offloaded, found[name], **{OFFLOADER_ATTRIBUTE: offloader})
     if batch is not None and loss is not None:
         try:
             offloader.reserve(model, batch, loss)
@@ -247,8 +489,8 @@ def remove_offload(model: nn.Module) -> list[str]:
     names = [name for name, module in model.named_modules() if isinstance(module, Offloaded)]
     for name in names:
         module = model.get_submodule(name)
-        offloader: Offloader = module.__dict__[OFFLOADER]
-        restore(module, OFFLOADER)
+        offloader: Offloader = module.__dict__[OFFLOADER_ATTRIBUTE]
+        restore(module, OFFLOADER_ATTRIBUTE)
         for lane in offloader.lanes.values():
             lane.pool.clear()
     return names
@@ -258,7 +500,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     """Report what the last step of a model with offloaded blocks has moved so far."""
     for module in model.modules():
         if isinstance(module, Offloaded):
-            offloader: Offloader = module.__dict__[OFFLOADER]
+            offloader: Offloader = module.__dict__[OFFLOADER_ATTRIBUTE]
             reserved = sum(lane.pool.reserved_bytes for lane in offloader.lanes.values())
             return replace(
                 offloader.report, reserved_bytes=reserved, skipped=dict(offloader.report.skipped)
@@ -269,7 +511,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
 def _addresses(module: nn.Module) -> frozenset[int]:
     """Return the storage addresses of a module's parameters and buffers."""
     tensors = [*module.parameters(), *module.buffers()]
-    return frozenset(_address(tensor) for tensor in tensors if type(tensor) in PLAIN)
+    return frozenset(_address(tensor) for tensor in tensors if type(tensor) in PLAIN_TENSOR_TYPES)
 
 
 def _address(tensor: Tensor) -> int:
@@ -288,9 +530,9 @@ def _size(tensor: Tensor) -> int:
 def _weight_of_cast(base: Tensor) -> Tensor | None:
     """Return the parameter that a tensor is a cast of, if any."""
     node = base.grad_fn
-    if node is None or node.name() != CAST or base._version:
+    if node is None or node.name() != CAST_NODE or base._version:
         return None
     weight: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-    if weight is None or type(weight) not in PLAIN or weight.device != base.device:
+    if weight is None or type(weight) not in PLAIN_TENSOR_TYPES or weight.device != base.device:
         return None
     return weight if weight.shape == base.shape and weight.stride() == base.stride() else None

@@ -1,25 +1,33 @@
-"""Recompute a block's activations in backward instead of keeping them.
+"""Recompute blocks, chains of blocks (segments) or a module in the backward.
 
-    model.layers[3] = Recompute(model.layers[3])    # one block
+model.layers[3] = Recompute(model.layers[3])    # one block
     recompute_blocks(model)                         # every block that the model repeats, in place
 
 A recomputing block is the same module under a subclass: its parameter names, state dict, hooks,
 attributes, copies and pickles are those of the original block.
 
-Proof: `python -m pytest tests/test_recompute.py`.
+Proof: `python -m pytest tests/gates/test_recompute.py tests/primitives/test_recompute_contract.py`.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from ..core.blocks import find_blocks
-from ..core.checkpointed import Options, run_checkpointed
-from ..core.derive import Derived, become, derive, restore
+from ..core.blocks import Derived, become, derive, find_blocks, restore
+from ..core.measure import measure_memory
+from ..core.wording import did_you_mean, nearest
+from .checkpointed import RecomputeOptions, run_checkpointed
 
-OPTIONS = "_recompute"
+# ------------------------------------------------------------------------------
+# Recompute a block's activations in backward instead of keeping them.
+# ------------------------------------------------------------------------------
+
+RECOMPUTE_ATTRIBUTE = "_recompute"
 
 
 class Recompute(Derived):
@@ -31,7 +39,9 @@ class Recompute(Derived):
     """
 
     def __new__(cls, module: nn.Module, enabled: bool = True, **options: Any) -> Any:
-        return derive(cls, module, **{OPTIONS: Options(enabled=enabled, **options)})
+        return derive(
+            cls, module, **{RECOMPUTE_ATTRIBUTE: RecomputeOptions(enabled=enabled, **options)}
+        )
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""
@@ -39,13 +49,19 @@ class Recompute(Derived):
     @property
     def recomputes(self) -> bool:
         """Whether backward would recompute a forward that runs now."""
-        return bool(self.__dict__[OPTIONS].enabled and self.training and torch.is_grad_enabled())
+        return bool(
+            self.__dict__[RECOMPUTE_ATTRIBUTE].enabled and self.training and torch.is_grad_enabled()
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes:
             return super().forward(*args, **kwargs)
         return run_checkpointed(
-            super().forward, args, kwargs, modules=[self], options=self.__dict__[OPTIONS]
+            super().forward,
+            args,
+            kwargs,
+            modules=[self],
+            options=self.__dict__[RECOMPUTE_ATTRIBUTE],
         )
 
 
@@ -55,8 +71,10 @@ class CheckpointWrapper(Recompute):
     def __new__(
         cls, module: nn.Module, use_reentrant: bool = False, preserve_rng_state: bool = True
     ) -> Any:
-        options = Options(use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-        return derive(cls, module, **{OPTIONS: options})
+        options = RecomputeOptions(
+            use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state
+        )
+        return derive(cls, module, **{RECOMPUTE_ATTRIBUTE: options})
 
 
 def recompute_blocks(
@@ -70,7 +88,7 @@ def recompute_blocks(
     """
     found = find_blocks(model, blocks)
     for block in found.values():
-        become(Recompute, block, **{OPTIONS: Options(**options)})
+        become(Recompute, block, **{RECOMPUTE_ATTRIBUTE: RecomputeOptions(**options)})
     return list(found)
 
 
@@ -78,5 +96,319 @@ def remove_recompute(model: nn.Module) -> list[str]:
     """Undo `recompute_blocks` and return the names of the modules that were recomputing."""
     names = [name for name, module in model.named_modules() if isinstance(module, Recompute)]
     for name in names:
-        restore(model.get_submodule(name), OPTIONS)
+        restore(model.get_submodule(name), RECOMPUTE_ATTRIBUTE)
     return names
+
+
+# ------------------------------------------------------------------------------
+# Recompute segments of consecutive blocks without editing the loop that calls them.
+# ------------------------------------------------------------------------------
+
+SEGMENT_ATTRIBUTE = "_segment"
+
+
+class ChainBroken(ValueError):
+    """Raised when the blocks of a segment do not feed each other directly."""
+
+
+@dataclass
+class Segment:
+    """Consecutive blocks and, between the calls of one forward, their result."""
+
+    names: list[str]
+    blocks: list[nn.Module]
+    options: RecomputeOptions
+    running: bool = False
+    output: Any = None
+    arguments: tuple[Any, ...] = ()
+
+    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the segment at its first block, return its result at the others."""
+        position = next(index for index, other in enumerate(self.blocks) if other is block)
+        if position == 0:
+            self.arguments = (args[1:], kwargs)
+            self.output = run_checkpointed(
+                self._run, args, kwargs, modules=self.blocks, options=self.options
+            )
+        else:
+            self._check(position, args, kwargs)
+        output = self.output
+        if position == len(self.blocks) - 1:
+            self.output = None
+            self.arguments = ()
+        return output
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.running = True
+        try:
+            output = None
+            rest = args[1:]
+            for block in self.blocks:
+                output = block(*args, **kwargs)
+                args = (_stream(output, block), *rest)
+            return output
+        finally:
+            self.running = False
+
+    def _check(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = self.names[position]
+        if self.output is None or not args or args[0] is not _stream(self.output, self.blocks[0]):
+            raise ChainBroken(
+                f"{name} does not take the output of {self.names[position - 1]} unchanged, so the "
+                "two can't share a segment; recompute each block by itself (strategy full)"
+            )
+        if not _same((args[1:], kwargs), self.arguments):
+            raise ChainBroken(
+                f"{name} takes other arguments than {self.names[0]}, so the two can't share a "
+                "segment; recompute each block by itself (strategy full)"
+            )
+
+
+class SegmentMember(Derived):
+    """A block in a `Segment`; its hooks run where the block is computed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        segment: Segment = self.__dict__[SEGMENT_ATTRIBUTE]
+        if segment.running or not (self.training and torch.is_grad_enabled()):
+            return super().__call__(*args, **kwargs)
+        return segment.call(self, args, kwargs)
+
+
+def recompute_segments(
+    model: nn.Module,
+    num_segments: int,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    preserve_rng_state: bool = True,
+) -> list[str]:
+    """Recompute each chain of blocks in segments, in place, and return the blocks' names.
+
+    A chain is the blocks of one container. It is split into `num_segments` segments, and all but
+    the last are recomputed. `blocks` is a glob over module names, or several. Each block must take
+    the previous block's output as its first argument, and the other arguments must be the same for
+    all; otherwise the forward raises `ChainBroken`.
+    """
+    if isinstance(num_segments, bool) or not isinstance(num_segments, int) or num_segments < 1:
+        raise ValueError(
+            f"the number of segments must be a whole number of at least 1, got {num_segments!r}"
+        )
+    found = find_blocks(model, blocks)
+    recomputed = []
+    longest = max(len(chain) for chain in _chains(list(found)))
+    if num_segments > longest:
+        raise ValueError(
+            f"{num_segments} segments are more than the {longest} blocks of the longest chain"
+        )
+
+    options = RecomputeOptions(preserve_rng_state=preserve_rng_state)
+    for chain in _chains(list(found)):
+        for names in _split(chain, num_segments)[:-1]:
+            segment = Segment(names, [found[name] for name in names], options)
+            for block in segment.blocks:
+                become(SegmentMember, block, **{SEGMENT_ATTRIBUTE: segment})
+            recomputed += names
+    return recomputed
+
+
+def remove_segments(model: nn.Module) -> None:
+    """Undo `recompute_segments`."""
+    for module in list(model.modules()):
+        if isinstance(module, SegmentMember):
+            restore(module, SEGMENT_ATTRIBUTE)
+
+
+def choose_segments(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    blocks: str | Sequence[str] | None = None,
+) -> int:
+    """Measure which number of segments has the lowest peak.
+
+    Of several with the same peak the smallest number is returned, which recomputes least.
+    """
+    longest = max(len(chain) for chain in _chains(list(find_blocks(model, blocks))))
+    peaks = {}
+    for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
+        recompute_segments(model, count, blocks=blocks)
+        try:
+            peaks[count] = measure_memory(model, batch, loss).peak_bytes
+        except ChainBroken:
+            # Segments of one block never break the chain, and a single segment is not recomputed.
+            continue
+        finally:
+            remove_segments(model)
+    return min(peaks, key=lambda count: (peaks[count], count))
+
+
+def _chains(names: list[str]) -> list[list[str]]:
+    """Group block names by their container, in order."""
+    chains: dict[str, list[str]] = {}
+    for name in names:
+        chains.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(chains.values())
+
+
+def _split(chain: list[str], num_segments: int) -> list[list[str]]:
+    """Split into non-empty segments whose lengths differ by at most one, longer ones first."""
+    num_segments = min(num_segments, len(chain))
+    size, num_longer = divmod(len(chain), num_segments)
+    starts = [index * size + min(index, num_longer) for index in range(num_segments + 1)]
+    return [chain[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _stream(output: Any, block: nn.Module) -> Tensor:
+    """Return the tensor for the next block: the output, or its first element."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(first, Tensor):
+        raise ChainBroken(
+            f"{type(block).__name__} returns {type(output).__name__}; segments need blocks that "
+            "return a tensor, or a tuple that starts with one"
+        )
+    return first
+
+
+def _same(arguments: Any, others: Any) -> bool:
+    leaves, shape = tree_flatten(arguments)
+    other_leaves, other_shape = tree_flatten(others)
+    return shape == other_shape and all(map(_is_the_same, leaves, other_leaves))
+
+
+def _is_the_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # Slices of one buffer are new tensor objects each time, so compare the memory.
+        return (
+            value.data_ptr() == other.data_ptr()
+            and value.shape == other.shape
+            and value.stride() == other.stride()
+        )
+    return value is other or bool(value == other)
+
+
+# ------------------------------------------------------------------------------
+# Configuration of recompute, validated when it is created.
+# ------------------------------------------------------------------------------
+
+STRATEGY_NAMES = (
+    "none",
+    "full",
+    "selective",
+    "sequential",
+    "sac",
+    "offload",
+    "memory_budget",
+    "plan",
+)
+
+
+@dataclass
+class CheckpointConfig:
+    """Settings that select what to recompute and how."""
+
+    # `strategy` is used only when this is True.
+    enabled: bool = False
+    strategy: str = "selective"
+    memory_threshold_mb: float = 50.0
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    # Replaces `strategy`: recompute of layers and of chunks of timesteps cannot be combined.
+    snn_timestep_checkpoint: bool = False
+    snn_chunk_size: int | None = 1
+    sequential_segments: int | None = None
+    profile_before_apply: bool = True
+    profile_num_runs: int = 3
+    # Globs over module names.
+    exclude_patterns: tuple[str, ...] = ()
+    include_patterns: tuple[str, ...] = ()
+    # The file that strategy `plan` applies, as written by `plan_memory.py --out`.
+    plan: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is bool:
+                value = getattr(self, field.name)
+                _require(isinstance(value, bool), field.name, value, "True or False")
+
+        closest = nearest(str(self.strategy), STRATEGY_NAMES)
+        known = f"one of {', '.join(STRATEGY_NAMES)}"
+        if closest:
+            known += f"; did you mean {closest!r}?"
+        _require(self.strategy in STRATEGY_NAMES, "strategy", self.strategy, known)
+
+        threshold = self.memory_threshold_mb
+        _require(
+            _is_number(threshold) and threshold >= 0,
+            "memory_threshold_mb",
+            threshold,
+            "a number of MB from 0 up",
+        )
+        chunk_size = self.snn_chunk_size
+        _require(
+            chunk_size is None or _is_count(chunk_size),
+            "snn_chunk_size",
+            chunk_size,
+            "a whole number from 1 up, or None to take the size from measured bytes",
+        )
+
+        num_runs = self.profile_num_runs
+        _require(_is_count(num_runs), "profile_num_runs", num_runs, "a whole number from 1 up")
+
+        segments = self.sequential_segments
+        _require(
+            segments is None or _is_count(segments),
+            "sequential_segments",
+            segments,
+            "a whole number from 1 up, or None to choose the one with the lowest measured peak",
+        )
+        for name in ("exclude_patterns", "include_patterns"):
+            patterns = getattr(self, name)
+            is_list_of_globs = isinstance(patterns, list | tuple) and all(
+                isinstance(pattern, str) and pattern for pattern in patterns
+            )
+            _require(
+                is_list_of_globs,
+                name,
+                patterns,
+                "a list of globs over module names, such as ['layers.*']",
+            )
+            setattr(self, name, tuple(patterns))
+
+        wanted = "the path of a plan with strategy 'plan', None with others"
+        _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)
+
+        _require(
+            not (self.use_reentrant and self.strategy == "sequential"),
+            "use_reentrant",
+            True,
+            "False with strategy 'sequential', whose segments pass more than positional tensors",
+        )
+
+    @classmethod
+    def from_config(cls, config: Any) -> "CheckpointConfig":
+        """Build from a mapping (unknown keys are errors) or from an object's attributes."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(config, Mapping):
+            return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        for key in config:
+            if key not in names:
+                raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
+
+        values = {str(key): config[key] for key in config}
+        for name in ("exclude_patterns", "include_patterns"):
+            if name in values and not isinstance(values[name], str):
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _require(is_valid: bool, name: str, value: Any, wanted: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} must be {wanted}; got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

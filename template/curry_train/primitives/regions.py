@@ -1,6 +1,6 @@
-"""Regions: recompute norms and elementwise operations, without a dispatch mode.
+"""Recompute regions of a block without a dispatch mode, and keep its products.
 
-    apply_regions(model)
+apply_regions(model)
     # The bytes held, and edits of the source that would free more:
     print(report_regions(model, batch, loss).table())
 
@@ -8,27 +8,211 @@ The outputs of matrix products and attention stay saved. No matrix product and n
 own code runs twice: a tensor that is cheap to compute is computed again in backward from the
 tensors that autograd saved for it.
 
-Proof: `python -m pytest tests/test_regions.py`.
+Proof: `python -m pytest tests/primitives/test_recipes.py tests/primitives/test_regions.py`.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 
-from ..core.blocks import CONTAINERS, find_blocks, match_inside
-from ..core.derive import Derived, become, class_as_written, restore
-from ..core.layers import RunningLayers
-from ..core.recipes import Keeper, can_be_made
-from ..core.replay import Replay
-from ..core.untouched import generator_states, untouched
+from ..core.blocks import (
+    CONTAINER_TYPES,
+    Derived,
+    become,
+    class_as_written,
+    find_blocks,
+    match_inside,
+    restore,
+)
+from ..core.measure import RunningLayers
+from ..core.random import generator_states, untouched
+from .checkpointed import REPLAY_KEY, RETURNED_ONCE_KEY, Replay, autocast_as, check_unchanged
 
-KEEPER = "_regions"
-NAMED = "_regions_name"
-NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+# ------------------------------------------------------------------------------
+# Recompute a saved tensor from other tensors that autograd saves anyway.
+# ------------------------------------------------------------------------------
+
+# For elementwise operations: the name of the node, and a function that computes the output from the
+# node. Tensors that a node did not save are None.
+NODE_RECIPES: dict[str, Callable[[Any], Tensor]] = {
+    "MulBackward0": lambda node: node._saved_self * node._saved_other,
+    "SiluBackward0": lambda node: F.silu(node._saved_self),
+    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
+    "MishBackward0": lambda node: F.mish(node._saved_self),
+    "HardswishBackward0": lambda node: F.hardswish(node._saved_self),
+    "LeakyReluBackward0": lambda node: F.leaky_relu(node._saved_self, node._saved_negative_slope),
+    "SoftplusBackward0": lambda node: F.softplus(
+        node._saved_self, node._saved_beta, node._saved_threshold
+    ),
+    "GluBackward0": lambda node: F.glu(node._saved_self, _signed(node._saved_dim)),
+    "PowBackward0": lambda node: torch.pow(node._saved_self, node._saved_exponent),
+}
+
+
+def _signed(dimension: int) -> int:
+    """Convert a dimension back to a signed number; torch returns negative ones as unsigned."""
+    return dimension - 2**64 if dimension >= 2**63 else dimension
+
+
+NEEDS_BOTH = {"MulBackward0"}
+CAST_NODE = "ToCopyBackward0"
+DEPTH_KEY = "curry_train_depth"
+
+# Recipes that may depend on each other in a row. Without a limit, a long chain of products would be
+# computed again for each of its members.
+DEEPEST_RECIPE = 4
+
+
+class CheckedTensor:
+    """A tensor that is saved as it is, and checked for changes in place.
+
+    Saved-tensor hooks switch off autograd's own check.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached, because the tensor may be the output of the node that saves it.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def value(self) -> Tensor:
+        check_unchanged(self.tensor, self.version)
+        return self.tensor
+
+
+class Made:
+    """A tensor that `make` computes again in backward, or a view of that result."""
+
+    __slots__ = ("make", "shape", "strides", "view")
+
+    def __init__(self, tensor: Tensor, base: Tensor, make: Callable[[], Tensor]) -> None:
+        self.make = make
+        self.shape = base.shape
+        self.strides = base.stride()
+        self.view = None
+        if base is not tensor:
+            self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def value(self) -> Tensor:
+        with torch.no_grad(), autocast_as([]):
+            made = self.make()
+        if made.shape != self.shape or made.stride() != self.strides:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.shape)} and strides {self.strides} was recomputed "
+                f"as {tuple(made.shape)}, {made.stride()}: its block computes something else the "
+                "second time; take it out of the regions"
+            )
+        return made if self.view is None else made.as_strided(*self.view)
+
+
+class Keeper:
+    """Saved-tensor hooks of a block that save a recipe if there is one, else the tensor."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        self.note = note
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.pack, _unpack)
+
+    def pack(self, tensor: Tensor) -> CheckedTensor | Made:
+        base = tensor if tensor._base is None else tensor._base
+
+        # If the version is above 0, the tensor was changed in place after its node made it, and the
+        # node would compute another value.
+        if base.grad_fn is not None and base._version == 0 and base.dtype == tensor.dtype:
+            made = _recipe(tensor, base)
+            if made is not None:
+                return made
+        if self.note is not None:
+            self.note(tensor, base)
+        return CheckedTensor(tensor)
+
+
+EXPENSIVE_NODES = (
+    "Mm",
+    "Addmm",
+    "Bmm",
+    "Baddbmm",
+    "Convolution",
+    "ScaledDotProduct",
+    "Linear",
+    "Embedding",
+    "Native",
+)
+
+
+def can_be_made(node: Any, kept: Container[Any]) -> bool:
+    """Return whether cheap operations alone can compute a node's output from saved outputs."""
+    if node.name().startswith(EXPENSIVE_NODES):
+        return False
+    makers = [maker for maker, _ in node.next_functions if maker is not None]
+    if not makers:
+        return False
+    return all(
+        maker in kept or hasattr(maker, "variable") or can_be_made(maker, kept) for maker in makers
+    )
+
+
+def _unpack(saved: CheckedTensor | Made) -> Tensor:
+    return saved.value()
+
+
+def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
+    replay = getattr(base, REPLAY_KEY, None)
+    if replay is not None:
+        return Made(tensor, base, replay.use())
+    node: Any = base.grad_fn
+    if RETURNED_ONCE_KEY in node.metadata:
+        return None
+    if node.name() == CAST_NODE:
+        source = _source_of_cast(node)
+        dtype = base.dtype
+        return None if source is None else Made(tensor, base, lambda: source().to(dtype))
+    recipe = NODE_RECIPES.get(node.name())
+    if recipe is None:
+        return None
+
+    # A factor is saved only if the other one needs a gradient.
+    makers = [maker for maker, _ in node.next_functions]
+    if node.name() in NEEDS_BOTH and None in makers:
+        return None
+
+    depth = 1 + max(maker.metadata.get(DEPTH_KEY, 0) for maker in makers if maker is not None)
+    if depth > DEEPEST_RECIPE:
+        return None
+    node.metadata[DEPTH_KEY] = depth
+    return Made(tensor, base, lambda: recipe(node))
+
+
+def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
+    """Return a function that gives a cast's input in backward, or None.
+
+    There is one if the input is a weight or the output of a replay.
+    """
+    maker = node.next_functions[0][0]
+    if maker is None:
+        return None
+    weight = getattr(maker, "variable", None)
+    if weight is not None:
+        return CheckedTensor(weight).value
+    replay = maker.metadata.get(REPLAY_KEY, lambda: None)()
+    return None if replay is None else replay.use()
+
+
+# ------------------------------------------------------------------------------
+# Regions: recompute norms and elementwise operations, without a dispatch mode.
+# ------------------------------------------------------------------------------
+
+KEEPER_ATTRIBUTE = "_regions"
+REGION_NAME_ATTRIBUTE = "_regions_name"
+NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class Regions(Derived):
@@ -40,7 +224,7 @@ class Regions(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
             return super().forward(*args, **kwargs)
-        with self.__dict__[KEEPER].hooks():
+        with self.__dict__[KEEPER_ATTRIBUTE].hooks():
             return super().forward(*args, **kwargs)
 
 
@@ -50,7 +234,7 @@ class Replayed(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
             return super().forward(*args, **kwargs)
-        name = self.__dict__[NAMED]
+        name = self.__dict__[REGION_NAME_ATTRIBUTE]
         before = generator_states(self) if name else []
         output = Replay(super().forward, args, kwargs).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
@@ -87,12 +271,12 @@ def apply_regions(
     named = match_inside(found, also, option="also")
 
     for block in found.values():
-        become(Regions, block, **{KEEPER: Keeper()})
+        become(Regions, block, **{KEEPER_ATTRIBUTE: Keeper()})
     for name, module in inside.items():
         # A shared module has several names and is changed at the first.
         is_changed = isinstance(module, Replayed)
         if (name in named or _is_norm(module)) and not is_changed:
-            become(Replayed, module, **{NAMED: name if name in named else None})
+            become(Replayed, module, **{REGION_NAME_ATTRIBUTE: name if name in named else None})
     return list(found)
 
 
@@ -101,7 +285,7 @@ def remove_regions(model: nn.Module) -> list[str]:
     names = [name for name, module in model.named_modules() if isinstance(module, Regions)]
     for module in list(model.modules()):
         if isinstance(module, Regions | Replayed):
-            restore(module, KEEPER, NAMED)
+            restore(module, KEEPER_ATTRIBUTE, REGION_NAME_ATTRIBUTE)
     return names
 
 
@@ -110,7 +294,7 @@ def _is_norm(module: nn.Module) -> bool:
 
     Norms of torch are recognised by class, others (those of Hugging Face models) by name.
     """
-    if isinstance(module, NORMS):
+    if isinstance(module, NORM_TYPES):
         return True
     has_children = any(True for _ in module.children())
     has_buffers = any(True for _ in module.buffers())
@@ -174,7 +358,7 @@ def report_regions(
         if _storage(tensor) not in owned:
             saved.setdefault(_storage(tensor), (running.current, base))
 
-    keepers = [block.__dict__[KEEPER] for block in blocks.values()]
+    keepers = [block.__dict__[KEEPER_ATTRIBUTE] for block in blocks.values()]
     with untouched(model), running:
         for keeper in keepers:
             keeper.note = note
@@ -223,6 +407,6 @@ def _of_torch(*modules: nn.Module) -> str | None:
         if not list(module.children()):
             continue
         kind = class_as_written(module)
-        if kind.__module__.startswith("torch.") and kind not in CONTAINERS:
+        if kind.__module__.startswith("torch.") and kind not in CONTAINER_TYPES:
             return kind.__name__
     return None

@@ -1,6 +1,6 @@
-"""Selective activation checkpointing (SAC): a policy chooses which operations to recompute.
+"""Selective activation checkpointing: keep the results of chosen operations in each block.
 
-    apply_sac(model)    # saves the outputs of matrix products, attention and convolutions
+apply_sac(model)    # saves the outputs of matrix products, attention and convolutions
     apply_sac(model, "every_second_matmul")
     apply_sac(model, ["aten.mm", "aten.addmm"], blocks="layers.*")
 
@@ -8,48 +8,301 @@ Operations that draw random numbers are always recomputed, from the generator st
 run. In torch's own implementation a saved random operation shifts all random numbers drawn after
 it.
 
-Proof: `python -m pytest tests/test_sac.py`.
+Proof: `python -m pytest tests/gates tests/primitives`.
 """
 
+import difflib
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..core import operations
-from ..core.blocks import find_blocks
-from ..core.checkpointed import Options, Pair, run_checkpointed
-from ..core.derive import Derived, become, restore
-from ..core.operations import Operation
-from ..core.policies import FIGURES, POLICIES, Policy, PolicyError, make_policy
+from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.wording import did_you_mean
+from .checkpointed import Pair, RecomputeOptions, run_checkpointed
 
-__all__ = [
-    "FIGURES",
-    "POLICIES",
-    "Policy",
-    "PolicyError",
-    "Sac",
-    "apply_sac",
-    "make_policy",
-    "remove_sac",
-]
+# ------------------------------------------------------------------------------
+# Classify dispatcher operations: cost, random numbers, writes in place.
+# ------------------------------------------------------------------------------
 
-OPTIONS = "_sac"
-CONTEXTS = "_sac_contexts"
-CAST = torch.ops.aten._to_copy.default
+Operation = OpOverload | HigherOrderOperator
+
+
+def _overloads(namespace: str, *names: str) -> frozenset[Operation]:
+    """Return the overloads of those named operations that this version of torch has."""
+    space = getattr(torch.ops, namespace)
+    packets = [getattr(space, name) for name in names if hasattr(space, name)]
+    return frozenset(operation for packet in packets for operation in _functional(packet))
+
+
+def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
+    """Return the overloads that do not write in place, or all if every overload does."""
+    overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
+    return [overload for overload in overloads if not overload._schema.is_mutable] or overloads
+
+
+def _higher_order(*names: str) -> frozenset[Operation]:
+    return frozenset(
+        getattr(torch.ops.higher_order, name)
+        for name in names
+        if hasattr(torch.ops.higher_order, name)
+    )
+
+
+_ATTENTION_KERNELS = (
+    "flash_attention_for_cpu",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+)
+_OVERRIDEABLE_ATTENTION = "_scaled_dot_product_fused_attention_overrideable"
+MATMULS = _overloads(
+    "aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"
+)
+ATTENTION_OPERATIONS = _overloads(
+    "aten",
+    *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION_KERNELS),
+    "_scaled_dot_product_fused_attention_overrideable",
+) | _higher_order("flex_attention")
+CONVOLUTIONS = _overloads(
+    "aten", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"
+)
+COLLECTIVES = _overloads(
+    "_c10d_functional",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
+
+# Autograd treats the outputs of these as new tensors, although they are views.
+UNSAFE_SPLITS = _overloads("aten", "unsafe_split", "unsafe_split_with_sizes")
+
+EXPENSIVE_OPERATIONS = MATMULS | ATTENTION_OPERATIONS | CONVOLUTIONS | COLLECTIVES
+OPERATION_FAMILIES = {
+    "matmul": MATMULS,
+    "attention": ATTENTION_OPERATIONS,
+    "convolution": CONVOLUTIONS,
+    "collective": COLLECTIVES,
+}
+
+
+@functools.cache
+def family_of(operation: Operation) -> str | None:
+    """Return the family of an expensive operation, or None for any other.
+
+    For the same call, different devices run different operations of one family.
+    """
+    return next(
+        (family for family, members in OPERATION_FAMILIES.items() if operation in members), None
+    )
+
+
+def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
+    """Find operations given as overloads, packets, or text (`aten.mm`, `aten.mm.default`)."""
+    found: set[Operation] = set()
+    for item in named:
+        operation = _by_name(item) if isinstance(item, str) else item
+        if isinstance(operation, OpOverloadPacket):
+            found.update(_functional(operation))
+        elif isinstance(operation, Operation):
+            found.add(operation)
+        else:
+            raise ValueError(
+                f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}"
+            )
+    return frozenset(found)
+
+
+def _by_name(text: str) -> Any:
+    namespace, *names = text.removeprefix("torch.ops.").split(".")
+    if len(names) not in (1, 2):
+        raise ValueError(f"an operation is named as 'aten.mm' or 'aten.mm.default', got {text!r}")
+
+    space = getattr(torch.ops, namespace)
+    if not hasattr(space, names[0]):
+        near = difflib.get_close_matches(names[0], dir(space), n=3)
+        suggestion = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ValueError(f"torch has no operation {text!r}{suggestion}")
+
+    packet = getattr(space, names[0])
+    if len(names) == 1:
+        return packet
+    if names[1] not in packet.overloads():
+        raise ValueError(
+            f"{namespace}.{names[0]} has no overload {names[1]!r}; it has "
+            f"{', '.join(packet.overloads())}"
+        )
+    return getattr(packet, names[1])
+
+
+def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether this call draws random numbers; attention does so only with dropout."""
+    may_draw, index, default = _drawing(operation)
+    if index is None:
+        return may_draw
+    positional = args[index] if index < len(args) else default
+    return bool(kwargs.get("dropout_p", positional))
+
+
+@functools.cache
+def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
+    """Return whether an operation may draw random numbers.
+
+    If that depends on `dropout_p`, the index and the default of that argument follow; else None.
+    """
+    if (
+        not isinstance(operation, OpOverload)
+        or torch.Tag.nondeterministic_seeded not in operation.tags
+    ):
+        return False, None, None
+    for index, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return True, index, argument.default_value
+    return True, None, None
+
+
+def writes_in_place(operation: Operation) -> bool:
+    """Return whether the operation writes into one of its arguments."""
+    return isinstance(operation, OpOverload) and operation._schema.is_mutable
+
+
+def is_cheap(operation: Operation) -> bool:
+    """Return whether an operation is elementwise, a reduction or a normalization.
+
+    These do little arithmetic for each value that they write.
+    """
+    if not isinstance(operation, OpOverload):
+        return False
+    kinds = {"pointwise", "reduction"}
+    return any(tag.name in kinds for tag in operation.tags) or operation in _NORMALIZATIONS
+
+
+_NORMALIZATIONS = _overloads(
+    "aten",
+    "native_layer_norm",
+    "native_group_norm",
+    "_fused_rms_norm",
+    "_softmax",
+    "_log_softmax",
+    "native_batch_norm",
+)
+
+
+# ------------------------------------------------------------------------------
+# Policies of selective recompute: which outputs of a block are saved.
+# ------------------------------------------------------------------------------
+
+
+class PolicyError(ValueError):
+    """A policy that is unknown or would not save memory as intended."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rule for which outputs a block saves under selective recompute."""
+
+    name: str
+
+    # Operations whose outputs are saved.
+    save: frozenset[Operation] = frozenset()
+
+    # Operations of which every second output is saved.
+    alternate: frozenset[Operation] = frozenset()
+
+    # A policy in torch's form, `choose(context, operation, *args, **kwargs)`. It is called in the
+    # first run only.
+    choose: Callable[..., Any] | None = None
+
+    # Calls whose outputs are saved, by family and index: `("matmul", 0)` is the first matrix
+    # product of the block.
+    calls: frozenset[tuple[str, int]] = frozenset()
+
+    def __post_init__(self) -> None:
+        for operation in self.save | self.alternate:
+            if writes_in_place(operation):
+                raise PolicyError(
+                    f"{operation} writes in place, and a tensor that is written into can't be "
+                    "saved: leave it out"
+                )
+
+    def __reduce__(self) -> Any:
+        """Pickle by the names of the operations, because operations can't be pickled."""
+        named = POLICIES.get(self.name)
+        if named == self:
+            return make_policy, (self.name,)
+        if self.calls:
+            return Policy, (self.name, frozenset(), frozenset(), None, self.calls)
+        return make_policy, (self.choose or sorted(str(operation) for operation in self.save),)
+
+
+POLICIES = {
+    policy.name: policy
+    for policy in (
+        Policy("save_expensive", EXPENSIVE_OPERATIONS),
+        Policy("save_matmuls", MATMULS),
+        Policy("save_attention", ATTENTION_OPERATIONS),
+        Policy("save_matmuls_and_attention", MATMULS | ATTENTION_OPERATIONS),
+        Policy("every_second_matmul", ATTENTION_OPERATIONS, alternate=MATMULS),
+    )
+}
+POLICY_COST_FIGURES = (
+    "On the built-in transformer keeping all but products and attention holds 144% of what no "
+    "recompute holds, and recomputes 72% of a forward; 'save_expensive' holds 58%, and recomputes "
+    "no product"
+)
+
+# Names of policies that people have written which save the cheap operations.
+BACKWARDS_POLICIES = (
+    "recompute_matmuls",
+    "save_norms",
+    "save_activations",
+    "save_pointwise",
+)
+
+
+def make_policy(policy: Any) -> Policy:
+    """Make a policy from a name, a list of operations, or a function in torch's form."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        if policy in BACKWARDS_POLICIES:
+            raise PolicyError(
+                f"{policy!r} saves the outputs that are cheap to recompute, which is the wrong way "
+                f"round. {POLICY_COST_FIGURES}"
+            )
+        if policy not in POLICIES:
+            raise PolicyError(f"no policy is called {policy!r}; {did_you_mean(policy, POLICIES)}")
+        return POLICIES[policy]
+    if callable(policy) and not isinstance(policy, Operation):
+        return Policy(getattr(policy, "__name__", type(policy).__name__), choose=policy)
+    if isinstance(policy, Sequence | set | frozenset) and policy:
+        return Policy("the list", find_operations(policy))
+    raise PolicyError(f"a policy is a name, a list of operations or a function, got {policy!r}")
+
+
+# ------------------------------------------------------------------------------
+# Selective activation checkpointing (SAC): a policy chooses which operations to recompute.
+# ------------------------------------------------------------------------------
+
+SAC_ATTRIBUTE = "_sac"
+CONTEXTS_ATTRIBUTE = "_sac_contexts"
+CAST_OPERATION = torch.ops.aten._to_copy.default
 # A policy may save this share of the outputs of cheap operations: for a few, such as those of a
 # router, there may be a reason.
-MANY = 1 / 3
-KEPT = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+MOST_CHEAP_SHARE = 1 / 3
+SAVE_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 @dataclass
-class _Run:
+class _BlockForward:
     """One forward of one block and the decisions of its policy.
 
     The recompute repeats the decisions of the first run. Torch before 2.13 calls the policy a
@@ -75,9 +328,7 @@ class _Run:
         if self.replays:
             self.asked[operation] += 1
             return self.kept[operation][self.asked[operation] - 1]
-        keep = self._wants(context, operation, args, kwargs) and not operations.draws(
-            operation, args, kwargs
-        )
+        keep = self._wants(context, operation, args, kwargs) and not draws(operation, args, kwargs)
         self.kept[operation].append(keep)
         return keep
 
@@ -85,7 +336,7 @@ class _Run:
         self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         policy = self.policy
-        family = operations.family_of(operation)
+        family = family_of(operation)
         self.calls[family] += 1
         if (family, self.calls[family] - 1) in policy.calls:
             return True
@@ -111,7 +362,7 @@ class _Run:
                 "here, and calls that draw random numbers are always recomputed.)"
             )
 
-        for operation in operations.SPLITS:
+        for operation in UNSAFE_SPLITS:
             if operation in self.kept:
                 raise PolicyError(
                     f"{self.block} runs {operation}, as nn.GRU does on a CPU, and overwrites the "
@@ -120,21 +371,19 @@ class _Run:
                 )
 
         cheap = {
-            operation: choices
-            for operation, choices in self.kept.items()
-            if operations.is_cheap(operation)
+            operation: choices for operation, choices in self.kept.items() if is_cheap(operation)
         }
         num_saved_cheap = sum(map(sum, cheap.values()))
-        most_saved_cheap = sum(map(len, cheap.values())) * MANY
+        most_saved_cheap = sum(map(len, cheap.values())) * MOST_CHEAP_SHARE
         num_expensive = sum(
-            len(self.kept[operation]) for operation in self.kept.keys() & operations.EXPENSIVE
+            len(self.kept[operation]) for operation in self.kept.keys() & EXPENSIVE_OPERATIONS
         )
-        saves_expensive = bool(operations.EXPENSIVE & set(saved))
+        saves_expensive = bool(EXPENSIVE_OPERATIONS & set(saved))
         if num_expensive and not saves_expensive and num_saved_cheap > most_saved_cheap:
             raise PolicyError(
                 f"policy {self.policy.name!r} is the wrong way round for {self.block}: it saves "
                 f"{num_saved_cheap} outputs of cheap operations, and recomputes all "
-                f"{num_expensive} matrix products, convolutions and attentions. {FIGURES}"
+                f"{num_expensive} matrix products, convolutions and attentions. {POLICY_COST_FIGURES}"
             )
 
 
@@ -149,8 +398,8 @@ def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
         raise PolicyError(
             f"policy {policy.name!r} must return a CheckpointPolicy or a bool, got {answer!r}"
         )
-    keep = answer if isinstance(answer, bool) else answer in KEPT
-    if keep and operations.writes_in_place(operation):
+    keep = answer if isinstance(answer, bool) else answer in SAVE_POLICIES
+    if keep and writes_in_place(operation):
         raise PolicyError(
             f"policy {policy.name!r} saves {operation}, which writes in place: leave it out"
         )
@@ -185,7 +434,7 @@ def _told(kind: Any) -> Any:
         def __torch_dispatch__(
             self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if operation is CAST:
+            if operation is CAST_OPERATION:
                 return operation(*args, **(kwargs or {}))
             return super().__torch_dispatch__(operation, types, args, kwargs)
 
@@ -207,8 +456,8 @@ class Sac(Derived):
             args,
             kwargs,
             modules=[self],
-            options=own[OPTIONS],
-            contexts=own[CONTEXTS],
+            options=own[SAC_ATTRIBUTE],
+            contexts=own[CONTEXTS_ATTRIBUTE],
         )
 
 
@@ -227,7 +476,7 @@ def apply_sac(
     DDP, `fully_shard` and `torch.compile`.
     """
     chosen = make_policy(policy)
-    settings = Options(**options)
+    settings = RecomputeOptions(**options)
     if settings.use_reentrant:
         raise PolicyError(
             "reentrant checkpointing does not support policies: leave use_reentrant at False"
@@ -236,17 +485,17 @@ def apply_sac(
     found = find_blocks(model, blocks)
     for name, block in found.items():
         contexts = functools.partial(_contexts, chosen, name)
-        become(Sac, block, **{OPTIONS: settings, CONTEXTS: contexts})
+        become(Sac, block, **{SAC_ATTRIBUTE: settings, CONTEXTS_ATTRIBUTE: contexts})
     return list(found)
 
 
 def _contexts(policy: Policy, block: str) -> Pair:
-    return _Run(policy, block).contexts()
+    return _BlockForward(policy, block).contexts()
 
 
 def remove_sac(model: nn.Module) -> list[str]:
     """Undo `apply_sac` and return the names of the blocks that had a policy."""
     names = [name for name, module in model.named_modules() if isinstance(module, Sac)]
     for name in names:
-        restore(model.get_submodule(name), OPTIONS, CONTEXTS)
+        restore(model.get_submodule(name), SAC_ATTRIBUTE, CONTEXTS_ATTRIBUTE)
     return names

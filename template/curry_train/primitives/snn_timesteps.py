@@ -9,7 +9,7 @@
 state of its own raises `HiddenState`. Gradients flow through the state from the last timestep to
 the first; nothing is detached.
 
-Proof: `python -m pytest tests/test_snn_timesteps.py`.
+Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,40 +23,40 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ..core.attributes import Place, code_of, places_of, roots_of
-from ..core.checkpointed import Options, run_checkpointed
-from ..core.derive import Derived, become, restore
-from ..core.generators import Generators
-from ..core.hidden_state import HiddenState, check_step
-from ..core.kept import Key, put_back_later
-from ..core.replay import check_unchanged
-from ..core.timestep_schedule import (
+from ..core.blocks import Derived, become, restore
+from ..core.random import Generators, generators_kept
+from .checkpointed import RecomputeOptions, check_unchanged, run_checkpointed
+from .hidden_state import (
+    Place,
+    ValueKey,
+    check_step,
+    code_of,
+    places_of,
+    put_back_later,
+    roots_of,
+)
+from .time_loop import (
+    ChunkSchedule,
+    Collected,
     Costs,
-    Schedule,
+    TimestepFunction,
     best_chunk_size,
     best_schedule,
     even_schedule,
     measure_costs,
+    run_timesteps,
+    slice_time,
+    steppers,
+    take_step,
 )
-from ..core.timesteps import Collected, Step, run_timesteps, slice_time, steppers, take_step
-from ..core.untouched import generators_kept
 
-__all__ = [
-    "HiddenState",
-    "checkpoint_timesteps",
-    "choose_chunk_size",
-    "recompute_timesteps",
-    "remove_timesteps",
-    "run_timesteps",
-]
-
-OPTIONS = "_timesteps"
+TIMESTEPS_ATTRIBUTE = "_timesteps"
 
 
 # Tracing would unroll the loop. `torch.compiler.disable` would import the compiler here.
 @_disable_dynamo
 def checkpoint_timesteps(
-    step: Step,
+    step: TimestepFunction,
     inputs: Any,
     state: Any,
     *,
@@ -73,7 +73,7 @@ def checkpoint_timesteps(
     chunks in larger chunks and recomputes each timestep at most twice.
 
     Without `chunk_size` the first call measures costs, and chunks get shorter towards the end
-    (`core/timestep_schedule.py`); with it all chunks have the same size. The first call also runs a
+    (`primitives/time_loop.py`); with it all chunks have the same size. The first call also runs a
     few steps to detect hidden state. In eval mode, without grad mode, and with one chunk as long as
     the whole loop, this is the plain loop.
     """
@@ -91,7 +91,7 @@ def checkpoint_timesteps(
     else:
         schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
 
-    loop = _Loop(
+    loop = _ChunkedLoop(
         step,
         timesteps,
         collected,
@@ -104,7 +104,7 @@ def checkpoint_timesteps(
 
 
 def choose_chunk_size(
-    step: Step, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
+    step: TimestepFunction, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
 ) -> int:
     """Choose the size of even chunks with the lowest peak, from measured bytes.
 
@@ -120,8 +120,12 @@ def choose_chunk_size(
 class RecomputedTimesteps(Derived):
     """A module whose loop over time runs through `checkpoint_timesteps`."""
 
-    def unroll(self, step: Step, inputs: Any, state: Any, **options: Any) -> tuple[Any, Any]:
-        return checkpoint_timesteps(step, inputs, state, **self.__dict__[OPTIONS], **options)
+    def unroll(
+        self, step: TimestepFunction, inputs: Any, state: Any, **options: Any
+    ) -> tuple[Any, Any]:
+        return checkpoint_timesteps(
+            step, inputs, state, **self.__dict__[TIMESTEPS_ATTRIBUTE], **options
+        )
 
 
 def recompute_timesteps(
@@ -144,7 +148,9 @@ def recompute_timesteps(
         )
     for module in found.values():
         become(
-            RecomputedTimesteps, module, **{OPTIONS: {"chunk_size": chunk_size, "levels": levels}}
+            RecomputedTimesteps,
+            module,
+            **{TIMESTEPS_ATTRIBUTE: {"chunk_size": chunk_size, "levels": levels}},
         )
     return list(found)
 
@@ -155,7 +161,7 @@ def remove_timesteps(model: nn.Module) -> list[str]:
         name for name, module in model.named_modules() if isinstance(module, RecomputedTimesteps)
     ]
     for name in names:
-        restore(model.get_submodule(name), OPTIONS)
+        restore(model.get_submodule(name), TIMESTEPS_ATTRIBUTE)
     return names
 
 
@@ -178,7 +184,7 @@ class _Known:
     They hold names only: a reference to a module would keep it alive.
     """
 
-    left_behind: Mapping[Key, bool]
+    left_behind: Mapping[ValueKey, bool]
     costs: Costs | None = None
 
 
@@ -186,7 +192,12 @@ _known: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
 
 
 def _learn(
-    step: Step, roots: Mapping[str, nn.Module], timesteps: Sequence[Any], state: Any, *, costs: bool
+    step: TimestepFunction,
+    roots: Mapping[str, nn.Module],
+    timesteps: Sequence[Any],
+    state: Any,
+    *,
+    costs: bool,
 ) -> _Known:
     """Check a step for hidden state and measure its costs, once per function and its modules.
 
@@ -210,19 +221,19 @@ def _learn(
 
 
 @dataclass
-class _Loop:
+class _ChunkedLoop:
     """State shared by the chunks of one call."""
 
-    step: Step
+    step: TimestepFunction
     timesteps: Sequence[Any]
     collected: Collected
     modules: Sequence[nn.Module]
     places: Sequence[Place]
-    left_behind: Mapping[Key, bool]
+    left_behind: Mapping[ValueKey, bool]
     shape: TreeSpec | None = None
     versions: dict[int, list[int]] = field(default_factory=dict)
 
-    def run(self, state: Any, first: int, schedule: Schedule, *, again: bool) -> Any:
+    def run(self, state: Any, first: int, schedule: ChunkSchedule, *, again: bool) -> Any:
         """Run the timesteps of a schedule and return the state after them.
 
         The last chunk is not recomputed, because backward needs it first.
@@ -237,7 +248,9 @@ class _Loop:
         for inside in earlier:
             leaves, shape = tree_flatten(state)
             chunk = _Chunk(self, shape, first, inside, again)
-            options = Options(preserve_rng_state=False)  # the chunk restores generators itself
+            options = RecomputeOptions(
+                preserve_rng_state=False
+            )  # the chunk restores generators itself
             new_leaves = run_checkpointed(
                 chunk, tuple(leaves), {}, modules=self.modules, options=options
             )
@@ -273,10 +286,10 @@ class _Loop:
 class _Chunk:
     """Timesteps under one checkpoint; only the first run collects outputs and side effects."""
 
-    loop: _Loop
+    loop: _ChunkedLoop
     shape: TreeSpec
     first: int
-    inside: Schedule
+    inside: ChunkSchedule
     again: bool
     shape_after: TreeSpec = field(init=False)
     runs: int = 0

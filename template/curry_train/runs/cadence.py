@@ -1,25 +1,38 @@
-"""Decide when to save: every N steps, or within a bound on the overhead of saving.
+"""Decide when a save is due: by steps, by minutes, or by a bound on its overhead.
 
 Young: a run that fails every M seconds and needs d seconds for a save loses the least time when it
 saves every sqrt(2 d M) seconds. Daly added the terms that matter when d is not small against M.
-Proof: `python -m pytest tests/test_cadence.py`.
+
+Proof: `python -m pytest tests/runs/test_cadence.py tests/runs/test_saving_policy.py`.
 """
 
+import contextlib
 import math
+import time
 from collections import deque
 
-from .names import RESUMABLE
-from .policy_config import AUTO, PolicyConfig
+from .background import BackgroundSaver
+from .files import Files
+from .format import State
+from .layout import RESUMABLE_KINDS
+from .policy_config import AUTO_INTERVAL, PolicyConfig
+from .ranks import Ranks
+from .retention import bytes_to_write
+from .store import Store
+
+# ------------------------------------------------------------------------------
+# Decide when to save: every N steps, or within a bound on the overhead of saving.
+# ------------------------------------------------------------------------------
 
 # Steps until the first save when there is no estimate of its duration. That save may exceed the
 # bound; it measures the duration.
-FIRST = 8
+FIRST_SAVE_STEPS = 8
 # A save is due once the steps have earned this multiple of the longest recent save. The surplus
 # counts towards the next save, so the margin does not make saves less frequent.
-MARGIN = 2.0
+SAVE_MARGIN_FACTOR = 2.0
 # The next step is expected to take the mean of this many recent steps, and the next save as long
 # as the longest of this many recent saves.
-RECENT = 8
+NUM_RECENT_DURATIONS = 8
 
 
 def young_daly(save_seconds: float, mean_time_between_failures: float) -> float:
@@ -63,9 +76,9 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
         return ()
     intervals = {"rollback": config.rollback_every, "recovery": config.recovery_every}
     kinds = []
-    for kind in RESUMABLE:
+    for kind in RESUMABLE_KINDS:
         interval = intervals[kind]
-        if interval == AUTO:
+        if interval == AUTO_INTERVAL:
             is_due = automatic
         else:
             is_due = isinstance(interval, int) and step % interval == 0
@@ -79,7 +92,7 @@ class CadenceFromOverhead:
 
     Every step earns `overhead` times its duration, and every save of any kind spends its own
     duration. A rollback is due once its likely cost is earned, so all saves together stay within
-    the bound from the first one on. There are two exceptions: a save that takes more than `MARGIN`
+    the bound from the first one on. There are two exceptions: a save that takes more than `SAVE_MARGIN_FACTOR`
     times as long as every recent save, and saves of other kinds that cost more than is earned.
     The next rollback then waits until the steps have earned the deficit.
     """
@@ -97,8 +110,8 @@ class CadenceFromOverhead:
         self.expected = expected
         self._earned = 0.0
         self._since = 0.0
-        self._steps = deque[float](maxlen=RECENT)
-        self._saves = deque[float](maxlen=RECENT)
+        self._steps = deque[float](maxlen=NUM_RECENT_DURATIONS)
+        self._saves = deque[float](maxlen=NUM_RECENT_DURATIONS)
 
     def stepped(self, seconds: float) -> None:
         self._steps.append(seconds)
@@ -127,10 +140,10 @@ class CadenceFromOverhead:
             return 1
         save = max(self._saves, default=self.expected)
         if save is None:
-            return max(0, FIRST - len(self._steps))
+            return max(0, FIRST_SAVE_STEPS - len(self._steps))
 
         step_seconds = _mean(self._steps)
-        missing_seconds = MARGIN * save - self._earned
+        missing_seconds = SAVE_MARGIN_FACTOR * save - self._earned
         steps = 0
         if missing_seconds > 1e-9 * save:
             steps = steps_between(missing_seconds, step_seconds, self.overhead)
@@ -142,3 +155,115 @@ class CadenceFromOverhead:
 
 def _mean(values: deque[float]) -> float:
     return max(sum(values) / len(values), 1e-9)
+
+
+# ------------------------------------------------------------------------------
+# Estimate the duration of a save by timing a small write on the same volume.
+# ------------------------------------------------------------------------------
+
+DISK_TRIAL_FILE_NAME = ".speed-of-the-disk"
+LEAST_BYTES = 2**20
+MOST_BYTES = 2**29
+# The trial writes 1/16 of the bytes of a save, so that it costs little in comparison.
+DISK_TRIAL_DIVISOR = 16
+# Duration of a save of almost no bytes: naming, writing and syncing the index and the manifest.
+FIXED_SECONDS = 0.1
+
+
+def expected_seconds(files: Files, num_bytes: int) -> float:
+    """Return the expected seconds of a save of this many bytes by this process.
+
+    The trial file is removed afterwards.
+    """
+    data = memoryview(bytearray(min(max(num_bytes // DISK_TRIAL_DIVISOR, LEAST_BYTES), MOST_BYTES)))
+    # A process that was killed during the trial leaves its file behind.
+    with contextlib.suppress(FileNotFoundError):
+        files.remove_file(DISK_TRIAL_FILE_NAME)
+
+    began = time.perf_counter()
+    stream = files.create(DISK_TRIAL_FILE_NAME)
+    try:
+        stream.write(data)
+        files.finish(stream)
+    except BaseException:
+        files.abandon(stream)
+        raise
+    seconds = time.perf_counter() - began
+
+    files.remove_file(DISK_TRIAL_FILE_NAME)
+    return FIXED_SECONDS + seconds * max(1.0, num_bytes / len(data))
+
+
+# ------------------------------------------------------------------------------
+# Decide on all ranks together when a rollback is due under `rollback_every: auto`.
+# ------------------------------------------------------------------------------
+
+SECONDS_PER_HOUR = 3600.0
+# Assumed share of a background save during which training waits, until the first one is measured.
+BACKGROUND_WAIT_SHARE = 0.1
+
+
+class AutomaticCadence(CadenceFromOverhead):
+    """The cadence of `rollback_every: auto`, decided by rank 0.
+
+    Rank 0 also names the next step at which to decide, so that most steps need no communication.
+    """
+
+    def __init__(
+        self, store: Store, config: PolicyConfig, *, saver: BackgroundSaver | None = None
+    ) -> None:
+        hours = config.mean_hours_between_failures
+        super().__init__(
+            config.overhead,
+            mean_time_between_failures=None if hours is None else hours * SECONDS_PER_HOUR,
+        )
+        self._store = store
+        self._config = config
+        self._saver = saver
+        self._following: int | None = None
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start the clock of the next step."""
+        self._returned = time.perf_counter()
+        self._stalled = self._stalled_so_far
+
+    def trained(self) -> None:
+        """Call after each step; time spent waiting for a background save is charged to the save."""
+        stalled = self._stalled_so_far - self._stalled
+        self.stepped(time.perf_counter() - self._returned - stalled)
+        self.waited_later(stalled)
+
+    @property
+    def _stalled_so_far(self) -> float:
+        return self._saver.stalled if self._saver else 0.0
+
+    def turned_back(self) -> None:
+        """Call after the run went back to an earlier step."""
+        self._following = None if self.expected is None else 0
+
+    def is_due(self, step: int, state: State) -> bool:
+        """Whether a rollback is due after this step; call on all ranks together."""
+        if self._config.rollback_every != AUTO_INTERVAL:
+            return False
+        if self._following is not None and step < self._following:
+            return False
+
+        ranks = Ranks(self._store.group)
+        if self._following is None:
+            self._expect(ranks, state)
+        remaining = ranks.agree(self.steps_to_next)
+        self._following = step + max(1, remaining)
+        return remaining == 0
+
+    def _expect(self, ranks: Ranks, state: State) -> None:
+        """Estimate the duration of the first save by timing a small write."""
+        began = time.perf_counter()
+        num_bytes = bytes_to_write(
+            state.snapshot(), model_only=self._config.rollback_parameters_only
+        )
+        bytes_per_rank = num_bytes // ranks.size
+        self._store.open()
+        seconds = ranks.agree(lambda: expected_seconds(self._store.files, bytes_per_rank))
+        self.expected = seconds * BACKGROUND_WAIT_SHARE if self._saver else seconds
+        self.waited(time.perf_counter() - began)

@@ -1,19 +1,25 @@
-"""File access for a run: the storage interface and its implementation for local folders.
+"""Reach a run's files on a disk or in an object store.
 
 Keys are paths relative to the run's folder, separated by `/`. Every change on the disk goes through
 a method of `Files`, so that a test can kill a process at any of them.
-Proof: `python -m pytest tests/test_store_kill.py`.
+
+Proof: `python -m pytest tests/runs`.
 """
 
 import contextlib
 import os
 import shutil
 import stat
+import weakref
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from .errors import HostileCheckpoint
+from .ranks import HostileCheckpoint
+
+# ------------------------------------------------------------------------------
+# File access for a run: the storage interface and its implementation for local folders.
+# ------------------------------------------------------------------------------
 
 
 class Files(ABC):
@@ -206,3 +212,145 @@ class LocalFiles(Files):
 
     def free_bytes(self) -> int | None:
         return shutil.disk_usage(self.root).free
+
+
+# ------------------------------------------------------------------------------
+# A run's files in an object store, through fsspec.
+# ------------------------------------------------------------------------------
+
+
+class ObjectFiles(Files):
+    """Files under any URL that fsspec opens: s3://, gs://, memory://.
+
+    `options` are passed to fsspec.
+    """
+
+    renames = False
+
+    def __init__(self, url: str, **options: Any) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise RuntimeError(
+                f"{url} needs fsspec, which is missing: pip install fsspec"
+            ) from error
+        self.url = url.rstrip("/")
+        self._files, root = url_to_fs(self.url, **options)
+        self._root = root.rstrip("/")
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{checked(key)}" if key else self._root
+
+    def location(self, key: str) -> str:
+        return f"{self.url}/{checked(key)}" if key else self.url
+
+    def make_folder(self, key: str) -> None:
+        self._files.makedirs(self._path(key), exist_ok=True)
+
+    def create(self, key: str) -> BinaryIO:
+        if self.kind(key) is not None:
+            raise FileExistsError(f"{self.location(key)} already exists")
+        stream: BinaryIO = self._files.open(self._path(key), "wb")
+        return stream
+
+    def finish(self, stream: BinaryIO) -> None:
+        # Closing the stream makes the object visible.
+        stream.close()
+
+    def abandon(self, stream: BinaryIO) -> None:
+        with contextlib.suppress(OSError):
+            getattr(stream, "discard", stream.close)()
+
+    def sync_folder(self, key: str) -> None:
+        """Do nothing: an object store has no folders to sync."""
+
+    def rename(self, old: str, new: str) -> None:
+        raise NotImplementedError("an object store can't rename a folder at once")
+
+    def remove_folder(self, key: str) -> None:
+        # `rm` would treat [ and * in a name as a pattern.
+        for path in self._files.find(self._path(key)):
+            self._files.rm_file(path)
+        # Many stores have no empty folders.
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rmdir(self._path(key))
+
+    def remove_file(self, key: str) -> None:
+        self._files.rm_file(self._path(key))
+
+    def names(self, key: str) -> list[str]:
+        self._files.invalidate_cache()
+        path = self._path(key)
+        entries = self._files.ls(path, detail=False) if self._files.isdir(path) else []
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+
+    def kind(self, key: str) -> str | None:
+        self._files.invalidate_cache()
+        path = self._path(key)
+        if self._files.isfile(path):
+            return "file"
+        return "folder" if self._files.isdir(path) else None
+
+    def size(self, key: str) -> int:
+        return int(self._files.size(self._path(key)))
+
+    def open(self, key: str) -> BinaryIO:
+        stream: BinaryIO = self._files.open(self._path(key), "rb")
+        return stream
+
+    def point(self, key: str, target: str) -> None:
+        with self._files.open(self._path(key), "wb") as stream:
+            stream.write(f"{target}\n".encode())
+
+    def pointed(self, key: str) -> str | None:
+        return self.read(key).decode("utf-8").strip() if self.kind(key) == "file" else None
+
+
+# ------------------------------------------------------------------------------
+# Close locks and files of a process in its forked children.
+# ------------------------------------------------------------------------------
+
+_descriptors: set[int] = set()
+
+
+class LeftBehind(Protocol):
+    """An object that belongs to the process that made it."""
+
+    def leave_behind(self) -> None:
+        """Give up the object; called in a forked child, because the parent owns it."""
+
+
+_holders: "weakref.WeakSet[LeftBehind]" = weakref.WeakSet()
+
+
+def keep_from_children(holder: LeftBehind) -> None:
+    """Call `holder.leave_behind()` in every forked child."""
+    _holders.add(holder)
+
+
+def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
+    """Open a descriptor that every forked child closes; close it here with `close_here`."""
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
+    _descriptors.add(descriptor)
+    return descriptor
+
+
+def close_here(descriptor: int) -> None:
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+def _after_fork() -> None:
+    for descriptor in _descriptors:
+        # Some programs have already closed all descriptors that they inherited.
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
+    for holder in list(_holders):
+        holder.leave_behind()
+    _holders.clear()
+
+
+# Windows has no fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

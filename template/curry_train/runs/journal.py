@@ -1,6 +1,6 @@
-"""Write the journal of a run, `journal.jsonl`, with one event per line.
+"""Record what happened in a run: one process writes, one JSON line for each event.
 
-    with Journal("runs/run-001", rank=rank) as journal:
+with Journal("runs/run-001", rank=rank) as journal:
         journal.start(facts=run_facts(config, device=device))  # or journal.resume(500, facts=...)
         journal.step(1, loss=4.2, learning_rate=3e-4, seconds=0.1, peak_bytes=2**30)
         journal.write("save", step=100, checkpoint="rollback/step-00000100.dcp")
@@ -12,26 +12,524 @@ resume or rollback opens a new attempt. A line is a single append and is in the 
 returns, so that a kill can tear the last line at most. The next process that opens the journal
 moves a torn line into a warning event. A full disk loses events, with a warning, but does not stop
 the training.
-Proof: `python -m pytest tests/test_journal.py tests/test_journal_kill.py`.
+
+Proof: `python -m pytest tests/runs`.
 """
 
+import contextlib
 import errno
+import functools
+import json
 import logging
+import math
 import os
+import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
-from .forked import close_here, keep_from_children
-from .journal_file import JournalFile, open_journal
-from .journal_lines import KINDS, OPENING, JournalError, encode_event
-from .journal_reading import NAME
+from .files import close_here, keep_from_children, open_here
+from .layout import what_runs_there_are
+from .ranks import LockedRun, RunError
+
+# ------------------------------------------------------------------------------
+# Encode and parse one line of a journal: an event as JSON.
+# ------------------------------------------------------------------------------
+
+JOURNAL_VERSION = 1
+OPENING_EVENT_KINDS = ("start", "resume", "rollback")
+EVENT_KINDS = (
+    *OPENING_EVENT_KINDS,
+    "step",
+    "save",
+    "prune",
+    "eval",
+    "spike",
+    "skip",
+    "warning",
+    "stop",
+)
+RESERVED_KEYS = {"v", "time", "step", "attempt", "kind", "run"}
+# Bytes of the longest line, with its newline. A longer line is damage.
+LONGEST_LINE_BYTES = 2**20
+# A time, step or attempt of this size or more is damage.
+EVENT_NUMBER_LIMIT = 10**15
+
+
+class JournalError(RunError):
+    """A journal can't be read, or can't be written."""
+
+
+class NewerJournal(JournalError):
+    """The journal was written by a later version of this package."""
+
+
+class Event(NamedTuple):
+    """One event of a journal; `facts` holds all fields without their own attribute."""
+
+    line: int
+    time: float
+    step: int
+    attempt: int
+    kind: str
+    facts: dict[str, Any]
+
+
+def encode_event(
+    kind: str,
+    facts: Mapping[str, Any],
+    *,
+    time: float,
+    step: int,
+    attempt: int,
+    run: str | None = None,
+) -> bytes:
+    """Encode an event as a line with its newline.
+
+    `run` belongs into the event that opens an attempt; the version is in every event.
+    """
+    if taken := RESERVED_KEYS & facts.keys():
+        raise ValueError(
+            f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
+        )
+    event: dict[str, Any] = {
+        "v": JOURNAL_VERSION,
+        "time": round(time, 3),
+        "step": step,
+        "attempt": attempt,
+        "kind": kind,
+    }
+    if run is not None:
+        event["run"] = run
+    event.update(facts)
+    try:
+        try:
+            line = _ENCODE_JSON(event)
+        except ValueError:
+            line = _ENCODE_JSON(finite(event))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{kind} of step {step} can't be written as JSON ({error}): pass numbers, text, lists "
+            f"and mappings"
+        ) from error
+    if len(line) >= LONGEST_LINE_BYTES:
+        raise ValueError(
+            f"{kind} of step {step} takes {len(line)} bytes, and the limit is {LONGEST_LINE_BYTES - 1}: "
+            f"shorten its facts"
+        )
+    return line.encode("ascii") + b"\n"
+
+
+def finite(value: Any) -> Any:
+    """Replace figures that JSON can't represent with the strings nan, inf and -inf."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Convert paths, mappings, and figures of torch and numpy for the JSON encoder."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if callable(item := getattr(value, "item", None)):
+        return finite(item())
+    raise TypeError(f"it contains a {type(value).__name__}")
+
+
+_ENCODE_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
+_DECODE_JSON = json.JSONDecoder().decode
+
+
+def parse_event(text: bytes, *, line: int) -> Event | str:
+    """Parse a line; return the event, or a description of why the line is not an event.
+
+    Raises NewerJournal.
+    """
+    try:
+        facts = _DECODE_JSON(text.decode())
+    except UnicodeDecodeError:
+        return "not text"
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if type(facts) is not dict:
+        return "not an event"
+
+    version = facts.pop("v", None)
+    time = facts.pop("time", None)
+    step = facts.pop("step", None)
+    attempt = facts.pop("attempt", None)
+    kind = facts.pop("kind", None)
+    if type(version) is int and version > JOURNAL_VERSION:
+        where = f"line {line}" if line else "its end"
+        raise NewerJournal(
+            f"{where} was written by a newer version of this package (journal version {version}; "
+            f"this package reads up to {JOURNAL_VERSION}): use the version that wrote it, or a later one"
+        )
+    if version != JOURNAL_VERSION or type(kind) is not str:
+        return "not an event"
+    if type(time) not in (int, float) or not abs(time) < EVENT_NUMBER_LIMIT:
+        return "an event without its time"
+    if type(step) is not int or not 0 <= step < EVENT_NUMBER_LIMIT:
+        return "an event without its step"
+    if type(attempt) is not int or not 1 <= attempt < EVENT_NUMBER_LIMIT:
+        return "an event without its attempt"
+    return Event(line, time, step, attempt, kind, facts)
+
+
+def event_number(value: Any) -> float:
+    """Convert a figure of an event to a float.
+
+    The strings inf and -inf are figures; anything else that is not a number becomes nan.
+    """
+    if type(value) is float:
+        return value
+    if type(value) is int and abs(value) < 2**1000:
+        return float(value)
+    if type(value) is str and value in ("inf", "-inf"):
+        return float(value)
+    return float("nan")
+
+
+def printable(text: str, *, longest: int = 300) -> str:
+    """Escape text from a file for a terminal: control characters, and what can't be encoded."""
+    shown = "".join(
+        letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[: longest + 1]
+    )
+    return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
+
+
+# ------------------------------------------------------------------------------
+# Stream the events of a journal from the disk, even if the file is damaged.
+# ------------------------------------------------------------------------------
+
+JOURNAL_FILE_NAME = "journal.jsonl"
+# Number of damaged lines that are described; later ones are only counted.
+MOST_DESCRIBED_LINES = 100
+# A file without any event in this many lines is not a journal.
+JOURNAL_HEAD_LINES = 100
+
+
+class DamagedLine(NamedTuple):
+    """A line that is not an event, and why."""
+
+    line: int
+    why: str
+
+
+class JournalReading:
+    """An iterable over the events of a journal; its other attributes are complete afterwards.
+
+    `torn` holds an incomplete last line: its writer died, or is still writing it. `attempt` is the
+    last attempt to read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, attempt: int | None = None) -> None:
+        self.path = journal_path(path)
+        self.run: str | None = None
+        self.num_events = 0
+        self.num_damaged = 0
+        self.damaged: list[DamagedLine] = []
+        self.torn = b""
+        self._attempt = attempt
+
+    def __iter__(self) -> Iterator[Event]:
+        self.run = None
+        self.num_events = 0
+        self.num_damaged = 0
+        self.damaged = []
+        self.torn = b""
+        try:
+            with self.path.open("rb") as file:
+                yield from self._events(file)
+        except OSError as error:
+            raise JournalError(f"{self.path} can't be read: {error.strerror}") from error
+        if not self.num_events and self.num_damaged:
+            raise self._no_journal()
+        if not self.num_events:
+            torn = " except a torn one" if self.torn else ""
+            raise JournalError(
+                f"{self.path} holds no event{torn}: the run died while it started, or is starting "
+                f"just now"
+            )
+
+    def _events(self, file: BinaryIO) -> Iterator[Event]:
+        lines = iter(functools.partial(file.readline, LONGEST_LINE_BYTES + 1), b"")
+        for number, text in enumerate(lines, start=1):
+            if text == b"\n":
+                continue
+            if len(text) > LONGEST_LINE_BYTES:
+                _skip_rest_of_line(file, text)
+                self._damage(DamagedLine(number, f"longer than {LONGEST_LINE_BYTES} bytes"))
+                continue
+
+            try:
+                found = parse_event(text, line=number)
+            except NewerJournal as error:
+                raise NewerJournal(f"{self.path}: {error}") from None
+            if isinstance(found, str):
+                if not text.endswith(b"\n"):
+                    self.torn = text
+                    return
+                self._damage(DamagedLine(number, found))
+                continue
+
+            if self._attempt is not None and found.attempt > self._attempt:
+                return
+            if found.kind in OPENING_EVENT_KINDS:
+                self._name(found)
+            self.num_events += 1
+            yield found
+
+    def _damage(self, damaged: DamagedLine) -> None:
+        self.num_damaged += 1
+        if len(self.damaged) < MOST_DESCRIBED_LINES:
+            self.damaged.append(damaged)
+        if not self.num_events and self.num_damaged >= JOURNAL_HEAD_LINES:
+            raise self._no_journal()
+
+    def _name(self, event: Event) -> None:
+        run = event.facts.get("run")
+        if not isinstance(run, str):
+            return
+        if self.run is not None and run != self.run:
+            raise JournalError(
+                f"{self.path}: line {event.line} begins the run {printable(run)} in the journal of "
+                f"{printable(self.run)}, so two files were joined: split the file before that line"
+            )
+        self.run = run
+
+    def _no_journal(self) -> JournalError:
+        first = self.damaged[0]
+        return JournalError(
+            f"{self.path} is not a journal of a run: line {first.line} is {first.why}"
+        )
+
+
+def _skip_rest_of_line(file: BinaryIO, text: bytes) -> None:
+    while text and not text.endswith(b"\n"):
+        text = file.readline(LONGEST_LINE_BYTES)
+
+
+def journal_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of the journal in a run's folder, or of the journal file itself."""
+    found = Path(path)
+    if found.is_dir():
+        found /= JOURNAL_FILE_NAME
+        if not found.exists():
+            raise JournalError(
+                f"{found.parent} has no {JOURNAL_FILE_NAME}: name the folder of a run, or move its journal back"
+            )
+    elif not found.exists():
+        raise JournalError(f"there is no {found}: name a run's folder, or its {JOURNAL_FILE_NAME}")
+    if not found.is_file():
+        raise JournalError(
+            f"{found} is not a file: name a run's folder, or its {JOURNAL_FILE_NAME}"
+        )
+    return found
+
+
+def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
+    """Return the path for `read_history` from a path, or from the name of a run in `root`.
+
+    Both may have a suffix such as `@2` for an attempt.
+    """
+    path, at, attempt = name.rpartition("@")
+    has_suffix = at and attempt.isdecimal()
+    if not has_suffix or Path(name).exists() or (Path(root) / name).exists():
+        path = name
+        suffix = ""
+    else:
+        suffix = f"@{attempt}"
+
+    inside = Path(root) / path
+    if Path(path).exists():
+        return f"{path}{suffix}"
+    if inside.exists():
+        return f"{inside}{suffix}"
+
+    # Suggest the runs beside the missing one.
+    folder = Path(path).parent
+    if not (folder.name and folder.is_dir()):
+        folder = inside.parent
+    runs = [found.parent.name for found in folder.glob(f"*/{JOURNAL_FILE_NAME}")]
+    if not runs:
+        raise JournalError(
+            f"there is no run {path}; no folder in {folder} has a {JOURNAL_FILE_NAME}"
+        )
+    raise JournalError(
+        f"there is no run {path}; {what_runs_there_are(inside.name, runs, root=folder)}"
+    )
+
+
+# ------------------------------------------------------------------------------
+# Open and lock the file of a journal for one writer, and repair a torn last line.
+# ------------------------------------------------------------------------------
+
+# Characters of a torn line that are copied into the warning event.
+MOST_TORN_CHARACTERS = 1000
+NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
+EVENT_LINE_START = b'{"v":'
+
+
+@dataclass
+class JournalFile:
+    """An open journal file."""
+
+    handle: int
+    # The last event in the file.
+    last: Event | None = None
+    # Remarks on the state of the file, to be written as warning events.
+    remarks: list[str] = field(default_factory=list)
+
+
+def open_journal(path: Path, *, run: str) -> JournalFile:
+    """Open, lock and check the journal of a run.
+
+    Raises LockedRun if another process is writing it, and JournalError if the file is not a journal
+    of this run.
+    """
+    try:
+        handle = open_here(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError as error:
+        raise JournalError(f"{path} can't be written: {error.strerror}") from error
+    file = JournalFile(handle)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise JournalError(f"{path} is not a regular file: move it away")
+        _lock(file, path)
+        _settle(file, path, run)
+    except BaseException:
+        close_here(handle)
+        raise
+    return file
+
+
+def _lock(file: JournalFile, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        # Windows has no fcntl.
+        file.remarks.append("no lock on this system: make sure that only one process writes")
+        return
+    try:
+        fcntl.flock(file.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LockedRun(
+            f"{path} is being written by {_writer(file.handle)}: end it, or pass rank= if this "
+            f"is another rank of the same run"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCK:
+            raise
+        file.remarks.append(
+            f"no lock on this file system ({error.strerror}): make sure that only one process "
+            f"writes"
+        )
+
+
+def _writer(handle: int) -> str:
+    with contextlib.suppress(NewerJournal):
+        for event in _from_end(handle):
+            if type(pid := event.facts.get("pid")) is int:
+                return f"process {pid}, or a child of it"
+    return "another process"
+
+
+def _settle(file: JournalFile, path: Path, run: str) -> None:
+    """Check that the file is a journal of this run, find its last event and repair a torn end."""
+    size = os.fstat(file.handle).st_size
+    if not size:
+        return
+
+    torn = _after_last_newline(file.handle, size)
+    if len(torn) == size and not isinstance(parse_event(torn, line=0), Event):
+        if not (torn.startswith(EVENT_LINE_START) or EVENT_LINE_START.startswith(torn)):
+            raise JournalError(
+                f"{path} is not a journal of a run, and was not changed: move it away"
+            )
+    elif (owner := _owner(path)) != run and owner is not None:
+        raise JournalError(
+            f"{path} belongs to the run {printable(owner)} and this run is {printable(run)}: "
+            f"rename the folder back, or move the journal away and this run begins its own"
+        )
+
+    try:
+        file.last = next(_from_end(file.handle), None)
+    except NewerJournal as error:
+        raise NewerJournal(f"{path}: {error}") from None
+    if file.last is None and len(torn) < size:
+        # The last event is far from the end, so read the whole journal.
+        for event in JournalReading(path):
+            file.last = event
+
+    if torn:
+        _set_aside(file, torn, size)
+
+
+def _owner(path: Path) -> str | None:
+    """Return the run named at the beginning; raise JournalError if there is no event."""
+    reading = JournalReading(path)
+    for number, _ in enumerate(reading):
+        if reading.run is not None or number == JOURNAL_HEAD_LINES:
+            break
+    return reading.run
+
+
+def _set_aside(file: JournalFile, torn: bytes, size: int) -> None:
+    """Repair a file whose last line has no newline.
+
+    Add the newline to a line that is whole or too long; move any other torn line into a remark.
+    """
+    if len(torn) > LONGEST_LINE_BYTES or isinstance(parse_event(torn, line=0), Event):
+        os.write(file.handle, b"\n")
+        return
+    os.ftruncate(file.handle, size - len(torn))
+    shown = torn[:MOST_TORN_CHARACTERS].decode("utf-8", "backslashreplace")
+    file.remarks.append(f"the last line was torn after {len(torn)} bytes: {shown}")
+
+
+def _after_last_newline(handle: int, size: int) -> bytes:
+    """Return the bytes after the last newline, at most one more than the longest line has."""
+    start = max(0, size - LONGEST_LINE_BYTES - 1)
+    end = _read(handle, start, size)
+    return end[end.rfind(b"\n") + 1 :]
+
+
+def _from_end(handle: int) -> Iterator[Event]:
+    """Yield the events in the last `2 * LONGEST` bytes, the newest first."""
+    size = os.fstat(handle).st_size
+    start = max(0, size - 2 * LONGEST_LINE_BYTES)
+    lines = _read(handle, start, size).split(b"\n")
+    for text in reversed(lines[1:] if start else lines):
+        if text and isinstance(event := parse_event(text, line=0), Event):
+            yield event
+
+
+def _read(handle: int, start: int, end: int) -> bytes:
+    """Read a range of bytes; a single `pread` may return fewer than requested."""
+    chunks = []
+    while start < end and (chunk := os.pread(handle, end - start, start)):
+        chunks.append(chunk)
+        start += len(chunk)
+    return b"".join(chunks)
+
+
+# ------------------------------------------------------------------------------
+# Write the journal of a run, `journal.jsonl`, with one event per line.
+# ------------------------------------------------------------------------------
 
 # Events that are synced to the disk, so that they survive a loss of power.
-ON_DISK = {"start", "resume", "rollback", "save", "stop"}
+SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +549,7 @@ class Journal:
         rank: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.path = Path(folder) / NAME
+        self.path = Path(folder) / JOURNAL_FILE_NAME
         self.run = run or Path(folder).resolve().name
         self.writes = rank == 0
         self._clock = clock
@@ -147,10 +645,10 @@ class Journal:
 
         An eval has `metric` and `value`; a spike, skip, warning or stop has `reason`.
         """
-        if kind in OPENING:
+        if kind in OPENING_EVENT_KINDS:
             raise ValueError(f"an event {kind!r} opens an attempt: call the method {kind}()")
-        if kind not in KINDS:
-            raise ValueError(f"there is no event {kind!r}: take one of {', '.join(KINDS)}")
+        if kind not in EVENT_KINDS:
+            raise ValueError(f"there is no event {kind!r}: take one of {', '.join(EVENT_KINDS)}")
         self._check_begun(kind)
         self._write(kind, step, facts)
 
@@ -186,8 +684,8 @@ class Journal:
         with self._mutex:
             if self._file is None:
                 raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
-            attempt = self.attempt + (kind in OPENING)
-            run = self.run if kind in OPENING else None
+            attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
+            run = self.run if kind in OPENING_EVENT_KINDS else None
             line = encode_event(
                 kind, facts, time=self._clock(), step=step, attempt=attempt, run=run
             )
@@ -203,7 +701,7 @@ class Journal:
                     step,
                     self._why,
                 )
-            elif kind in ON_DISK:
+            elif kind in SYNCED_EVENT_KINDS:
                 self._force(self._file.handle)
 
     def _report_lost(self, step: int) -> bool:

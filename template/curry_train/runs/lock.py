@@ -1,28 +1,35 @@
-"""Lock a run for a single writer.
+"""Allow one writer to a run, and protect what a reader holds.
 
 A lock file names the holder. On a local disk a kernel lock on that file ends with the process,
 however it ends, and even if its children live on. Without kernel locks (an object store), the file
 alone counts: a dead holder on this host is recognized by its process number and start time; the
 lock of a dead holder on another host has to be deleted by hand.
-Proof: `python -m pytest tests/test_store_lock.py`.
+
+Proof: `python -m pytest tests/runs/test_store_lock.py tests/runs/test_reading.py`.
 """
 
+import contextlib
 import datetime
 import json
 import os
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import LockedRun
-from .files import Files, LocalFiles
-from .forked import close_here, keep_from_children, open_here
+from .files import Files, LocalFiles, close_here, keep_from_children, open_here
+from .layout import MANIFEST_FILE_NAME
+from .ranks import LockedRun
 
-NAME = "writer.lock"
+# ------------------------------------------------------------------------------
+# Lock a run for a single writer.
+# ------------------------------------------------------------------------------
+
+LOCK_FILE_NAME = "writer.lock"
 # Bytes of the longest claim, the JSON in the lock file.
-LONGEST = 4096
+LONGEST_CLAIM_BYTES = 4096
 # Time between writing and checking a claim on storage that can't create a file exclusively.
 SETTLE_SECONDS = 0.2
 
@@ -57,7 +64,7 @@ class RunLock:
             close_here(self._descriptor)
             self._descriptor = None
         else:
-            self._files.remove_file(NAME)
+            self._files.remove_file(LOCK_FILE_NAME)
 
     def leave_behind(self) -> None:
         """Give up the lock in a forked child, because the parent holds it."""
@@ -75,13 +82,13 @@ class RunLock:
             )
 
     def _acquire_locally(self, files: LocalFiles) -> None:
-        path = files.path(NAME)
+        path = files.path(LOCK_FILE_NAME)
         descriptor = open_here(path, os.O_RDWR | os.O_CREAT)
         try:
             free = _lock(descriptor)
-            holder = _parse(os.read(descriptor, LONGEST))
+            holder = _parse(os.read(descriptor, LONGEST_CLAIM_BYTES))
             if not free or (holder is not None and _alive(holder) is not False):
-                raise LockedRun(_locked(str(path), holder, free=free))
+                raise LockedRun(_run_locked(str(path), holder, free=free))
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _claim(uuid.uuid4().hex), 0)
         except BaseException:
@@ -91,24 +98,24 @@ class RunLock:
 
     def _acquire_by_file(self) -> None:
         token = uuid.uuid4().hex
-        where = self._files.location(NAME)
+        where = self._files.location(LOCK_FILE_NAME)
         holder = self._holder()
         if holder is not None:
             if _alive(holder) is not False:
-                raise LockedRun(_locked(where, holder, free=True))
-            self._files.remove_file(NAME)
+                raise LockedRun(_run_locked(where, holder, free=True))
+            self._files.remove_file(LOCK_FILE_NAME)
 
         # Another process may write its claim at the same moment; the last claim wins.
-        self._files.write(NAME, _claim(token))
+        self._files.write(LOCK_FILE_NAME, _claim(token))
         time.sleep(SETTLE_SECONDS)
         holder = self._holder()
         if holder is None or holder.get("token") != token:
-            raise LockedRun(_locked(where, holder, free=True))
+            raise LockedRun(_run_locked(where, holder, free=True))
 
     def _holder(self) -> dict[str, Any] | None:
-        if self._files.kind(NAME) != "file":
+        if self._files.kind(LOCK_FILE_NAME) != "file":
             return None
-        return _parse(self._files.read(NAME))
+        return _parse(self._files.read(LOCK_FILE_NAME))
 
 
 def _lock(descriptor: int) -> bool:
@@ -182,7 +189,7 @@ def _alive(holder: dict[str, Any]) -> bool | None:
     return holder.get("started") is None or started is None or started == holder["started"]
 
 
-def _locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
+def _run_locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
     if holder is None:
         return (
             f"{where} is held by another process that just started: wait, or give this run "
@@ -200,3 +207,61 @@ def _locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str:
             f"its memory"
         )
     return f"{where} is held by {who}, which can't be seen from here: if it is dead, delete {where}"
+
+
+# ------------------------------------------------------------------------------
+# Read locks, so that retention does not remove a checkpoint while it is being read.
+# ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading(files: Files, folder: str) -> Iterator[bool]:
+    """Hold the read lock of a checkpoint; yields whether it could be locked."""
+    descriptor = _checkpoint_locked(files, folder, alone=False)
+    try:
+        yield descriptor is not None
+    finally:
+        _unlock(descriptor)
+
+
+def is_being_read(files: Files, folder: str) -> bool:
+    """Whether any process on this file system holds the read lock of a checkpoint."""
+    if not isinstance(files, LocalFiles) or files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
+        return False
+    try:
+        descriptor = _checkpoint_locked(files, folder, alone=True)
+    except BlockingIOError:
+        return True
+    _unlock(descriptor)
+    return False
+
+
+def _checkpoint_locked(files: Files, folder: str, *, alone: bool) -> int | None:
+    """Lock the manifest and return its descriptor; None where it can't be locked."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    # A link would lead out of the run.
+    if not isinstance(files, LocalFiles) or files.kind(folder) != "folder":
+        return None
+    try:
+        descriptor = open_here(files.path(f"{folder}/{MANIFEST_FILE_NAME}"), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        lock = fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH
+        fcntl.flock(descriptor, lock)
+    except BlockingIOError:
+        close_here(descriptor)
+        raise
+    except OSError:
+        # The file system has no locks.
+        close_here(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        close_here(descriptor)

@@ -1,6 +1,6 @@
-"""Save, delete and resume checkpoints according to a policy.
+"""Decide at each step what to save, and refuse to save a state that is not healthy.
 
-    with Store("runs/x") as store, SavingPolicy(store, PolicyConfig(rollback_every=100)) as policy:
+with Store("runs/x") as store, SavingPolicy(store, PolicyConfig(rollback_every=100)) as policy:
         policy.resume(state)
         for ... in ...:
             ...
@@ -9,7 +9,8 @@
 A step at which both a rollback and a recovery are due is written once, as a recovery, which counts
 as both on every kind of storage. A best-K is a separate file, because it has to stay when the
 optimizer's state is deleted.
-Proof: `python -m pytest tests/test_saving_policy.py`.
+
+Proof: `python -m pytest tests/runs/test_saving_policy.py`.
 """
 
 import logging
@@ -19,21 +20,91 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from .automatic import AutomaticCadence
+import torch
+from torch import Tensor
+
 from .background import BackgroundSaver
-from .cadence import due
-from .errors import RunError
-from .free_space import bytes_of, require_room
-from .health import number_of, what_is_wrong
-from .names import BEST, KINDS, PARAMETERS, RESUMABLE, Metric, Saved, folder_name
+from .cadence import AutomaticCadence, due
+from .format import State
+from .layout import (
+    BEST_KIND,
+    CHECKPOINT_KINDS,
+    PARAMETERS_ONLY_METRIC,
+    RESUMABLE_KINDS,
+    Metric,
+    SavedCheckpoint,
+    folder_name,
+)
+from .lock import is_being_read
 from .policy_config import PolicyConfig
-from .ranks import Ranks
-from .reading import is_being_read
+from .ranks import Ranks, RunError
 from .resume import NothingSaved, Resumed, choose, load_chosen
-from .retention import is_among_best, is_of_line, to_delete
-from .snapshot import State
+from .retention import (
+    bytes_to_write,
+    finish_giving_up,
+    give_up,
+    given_up,
+    is_among_best,
+    is_of_line,
+    require_room,
+    to_delete,
+)
 from .store import Store
-from .turned_back import finish_giving_up, give_up, given_up
+
+# ------------------------------------------------------------------------------
+# Check that a state is finite before it is saved.
+# ------------------------------------------------------------------------------
+
+
+def what_is_wrong(state: State, metrics: Mapping[str, Any]) -> str | None:
+    """Describe the first metric or parameter that is not finite; None if all are finite.
+
+    Buffers and moments are not checked: masks among the buffers are infinite in sound models, and
+    NaN in a moment reaches its parameter in the same step.
+    """
+    for name, value in metrics.items():
+        if value is not None and not math.isfinite(number_of(value)):
+            return f"{name} is {number_of(value)}"
+    model = getattr(state, "model", None)
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    parameters = {}
+    for name, parameter in named:
+        tensor = _local(parameter.detach())
+        if tensor.is_floating_point() or tensor.is_complex():
+            parameters[name] = tensor
+    if not parameters or all_finite(list(parameters.values())):
+        return None
+
+    # Search for the name only after the cheap check of all parameters together has failed.
+    for name, tensor in parameters.items():
+        if not all_finite([tensor]):
+            return f"{name} is not finite"
+    return "a parameter is not finite"
+
+
+def number_of(value: Any) -> float:
+    """Convert a number or a tensor, which may still require grad, to a float."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether all tensors are finite; synchronizes only once with each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+    return all(bool(torch.stack(flags).all()) for flags in by_device.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded parameter, or the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    local: Tensor = to_local() if to_local is not None else tensor
+    return local
+
+
+# ------------------------------------------------------------------------------
+# Save, delete and resume checkpoints according to a policy.
+# ------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +130,7 @@ class SavingPolicy:
         self.notes: list[str] = []
         self._damaged: set[str] = set()
         self._protected: set[str] = set()
-        self._last: Saved | None = None
+        self._last: SavedCheckpoint | None = None
         self._pending: int | None = None
         self._entered = False
         self._begun = False
@@ -89,7 +160,7 @@ class SavingPolicy:
             return None
         resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
         self._damaged |= set(resumed.damaged)
-        if own and resumed.saved.kind in RESUMABLE:
+        if own and resumed.saved.kind in RESUMABLE_KINDS:
             self._last = resumed.saved
             if what != "latest":
                 self.turn_back(resumed.saved.step)
@@ -98,7 +169,9 @@ class SavingPolicy:
         self._cadence.go_on()
         return resumed
 
-    def after_step(self, step: int, state: State, metrics: Mapping[str, Any]) -> list[Saved]:
+    def after_step(
+        self, step: int, state: State, metrics: Mapping[str, Any]
+    ) -> list[SavedCheckpoint]:
         """Save what is due after `step` steps; nothing if a metric or parameter is not finite.
 
         `metrics` holds figures of this step, numbers or tensors; they are read only where a save is
@@ -109,7 +182,7 @@ class SavingPolicy:
         self._cadence.trained()
         kinds = due(step, self.config, automatic=self._cadence.is_due(step, state))
         measured = metrics.get(self.config.best_k_metric) is not None
-        saved: list[Saved] = []
+        saved: list[SavedCheckpoint] = []
         if kinds or (measured and self.config.best_k):
             began = time.perf_counter()
             self._begun = False
@@ -126,7 +199,7 @@ class SavingPolicy:
         self._cadence.go_on()
         return saved
 
-    def save_now(self, step: int, state: State) -> list[Saved]:
+    def save_now(self, step: int, state: State) -> list[SavedCheckpoint]:
         """Save a recovery at the end of a run, or before it is stopped.
 
         Nothing is saved if this step is saved already, or if a parameter is not finite.
@@ -141,13 +214,13 @@ class SavingPolicy:
         saved = self._save_due(step, state, ("recovery",), math.nan)
         return saved + self.finish()
 
-    def turn_back(self, step: int) -> list[Saved]:
+    def turn_back(self, step: int) -> list[SavedCheckpoint]:
         """Delete the states of steps beyond `step` for good, and return them.
 
         A state that is being read is deleted later. Best-Ks stay.
         """
 
-        def beyond() -> list[Saved]:
+        def beyond() -> list[SavedCheckpoint]:
             return [saved for saved in self._there() if saved.step > step and is_of_line(saved)]
 
         self._settle()
@@ -159,35 +232,37 @@ class SavingPolicy:
         self._cadence.turned_back()
         return given_up_states
 
-    def protect(self, saved: Saved) -> None:
+    def protect(self, saved: SavedCheckpoint) -> None:
         """Never delete this checkpoint in this process."""
         self._protected.add(saved.folder)
 
-    def finish(self) -> list[Saved]:
+    def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
         return self._settle()
 
     def _save_due(
         self, step: int, state: State, kinds: tuple[str, ...], value: float
-    ) -> list[Saved]:
+    ) -> list[SavedCheckpoint]:
         saved = self._settle()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
             if kind == "rollback" and self.config.rollback_parameters_only:
-                saved += self._save(BEST, step, state, (PARAMETERS, float(step)))
+                saved += self._save(BEST_KIND, step, state, (PARAMETERS_ONLY_METRIC, float(step)))
             else:
                 saved += self._save(kind, step, state, None)
 
         ranks = Ranks(self.store.group)
         config = self.config
-        if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST), config)):
-            saved += self._settle() + self._save(BEST, step, state, (config.best_k_metric, value))
+        if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)):
+            saved += self._settle() + self._save(
+                BEST_KIND, step, state, (config.best_k_metric, value)
+            )
         return saved
 
     def _save(
         self, kind: str, step: int, state: State, metric: tuple[str, float] | None
-    ) -> list[Saved]:
+    ) -> list[SavedCheckpoint]:
         ranks = Ranks(self.store.group)
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
 
@@ -199,9 +274,9 @@ class SavingPolicy:
             self._note(f"{folder} was not saved: it already exists")
             return []
 
-        size = bytes_of(state.snapshot(), model_only=kind == BEST)
+        size = bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND)
         ranks.agree(lambda: require_room(self.store.files, kind, size))
-        committed: list[Saved] = []
+        committed: list[SavedCheckpoint] = []
         if self.saver is None:
             committed = [self.store.save(kind, step, state, metric=metric)]
         else:
@@ -210,7 +285,7 @@ class SavingPolicy:
         self._begun = True
         return self._committed(committed, step)
 
-    def _settle(self) -> list[Saved]:
+    def _settle(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
         if self.saver is None or self._pending is None:
             return []
@@ -219,19 +294,19 @@ class SavingPolicy:
         committed = self.saver.finish()
         return self._committed([committed] if committed else [], step)
 
-    def _committed(self, committed: list[Saved], step: int) -> list[Saved]:
+    def _committed(self, committed: list[SavedCheckpoint], step: int) -> list[SavedCheckpoint]:
         """Record the committed checkpoints, and delete those that retention no longer keeps."""
         if not committed:
             return []
         for saved in committed:
             self._damaged.discard(saved.folder)
-            if saved.kind in RESUMABLE:
+            if saved.kind in RESUMABLE_KINDS:
                 self._last = saved
         for superseded in Ranks(self.store.group).agree(lambda: self._superseded(step)):
             self.store.discard(superseded)
         return committed
 
-    def _superseded(self, step: int) -> list[Saved]:
+    def _superseded(self, step: int) -> list[SavedCheckpoint]:
         """Return the checkpoints to delete; called on the first rank."""
         protected = set(self._protected)
         if self._last:
@@ -246,10 +321,10 @@ class SavingPolicy:
         files = self.store.files
         return [saved for saved in superseded if not is_being_read(files, saved.folder)]
 
-    def _there(self) -> list[Saved]:
+    def _there(self) -> list[SavedCheckpoint]:
         """Return the committed checkpoints of every kind that were not given up."""
         excluded = given_up(self.store.files)
-        committed = [saved for kind in KINDS for saved in self.store.committed(kind)]
+        committed = [saved for kind in CHECKPOINT_KINDS for saved in self.store.committed(kind)]
         return [saved for saved in committed if saved.folder not in excluded]
 
     def _is_good(self, folder: str) -> bool:

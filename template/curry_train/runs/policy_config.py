@@ -1,22 +1,45 @@
-"""The `checkpoint:` block of a configuration: how often to save, and how many to keep.
+"""Settings of the checkpoint and spike blocks, checked when they are made.
 
-    checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
+checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
                  best_k_direction: minimize, retention: {rollback_keep: 5, recovery_keep: 3}}
 
-Proof: `python -m pytest tests/test_policy_config.py`.
+Proof: `python -m pytest tests/runs/test_policy_config.py tests/runs/test_spike.py`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
-from ..core.nearest import nearest
-from .setting_checks import is_number, is_whole, require
+from ..core.wording import nearest
 
-AUTO = "auto"
-DIRECTIONS = ("minimize", "maximize")
-_NAME = re.compile(r"[A-Za-z]\w*")
+# ------------------------------------------------------------------------------
+# Checks of configuration values, with errors that name the key.
+# ------------------------------------------------------------------------------
+
+
+def is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require(held: bool, key: str, value: Any, wanted: str) -> None:
+    """Raise ValueError `{key} must be {wanted}; got {value}` unless `held`."""
+    if not held:
+        raise ValueError(f"{key} must be {wanted}; got {value!r}")
+
+
+# ------------------------------------------------------------------------------
+# The `checkpoint:` block of a configuration: how often to save, and how many to keep.
+# ------------------------------------------------------------------------------
+
+AUTO_INTERVAL = "auto"
+METRIC_DIRECTIONS = ("minimize", "maximize")
+_METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
 
 
 @dataclass(frozen=True)
@@ -99,10 +122,10 @@ class PolicyConfig:
     def _require_valid_cadence(self) -> None:
         rollback_every = self.rollback_every
         require(
-            rollback_every in (None, AUTO) or is_whole(rollback_every, 1),
+            rollback_every in (None, AUTO_INTERVAL) or is_whole(rollback_every, 1),
             "rollback_every",
             rollback_every,
-            f"1 or more, {AUTO}, or null for never",
+            f"1 or more, {AUTO_INTERVAL}, or null for never",
         )
         recovery_every = self.recovery_every
         require(
@@ -118,14 +141,19 @@ class PolicyConfig:
         )
         metric = self.best_k_metric
         require(
-            isinstance(metric, str) and _NAME.fullmatch(metric) is not None,
+            isinstance(metric, str) and _METRIC_PATTERN.fullmatch(metric) is not None,
             "best_k_metric",
             metric,
             "letters, digits and _, such as dev_loss",
         )
         require(metric != "rollback", "best_k_metric", metric, "another name: this one is taken")
         direction = self.best_k_direction
-        require(direction in DIRECTIONS, "best_k_direction", direction, " or ".join(DIRECTIONS))
+        require(
+            direction in METRIC_DIRECTIONS,
+            "best_k_direction",
+            direction,
+            " or ".join(METRIC_DIRECTIONS),
+        )
 
     @property
     def minimize(self) -> bool:
@@ -166,3 +194,80 @@ def _known(kind: type, block: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _under(where: str, error: ValueError) -> str:
     message = str(error)
     return message if message.startswith("checkpoint.") else f"{where}.{message}"
+
+
+# ------------------------------------------------------------------------------
+# The `spike:` block of a configuration: what a loss spike is, and the reaction to it.
+# ------------------------------------------------------------------------------
+
+# The number of losses whose median is the baseline.
+NUM_BASELINE_LOSSES = 16
+Action = Literal["none", "warn", "rollback"]
+
+
+@dataclass(frozen=True)
+class SpikeConfig:
+    """When a loss is a spike, and what happens then.
+
+    A loss is too high if it is above the baseline, the median of the last accepted losses, by both
+    `threshold` and `least_rise`. Losses that are too high in `patience` steps in a row are a spike.
+    """
+
+    # `rollback` loads the newest state from before the spike, and trains on without its samples.
+    action: Action = "warn"
+    # The number of accepted losses from which the noise is measured.
+    window: int = 64
+    # Robust standard deviations of the noise above the baseline.
+    threshold: float = 6.0
+    # A fraction of the baseline, or of the fall of the loss since the run began if that is less.
+    least_rise: float = 0.02
+    patience: int = 3
+    # The number of rollbacks at one place before training stops.
+    attempts: int = 3
+    # Steps before and after the spike that are skipped too; each further attempt doubles them.
+    skip_around: int = 8
+    # The factor on the learning rate for `lower_rate_steps` steps after a rollback, such as 0.5.
+    lower_rate: float | None = None
+    lower_rate_steps: int = 100
+
+    def __post_init__(self) -> None:
+        require(self.action in get_args(Action), "action", self.action, "none, warn or rollback")
+        require(is_whole(self.window, 16), "window", self.window, "a whole number from 16")
+        require(
+            is_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0"
+        )
+        least = self.least_rise
+        require(is_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
+        for name in ("patience", "attempts", "lower_rate_steps"):
+            count = getattr(self, name)
+            require(is_whole(count, 1), name, count, "a whole number from 1")
+        require(
+            is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0"
+        )
+        rate = self.lower_rate
+        require(
+            rate is None or (is_number(rate) and 0 < rate < 1),
+            "lower_rate",
+            rate,
+            "between 0 and 1, or null",
+        )
+
+    @property
+    def judges_after(self) -> int:
+        """The number of losses that are accepted before losses are compared with a limit."""
+        return max(NUM_BASELINE_LOSSES, self.window // 2)
+
+    @property
+    def rolls_back(self) -> bool:
+        return self.action == "rollback"
+
+    @classmethod
+    def from_config(cls, block: Mapping[str, Any]) -> "SpikeConfig":
+        """Build the settings from a mapping, such as a block of a YAML file."""
+        names = [one.name for one in fields(cls)]
+        if unknown := [str(key) for key in block if key not in names]:
+            raise ValueError(f"spike.{unknown[0]} is no key; there are {', '.join(names)}")
+        try:
+            return cls(**block)
+        except ValueError as error:
+            raise ValueError(f"spike.{error}") from error

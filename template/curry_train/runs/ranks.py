@@ -1,8 +1,8 @@
-"""Decisions of the ranks that save and load together.
+"""Let all ranks decide together, and raise the error of one rank on all of them.
 
 The first rank decides; every rank gets the result, or the error of any rank.
 
-Proof: `python -m pytest tests/test_store_ranks.py`.
+Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +11,47 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import RunError
+# ------------------------------------------------------------------------------
+# Errors of saving and loading; every message names the problem, the place and the remedy.
+# ------------------------------------------------------------------------------
 
-T = TypeVar("T")
-R = TypeVar("R")
+PARTIAL_LOAD_ADVICE = "begin a new run with what matches: load_chosen(FOLDER, state, strict=False)"
+
+
+class RunError(RuntimeError):
+    """Base class of the errors about a run's folder."""
+
+
+class SaveError(RunError):
+    """A save was not committed; the checkpoints committed before it are intact."""
+
+
+class StepExists(SaveError):
+    """A valid checkpoint of this step exists already, and is never overwritten."""
+
+
+class LockedRun(RunError):
+    """Another process is writing to this run."""
+
+
+class DamagedCheckpoint(RunError):
+    """The files on the disk differ from what was saved."""
+
+
+class HostileCheckpoint(DamagedCheckpoint):
+    """Loading this checkpoint would run code, or read files outside of it."""
+
+
+class StateMismatch(ValueError):
+    """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
+
+
+# ------------------------------------------------------------------------------
+# Decisions of the ranks that save and load together.
+# ------------------------------------------------------------------------------
+
+LocalT = TypeVar("LocalT")
+ResultT = TypeVar("ResultT")
 
 
 class OtherRank(RunError):
@@ -42,13 +79,13 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
-    def agree(self, decide: Callable[[], T]) -> T:
+    def agree(self, decide: Callable[[], LocalT]) -> LocalT:
         """Call `decide` on the first rank and return its result on every rank."""
         return self.exchange(lambda: None, lambda _: [decide()] * self.size)
 
-    def all_do(self, act: Callable[[], T]) -> T:
+    def all_do(self, act: Callable[[], LocalT]) -> LocalT:
         """Call `act` on every rank; return this rank's result once all ranks have finished."""
-        results: list[T] = []
+        results: list[LocalT] = []
         self.exchange(lambda: results.append(act()), lambda every: every)
         return results[0]
 
@@ -63,7 +100,9 @@ class Ranks:
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
         return [int(number) for number in maxima]
 
-    def exchange(self, local: Callable[[], T], central: Callable[[list[T]], list[R]]) -> R:
+    def exchange(
+        self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], list[ResultT]]
+    ) -> ResultT:
         """Gather the results of `local` on the first rank, and scatter those of `central`.
 
         `central` gets the results of all ranks and returns one result for each rank.
@@ -98,11 +137,11 @@ class Ranks:
             raise own_error
         if not succeeded:
             raise OtherRank(value)
-        result: R = value
+        result: ResultT = value
         return result
 
     def _answers(
-        self, gathered: list[tuple[bool, Any]], central: Callable[[list[T]], list[R]]
+        self, gathered: list[tuple[bool, Any]], central: Callable[[list[LocalT]], list[ResultT]]
     ) -> list[tuple[bool, Any]]:
         """Return one answer for each rank: its result of `central`, or the errors of all ranks."""
         errors = []

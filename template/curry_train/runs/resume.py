@@ -6,7 +6,7 @@ A damaged checkpoint is skipped with a warning, and the next candidate is loaded
     print(resumed.words)
 
 The state is not changed before all of a checkpoint is verified.
-Proof: `python -m pytest tests/test_resume.py`.
+Proof: `python -m pytest tests/runs/test_resume.py`.
 """
 
 import logging
@@ -15,16 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .errors import DamagedCheckpoint, HostileCheckpoint, RunError
-from .names import BEST, KINDS, RESUMABLE, Saved, step_of
+from .format import LoadReport, State
+from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
-from .ranks import OtherRank, Ranks
-from .retention import best_first, newest_first
-from .saved_run import SavedRun
-from .snapshot import LoadReport, State
-from .turned_back import given_up
+from .ranks import DamagedCheckpoint, HostileCheckpoint, OtherRank, Ranks, RunError
+from .retention import best_first, given_up, newest_first
+from .store import SavedRun
 
-BEFORE = "before-"
+BEFORE_PREFIX = "before-"
 logger = logging.getLogger(__name__)
 
 
@@ -33,11 +31,11 @@ class NothingSaved(DamagedCheckpoint):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResumeChoice:
     """The checkpoints that a request may mean."""
 
     # In the order to try them; the first intact one is loaded.
-    candidates: Sequence[Saved]
+    candidates: Sequence[SavedCheckpoint]
     # Folders whose manifests are damaged, with the reason.
     damaged: Mapping[str, str] = field(default_factory=dict)
     # The folder of another run; None for this run.
@@ -48,7 +46,7 @@ class Choice:
 class Resumed:
     """The checkpoint that was loaded, and the damaged ones that were skipped."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     report: LoadReport
     # Folders of the skipped checkpoints, with the reason.
     damaged: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +92,7 @@ def load_chosen(
 
 
 def _try(
-    run: SavedRun, saved: Saved, state: State, *, strict: bool, ranks: Ranks
+    run: SavedRun, saved: SavedCheckpoint, state: State, *, strict: bool, ranks: Ranks
 ) -> tuple[LoadReport | None, str]:
     """Load one checkpoint; return the report, or None and the reason why it is damaged.
 
@@ -126,7 +124,7 @@ def _try(
 
 def choose(
     run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | None = None
-) -> Choice:
+) -> ResumeChoice:
     """Return the checkpoints that `what` may mean, in the order to try them.
 
     A run's folder may be followed by a request of its own: `runs/x@best`.
@@ -139,16 +137,16 @@ def choose(
         return _best(run, config)
     if text.isdecimal():
         return _step(run, int(text))
-    if text.startswith(BEFORE) and text[len(BEFORE) :].isdecimal():
-        return _latest(run, before=int(text[len(BEFORE) :]))
+    if text.startswith(BEFORE_PREFIX) and text[len(BEFORE_PREFIX) :].isdecimal():
+        return _latest(run, before=int(text[len(BEFORE_PREFIX) :]))
 
     place, _, inside = text.partition("@")
     path = Path(place)
-    if path.parent.name in KINDS and step_of(path.parent.name, path.name) is not None:
+    if path.parent.name in CHECKPOINT_KINDS and step_of(path.parent.name, path.name) is not None:
         root = path.parent.parent
         choice = _found(SavedRun(root), f"{path.parent.name}/{path.name}")
         return replace(choice, place=str(root))
-    if not any(SavedRun(place).files.kind(kind) == "folder" for kind in KINDS):
+    if not any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
         raise ValueError(
             f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
             f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
@@ -156,7 +154,7 @@ def choose(
     return replace(choose(SavedRun(place), inside or "latest", config=config), place=place)
 
 
-def _latest(run: SavedRun, *, before: int | None = None) -> Choice:
+def _latest(run: SavedRun, *, before: int | None = None) -> ResumeChoice:
     excluded = given_up(run.files)
     states = [saved for saved in newest_first(_resumable(run)) if saved.folder not in excluded]
     damaged = {
@@ -182,20 +180,20 @@ def _latest(run: SavedRun, *, before: int | None = None) -> Choice:
     newer_damaged = {
         folder: reason for folder, reason in damaged.items() if _step_in(folder) > newest
     }
-    return Choice(states, newer_damaged)
+    return ResumeChoice(states, newer_damaged)
 
 
-def _best(run: SavedRun, config: PolicyConfig) -> Choice:
-    candidates = best_first(run.committed(BEST), config)
+def _best(run: SavedRun, config: PolicyConfig) -> ResumeChoice:
+    candidates = best_first(run.committed(BEST_KIND), config)
     if not candidates:
         raise NothingSaved(
             f"{run.files.location('')} holds no best-K checkpoint for {config.best_k_metric}: name "
             f"the metric in best_k_metric, or resume from latest"
         )
-    return Choice(candidates)
+    return ResumeChoice(candidates)
 
 
-def _step(run: SavedRun, step: int) -> Choice:
+def _step(run: SavedRun, step: int) -> ResumeChoice:
     candidates = [saved for saved in newest_first(_resumable(run)) if saved.step == step]
     damaged = {
         folder: reason
@@ -203,7 +201,7 @@ def _step(run: SavedRun, step: int) -> Choice:
         if _step_in(folder) == step
     }
     if not candidates and not damaged:
-        parameters = [saved for saved in run.committed(BEST) if saved.step == step]
+        parameters = [saved for saved in run.committed(BEST_KIND) if saved.step == step]
         if parameters:
             raise NothingSaved(
                 f"step {step} has parameters only, without optimizer, generators and position, so "
@@ -211,37 +209,37 @@ def _step(run: SavedRun, step: int) -> Choice:
                 f"{_others(run)}"
             )
         raise NothingSaved(f"{run.files.location('')} has no step {step}; {_others(run)}")
-    return Choice(candidates, damaged)
+    return ResumeChoice(candidates, damaged)
 
 
-def _found(run: SavedRun, folder: str) -> Choice:
+def _found(run: SavedRun, folder: str) -> ResumeChoice:
     kind = folder.partition("/")[0]
     candidates = [saved for saved in run.committed(kind) if saved.folder == folder]
     if candidates:
-        return Choice(candidates)
+        return ResumeChoice(candidates)
     damaged = run.damaged(kind)
     if folder not in damaged:
         raise NothingSaved(f"{run.files.location(folder)} does not exist; {_others(run)}")
-    return Choice(candidates, {folder: damaged[folder]})
+    return ResumeChoice(candidates, {folder: damaged[folder]})
 
 
-def _resumable(run: SavedRun) -> list[Saved]:
-    return [saved for kind in RESUMABLE for saved in run.committed(kind)]
+def _resumable(run: SavedRun) -> list[SavedCheckpoint]:
+    return [saved for kind in RESUMABLE_KINDS for saved in run.committed(kind)]
 
 
 def _damaged_resumable(run: SavedRun) -> dict[str, str]:
     damaged: dict[str, str] = {}
-    for kind in RESUMABLE:
+    for kind in RESUMABLE_KINDS:
         damaged |= run.damaged(kind)
     return damaged
 
 
-def _beyond(damaged: Mapping[str, str], saved: Saved) -> dict[str, str]:
+def _beyond(damaged: Mapping[str, str], saved: SavedCheckpoint) -> dict[str, str]:
     """Return the damaged checkpoints that were preferred to the one that was loaded."""
     return {
         folder: reason
         for folder, reason in damaged.items()
-        if saved.kind == BEST or _step_in(folder) >= saved.step
+        if saved.kind == BEST_KIND or _step_in(folder) >= saved.step
     }
 
 

@@ -1,26 +1,40 @@
-"""Retention: which checkpoints to keep and which to delete.
+"""Decide which checkpoints stay on the disk, and whether the next one has room.
 
 These are pure functions over the list of saved checkpoints, so that every history can be tested.
 Steps are compared as numbers, never as text. A state beyond the current step belongs to an
 abandoned line: it does not count, and the newest state of the current line stays. A recovery counts
 as a rollback too. A damaged checkpoint does not count.
-Proof: `python -m pytest tests/test_retention.py`.
+
+Proof: `python -m pytest tests/runs`.
 """
 
-from collections.abc import Collection, Iterable
+import json
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from .names import BEST, PARAMETERS, RESUMABLE, Metric, Saved
+from .files import Files, LocalFiles
+from .format import MODEL_PREFIX, Snapshot
+from .layout import BEST_KIND, PARAMETERS_ONLY_METRIC, RESUMABLE_KINDS, Metric, SavedCheckpoint
+from .lock import is_being_read
 from .policy_config import PolicyConfig
+from .ranks import Ranks, SaveError
+from .store import Store
+
+# ------------------------------------------------------------------------------
+# Retention: which checkpoints to keep and which to delete.
+# ------------------------------------------------------------------------------
 
 
 def to_delete(
-    saved: Iterable[Saved],
+    saved: Iterable[SavedCheckpoint],
     config: PolicyConfig,
     *,
     step: int,
     damaged: Collection[str] = (),
     protected: Collection[str] = (),
-) -> list[Saved]:
+) -> list[SavedCheckpoint]:
     """Return the checkpoints to delete after a save, with training at `step`.
 
     `damaged` and `protected` name folders. A protected checkpoint (one that is being read, or that
@@ -37,22 +51,28 @@ def to_delete(
 
     if not line:
         # No state of the current line is saved yet, so the stale states are the only ones.
-        keep |= {one.folder for one in everything if one.kind in RESUMABLE and one.step > step}
+        keep |= {
+            one.folder for one in everything if one.kind in RESUMABLE_KINDS and one.step > step
+        }
 
     superseded = {one.folder for one in everything if line and one.step < line[0].step}
-    covered_metrics = {config.best_k_metric, PARAMETERS} if config.best_k else {PARAMETERS}
+    covered_metrics = (
+        {config.best_k_metric, PARAMETERS_ONLY_METRIC}
+        if config.best_k
+        else {PARAMETERS_ONLY_METRIC}
+    )
     return [
         one
         for one in everything
         if one.folder not in keep
         and one.folder not in protected
-        and (one.kind in RESUMABLE or _metric(one) in covered_metrics)
+        and (one.kind in RESUMABLE_KINDS or _metric(one) in covered_metrics)
         and (one.folder not in damaged or one.folder in superseded)
     ]
 
 
 def _folders_to_keep(
-    intact: list[Saved], line: list[Saved], config: PolicyConfig, step: int
+    intact: list[SavedCheckpoint], line: list[SavedCheckpoint], config: PolicyConfig, step: int
 ) -> set[str]:
     """Return the folders that the counts of the configuration keep."""
     retention = config.retention
@@ -69,24 +89,28 @@ def _folders_to_keep(
     return keep
 
 
-def newest_first(saved: Iterable[Saved]) -> list[Saved]:
+def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the resumable states, newest first; a recovery before a rollback of its step."""
-    resumable = [one for one in saved if one.kind in RESUMABLE]
+    resumable = [one for one in saved if one.kind in RESUMABLE_KINDS]
     return sorted(resumable, key=lambda one: (one.step, one.kind == "recovery"), reverse=True)
 
 
-def is_of_line(saved: Saved) -> bool:
+def is_of_line(saved: SavedCheckpoint) -> bool:
     """Return whether a checkpoint is a rollback or recovery, also with parameters only."""
-    return saved.serves_as in RESUMABLE
+    return saved.serves_as in RESUMABLE_KINDS
 
 
-def best_first(saved: Iterable[Saved], config: PolicyConfig) -> list[Saved]:
+def best_first(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
     """Return the best-Ks of the configured metric, best first; the earlier one of equals."""
-    ranked = [one for one in saved if one.kind == BEST and _metric(one) == config.best_k_metric]
+    ranked = [
+        one for one in saved if one.kind == BEST_KIND and _metric(one) == config.best_k_metric
+    ]
     return sorted(ranked, key=lambda one: _badness(one.metric, one.step, config))
 
 
-def is_among_best(value: float, step: int, saved: Iterable[Saved], config: PolicyConfig) -> bool:
+def is_among_best(
+    value: float, step: int, saved: Iterable[SavedCheckpoint], config: PolicyConfig
+) -> bool:
     """Return whether a state with this value would be among the best K; never if not finite."""
     if config.best_k == 0 or not float("-inf") < value < float("inf"):
         return False
@@ -103,26 +127,271 @@ def _badness(metric: Metric | None, step: int, config: PolicyConfig) -> tuple[fl
     return (metric.value if config.minimize else -metric.value), step
 
 
-def _steps(line: list[Saved], count: int) -> list[Saved]:
+def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:
     """Return one state for each of the newest `count` steps.
 
     A rollback and a recovery of the same step hold the same state.
     """
-    by_step: dict[int, Saved] = {}
+    by_step: dict[int, SavedCheckpoint] = {}
     for one in line:
         by_step.setdefault(one.step, one)
     return list(by_step.values())[:count]
 
 
-def _parameters(saved: Iterable[Saved], step: int) -> list[Saved]:
+def _parameters(saved: Iterable[SavedCheckpoint], step: int) -> list[SavedCheckpoint]:
     """Return the rollbacks that hold parameters only, newest first."""
     rollbacks = [
         one
         for one in saved
-        if one.kind == BEST and one.serves_as == "rollback" and one.step <= step
+        if one.kind == BEST_KIND and one.serves_as == "rollback" and one.step <= step
     ]
     return sorted(rollbacks, key=lambda one: one.step, reverse=True)
 
 
-def _metric(saved: Saved) -> str | None:
+def _metric(saved: SavedCheckpoint) -> str | None:
     return saved.metric.name if saved.metric else None
+
+
+# ------------------------------------------------------------------------------
+# Delete the states beyond the step that a run resumes from, also across a kill.
+# ------------------------------------------------------------------------------
+
+TURNED_BACK_FILE_NAME = "turned-back.json"
+
+
+def given_up(files: Files) -> frozenset[str]:
+    """Return the folders that were given up and may still exist."""
+    if files.kind(TURNED_BACK_FILE_NAME) != "file":
+        return frozenset()
+    try:
+        return frozenset(str(folder) for folder in json.loads(files.read(TURNED_BACK_FILE_NAME)))
+    except (ValueError, TypeError):
+        # The note was only partly written, on storage without rename: nothing was deleted yet.
+        return frozenset()
+
+
+def give_up(store: Store, folders: Iterable[str]) -> None:
+    """Delete these folders for good; those that are being read are deleted later.
+
+    All ranks call together.
+    """
+    added = set(folders)
+    store.open()
+    Ranks(store.group).agree(lambda: _write(store.files, given_up(store.files) | added))
+    finish_giving_up(store)
+
+
+def finish_giving_up(store: Store) -> None:
+    """Delete the given-up folders that an earlier call left, because of a reader or a kill.
+
+    All ranks call together.
+    """
+    ranks = Ranks(store.group)
+    files = store.files
+
+    def removable() -> list[str]:
+        existing = [folder for folder in given_up(files) if files.kind(folder) is not None]
+        return sorted(folder for folder in existing if not is_being_read(files, folder))
+
+    def update_note() -> None:
+        noted = given_up(files)
+        remaining = {folder for folder in noted if files.kind(folder) is not None}
+        if remaining != noted:
+            _write(files, remaining)
+
+    for folder in ranks.agree(removable):
+        store.discard(folder)
+    ranks.agree(update_note)
+
+
+def _write(files: Files, folders: Iterable[str]) -> None:
+    names = sorted(folders)
+    if files.kind(TURNED_BACK_FILE_NAME) is not None and not (
+        names and isinstance(files, LocalFiles)
+    ):
+        files.remove_file(TURNED_BACK_FILE_NAME)
+    if names:
+        files.write(TURNED_BACK_FILE_NAME, json.dumps(names).encode())
+    files.sync_folder("")
+
+
+# ------------------------------------------------------------------------------
+# Check for enough free disk space before a checkpoint is written.
+# ------------------------------------------------------------------------------
+
+# Space for the manifest, the index and partly filled blocks of the file system.
+FREE_SPACE_MARGIN_BYTES = 2**20
+
+
+class NoRoom(SaveError):
+    """The volume has no room for another checkpoint; nothing was written."""
+
+
+def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
+    """Return the bytes that a save writes on all ranks together; sharded tensors count whole."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for name, tensor in snapshot.tensors.items()
+        if not model_only or name.startswith(MODEL_PREFIX)
+    )
+
+
+def free_bytes(files: Files, kind: str) -> int | None:
+    """Return the free bytes on the volume of this kind's folder, or None where that is unknown.
+
+    The folder may be a link to another volume than that of the run.
+    """
+    if not isinstance(files, LocalFiles):
+        return files.free_bytes()
+    path = files.path(kind).resolve()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def require_room(files: Files, kind: str, num_bytes: int) -> None:
+    """Raise NoRoom if the next checkpoint does not fit beside the old ones.
+
+    An old checkpoint is deleted only after the new one is complete, so both have to fit.
+    """
+    free = free_bytes(files, kind)
+    needed = num_bytes + FREE_SPACE_MARGIN_BYTES
+    if free is None or free >= needed:
+        return
+    settings = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}
+    setting = settings.get(kind, "best_k")
+    raise NoRoom(
+        f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs "
+        f"{_size(needed)} beside the old ones: {_size(needed - free)} are missing. Free them, "
+        f"lower {setting}, set rollback_parameters_only, or move the run to a larger volume; "
+        f"nothing was written"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 10**9:.2f} GB" if num_bytes >= 10**7 else f"{num_bytes:,} bytes"
+
+
+# ------------------------------------------------------------------------------
+# Estimate the disk space that a checkpoint policy needs.
+# ------------------------------------------------------------------------------
+
+BYTES_PER_GB = 10**9
+LARGE_CHECKPOINT_BYTES = 10 * BYTES_PER_GB
+# Weights alone, in bytes per parameter.
+WEIGHT_BYTES_PER_PARAMETER: Mapping[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "bfloat16-pure": 2,
+}
+# Weights and optimizer state together, in bytes per parameter.
+STATE_BYTES_PER_PARAMETER: Mapping[str, int] = {
+    "float32": 12,
+    "bfloat16": 14,
+    "float16": 14,
+    "bfloat16-pure": 6,
+}
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """The disk space of a policy, in bytes."""
+
+    # Number of parameters of the model.
+    parameters: int
+    dtype: str
+    # Size of a checkpoint with the optimizer state.
+    checkpoint: int
+    # Size of a best-K checkpoint, which holds the weights alone.
+    best: int
+    # Size of all checkpoints that the policy retains, by kind.
+    kept: Mapping[str, int]
+    # Sum of `kept`.
+    total: int
+    # Size of the new checkpoint that is written before an old one is deleted.
+    in_flight: int
+    advice: tuple[str, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """The highest use of the volume at any moment."""
+        return self.total + self.in_flight
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"most": self.most}
+
+
+def estimate_disk(
+    parameters: int,
+    config: PolicyConfig | None = None,
+    *,
+    dtype: str = "float32",
+    state_bytes_per_parameter: float | None = None,
+) -> DiskEstimate:
+    """Estimate the disk space for a model with this number of parameters.
+
+    `state_bytes_per_parameter` is for an optimizer other than AdamW: SGD with momentum takes 8.
+    """
+    config = config or PolicyConfig()
+    if parameters < 1:
+        raise ValueError(f"parameters must be 1 or more, got {parameters}")
+    if dtype not in STATE_BYTES_PER_PARAMETER:
+        raise ValueError(
+            f"dtype must be one of {', '.join(STATE_BYTES_PER_PARAMETER)}; got {dtype!r}"
+        )
+    state_bytes = (
+        STATE_BYTES_PER_PARAMETER[dtype]
+        if state_bytes_per_parameter is None
+        else state_bytes_per_parameter
+    )
+    if state_bytes < WEIGHT_BYTES_PER_PARAMETER[dtype]:
+        raise ValueError(
+            f"state_bytes_per_parameter must be {WEIGHT_BYTES_PER_PARAMETER[dtype]} or more for {dtype}; "
+            f"got {state_bytes}"
+        )
+
+    checkpoint = int(parameters * state_bytes)
+    best = parameters * WEIGHT_BYTES_PER_PARAMETER[dtype]
+    rollback = best if config.rollback_parameters_only else checkpoint
+    retention = config.retention
+    kept = {
+        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * rollback,
+        # A recovery is written at the end of a run, even without `recovery_every`.
+        "recovery": retention.recovery_keep * checkpoint,
+        "best-k": config.best_k * best,
+    }
+    return DiskEstimate(
+        parameters,
+        dtype,
+        checkpoint,
+        best,
+        kept,
+        total=sum(kept.values()),
+        in_flight=checkpoint,
+        advice=_advice(checkpoint, best, config),
+    )
+
+
+def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
+    advice = []
+    if every := config.retention.keep_every:
+        advice.append(
+            f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, "
+            f"in addition to this estimate"
+        )
+    if checkpoint <= LARGE_CHECKPOINT_BYTES:
+        return tuple(advice)
+
+    advice.append(
+        f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than {LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: "
+        f"save it in the background"
+    )
+    if config.rollback_every is not None and not config.rollback_parameters_only:
+        saved_bytes = config.retention.rollback_keep * (checkpoint - best)
+        advice.append(
+            f"rollback_parameters_only: true takes {best / BYTES_PER_GB:.1f} GB for a rollback and saves "
+            f"{saved_bytes / BYTES_PER_GB:.0f} GB in total; the run can then resume from recoveries only, "
+            f"and after a rollback the optimizer starts with fresh state"
+        )
+    return tuple(advice)

@@ -1,6 +1,6 @@
-"""Loss spike detection against a baseline that warm-up, drift and spikes do not distort.
+"""Find loss spikes, and go back to before one without its samples.
 
-    watchdog = SpikeWatchdog(SpikeConfig(patience=3))
+watchdog = SpikeWatchdog(SpikeConfig(patience=3))
     for step in ...:
         if spike := watchdog.observe(step, loss):
             print(spike.words)
@@ -12,24 +12,32 @@ neither. Before half a window of losses is accepted, only a loss that is not fin
 the watchdog's state in the checkpoint: a resume or a rollback then restores the state that it had
 at that step.
 
-Proof: `python -m pytest tests/test_spike.py`.
+Proof: `python -m pytest tests/runs/test_spike.py tests/runs/test_spike_recovery.py`.
 """
 
+import json
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 
-from .health import number_of
-from .spike_config import LEVEL, SpikeConfig
+from .files import Files, LocalFiles
+from .policy import number_of
+from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig
+from .ranks import RunError
+from .resume import BEFORE_PREFIX, NothingSaved, Resumed
+
+# ------------------------------------------------------------------------------
+# Loss spike detection against a baseline that warm-up, drift and spikes do not distort.
+# ------------------------------------------------------------------------------
 
 # Standard deviations per median absolute deviation, for normally distributed noise.
-NORMAL = 1.4826
+DEVIATIONS_PER_MAD = 1.4826
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ class SpikeWatchdog:
     def _accept(self, step: int, loss: float) -> None:
         self._suspects.clear()
         self._accepted.append((step, loss))
-        if self._began is None and len(self._accepted) == LEVEL:
+        if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
             self._began = _median([accepted for _, accepted in self._accepted])
 
     def limit(self) -> Limit | None:
@@ -145,14 +153,14 @@ class SpikeWatchdog:
             return None
 
         steps, losses = zip(*self._accepted, strict=True)
-        level = _median(losses[-LEVEL:])
+        level = _median(losses[-NUM_BASELINE_LOSSES:])
         slope, noise = line_through(steps, losses)
         fallen = 0.0 if self._began is None else max(0.0, self._began - level)
         # The first losses may be thousands of times larger than the current ones.
         base = min(fallen, abs(level))
         return Limit(
             level,
-            max(0.0, slope) * LEVEL,
+            max(0.0, slope) * NUM_BASELINE_LOSSES,
             self.config.threshold * noise,
             self.config.least_rise * base,
         )
@@ -193,8 +201,187 @@ def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, 
     slope = float(numpy.median(slopes))
     residuals = y - slope * x
     deviations = numpy.abs(residuals - numpy.median(residuals))
-    return slope, float(NORMAL * numpy.median(deviations))
+    return slope, float(DEVIATIONS_PER_MAD * numpy.median(deviations))
 
 
 def _median(values: Sequence[float]) -> float:
     return float(numpy.median(values))
+
+
+# ------------------------------------------------------------------------------
+# A run's record of its spike recoveries: skipped samples and lowered learning rates.
+# ------------------------------------------------------------------------------
+
+RECOVERIES_FILE_NAME = "recoveries.json"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One rollback after a spike."""
+
+    # The step after which the spike was found.
+    spike: int
+    # The step of the state that was loaded.
+    back_to: int
+    # The first data position that is skipped from now on.
+    start: int
+    # The data position after the last skipped one.
+    stop: int
+    # 1, or more where the spike came back.
+    attempt: int
+    # The factor on the learning rate until step `slower_until`.
+    learning_rate: float = 1.0
+    slower_until: int = 0
+
+
+class Recoveries:
+    """The recoveries of a run, read from its folder.
+
+    Every rank calls `add`; only the first rank does so with `write=True`.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.done: list[Recovery] = _read(files)
+
+    def attempt(self, step: int, *, within: int) -> int:
+        """Return the number of the attempt that a rollback at `step` would be.
+
+        Earlier recoveries count as long as each spike was at most `within` steps from the next.
+        """
+        number = 1
+        for recovery in reversed(self.done):
+            if abs(step - recovery.spike) > within:
+                break
+            number += 1
+            step = recovery.spike
+        return number
+
+    def factor(self, done: int) -> float:
+        """Return the factor on the learning rate of the step that follows `done` steps."""
+        product = 1.0
+        for recovery in self.done:
+            if recovery.back_to <= done < recovery.slower_until:
+                product *= recovery.learning_rate
+        return product
+
+    def add(self, recovery: Recovery, *, write: bool) -> None:
+        self.done.append(recovery)
+        if write:
+            _write(self._files, self.done)
+
+
+def _read(files: Files) -> list[Recovery]:
+    if files.kind(RECOVERIES_FILE_NAME) != "file":
+        return []
+    try:
+        return [_checked(entry) for entry in json.loads(files.read(RECOVERIES_FILE_NAME))]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't be read "
+            f"({error}): restore it, or remove it to train on those samples again"
+        ) from error
+
+
+def _checked(entry: Any) -> Recovery:
+    for field in fields(Recovery):
+        if field.type not in (int, "int") or field.name not in entry:
+            continue
+        value = entry[field.name]
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{field.name} is {value!r}, not a whole number from 0")
+    return Recovery(**entry)
+
+
+def _write(files: Files, done: Sequence[Recovery]) -> None:
+    if files.kind(RECOVERIES_FILE_NAME) is not None and not isinstance(files, LocalFiles):
+        files.remove_file(RECOVERIES_FILE_NAME)
+    files.write(
+        RECOVERIES_FILE_NAME, json.dumps([asdict(recovery) for recovery in done], indent=1).encode()
+    )
+    files.sync_folder("")
+
+
+# ------------------------------------------------------------------------------
+# Recovery from a loss spike: roll back, then skip its samples.
+# ------------------------------------------------------------------------------
+
+
+class SpikeNotRecovered(RunError):
+    """The spike came back after every attempt, or there is no state to go back to."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The state that was loaded, and the positions that are skipped from now on."""
+
+    resumed: Resumed
+    recovery: Recovery
+
+
+def recover(
+    spike: Spike,
+    config: SpikeConfig,
+    *,
+    state: Any,
+    load: Callable[[str], Resumed | None],
+    after: Callable[[int, int], int],
+    recoveries: Recoveries,
+    write: bool = True,
+    go_on: str = "--resume RUN@{}",
+) -> Recovered:
+    """Roll back to a state before the spike, and record the samples to skip.
+
+    `load` gets `before-STEP` and restores `state.step` and `state.position`. `after(position,
+    windows)` returns the data position that many windows later. `go_on` is the command line that
+    resumes from a state, for the error message. All ranks call together, one of them with `write`.
+    Raises SpikeNotRecovered.
+    """
+    attempt = recoveries.attempt(spike.step, within=config.window)
+    around = config.skip_around * 2 ** (attempt - 1)
+    first = max(1, spike.first - around)
+    if attempt > config.attempts:
+        raise SpikeNotRecovered(
+            _given_up(spike, recoveries, attempt - 1, go_on.format(f"{BEFORE_PREFIX}{first}"))
+        )
+
+    resumed = _go_back(spike, first, load)
+    back_to = state.step
+    start = after(state.position, max(0, first - 1 - back_to))
+    stop = after(state.position, spike.step + around - back_to)
+
+    learning_rate = 1.0
+    slower_until = 0
+    if config.lower_rate is not None:
+        learning_rate = config.lower_rate
+        slower_until = spike.step + config.lower_rate_steps
+    recovery = Recovery(spike.step, back_to, start, stop, attempt, learning_rate, slower_until)
+    recoveries.add(recovery, write=write)
+    return Recovered(resumed, recovery)
+
+
+def _go_back(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
+    """Load a state from before the first skipped step, or at least from before the spike."""
+    nothing_saved: NothingSaved | None = None
+    for step in dict.fromkeys((first, spike.first)):
+        try:
+            resumed = load(f"{BEFORE_PREFIX}{step}")
+        except NothingSaved as error:
+            nothing_saved = error
+            continue
+        assert resumed is not None
+        return resumed
+    raise SpikeNotRecovered(
+        f"{spike.words}: there is nothing to go back to ({nothing_saved}). Save earlier, with a "
+        "lower rollback_every, or set the spike's action to warn"
+    ) from nothing_saved
+
+
+def _given_up(spike: Spike, recoveries: Recoveries, number: int, go_on: str) -> str:
+    skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in recoveries.done[-number:])
+    return (
+        f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "
+        f"positions {skipped}. So the samples are not the cause: look at the gradients before the "
+        f"spike (python -m curry_train grad-flow), lower optimizer.learning_rate, and go on with "
+        f"{go_on}"
+    )

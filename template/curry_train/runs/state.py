@@ -1,27 +1,365 @@
-"""Training state: model, optimizer, schedule, scaler, generators, position and settings.
+"""Collect and restore the whole state of a training: model, optimizer, schedule, counters.
 
 `snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
 key, or another shape or dtype, is an error before anything is changed.
-Proof: `python -m pytest tests/test_state.py`.
+
+Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from .errors import PARTLY, DamagedCheckpoint, StateMismatch
-from .matching import match
-from .optimizer_state import OptimizerState, parameter_names
-from .plain_values import decode, encode
-from .random_state import RandomState, restore_random_state, seed_new_rank, take_random_state
-from .ranks import Ranks
-from .snapshot import MODEL, Contents, Loading, LoadReport, Snapshot
-from .tensor_names import bare_names, same_memory, split_ties
+from .format import MODEL_PREFIX, Contents, Loading, LoadReport, Snapshot, TensorFacts
+from .random_state import (
+    RandomState,
+    decode,
+    encode,
+    restore_random_state,
+    seed_new_rank,
+    take_random_state,
+)
+from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
 
-NEEDED = {
+# ------------------------------------------------------------------------------
+# Match the tensors of a checkpoint with those of the model by name, shape, dtype and ties.
+# ------------------------------------------------------------------------------
+
+
+def match(
+    targets: Mapping[str, Tensor],
+    contents: Contents,
+    ties: Mapping[str, str],
+    report: LoadReport,
+    *,
+    optional: Sequence[str],
+) -> dict[str, Tensor]:
+    """Return the targets that match a saved tensor, and add all mismatches to `report`.
+
+    Saved tensors whose names begin with one of `optional` are ignored.
+    """
+    fitting = {}
+    saved = {
+        name: facts
+        for name, facts in contents.tensors.items()
+        if not name.startswith(tuple(optional))
+    }
+
+    for name, target in targets.items():
+        facts = saved.get(name)
+        if facts is None:
+            # A parameter may have had no gradient at the save.
+            if not name.startswith("gradient."):
+                report.missing.append(name)
+        elif tuple(target.shape) != facts.shape:
+            report.different.append(f"{name} was {list(facts.shape)} and is {list(target.shape)}")
+        elif target.dtype != facts.dtype:
+            report.different.append(f"{name} was {facts.dtype} and is {target.dtype}")
+        else:
+            fitting[name] = target
+
+    for name in saved:
+        if name in targets or name in ties or name.startswith("gradient."):
+            continue
+        if name.startswith(MODEL_PREFIX) or not contents.model_only:
+            report.extra.append(name)
+
+    report.different += _different_ties(contents.ties, ties)
+    report.missing = sorted(name for name in report.missing if name not in contents.ties)
+    report.extra.sort()
+    report.matched += len(fitting)
+    report.wanted += len({*saved, *targets})
+    return fitting
+
+
+def _different_ties(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} was {_tie(saved.get(name))} and is {_tie(current.get(name))}"
+        for name in sorted({*current, *saved})
+        if saved.get(name) != current.get(name)
+    ]
+
+
+def _tie(first: str | None) -> str:
+    return f"one tensor with {first}" if first else "a tensor of its own"
+
+
+# ------------------------------------------------------------------------------
+# Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
+# ------------------------------------------------------------------------------
+
+_WRAPPED_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def bare_name(model: nn.Module, name: str) -> str:
+    """Return a name of `model.state_dict()` or `named_parameters()` without wrapper prefixes."""
+    module: Any = model
+    bare_path = []
+    for step in name.split("."):
+        # Some wrappers remove their attribute from the name with hooks of their own.
+        while (
+            module is not None
+            and step not in module._modules
+            and (wrapped := _wrapped(module)) is not None
+        ):
+            module = wrapped[1]
+
+        wrapped = _wrapped(module) if module is not None else None
+        if wrapped is None or step != wrapped[0]:
+            bare_path.append(step)
+        module = module._modules.get(step) if module is not None else None
+    return ".".join(bare_path)
+
+
+def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the attribute in which a wrapper holds a module, and the module."""
+    names = ("module",) if isinstance(module, _PARALLEL_WRAPPERS) else _WRAPPED_ATTRIBUTES
+    for name in names:
+        if isinstance(inner := module._modules.get(name), nn.Module):
+            return name, inner
+    return None
+
+
+def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same mapping with bare names as keys."""
+    renamed = {bare_name(model, name): value for name, value in names.items()}
+    if len(renamed) != len(names):
+        raise ValueError(
+            "two of the model's tensors have the same name without the prefixes of wrappers: "
+            "rename one of them"
+        )
+    return renamed
+
+
+def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor under its first name, and each further name with the first one."""
+    first: dict[Any, str] = {}
+    own: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        identity = _identity(tensor)
+        if identity in first:
+            ties[name] = first[identity]
+        else:
+            own[name] = tensor
+            first[identity] = name
+    return own, ties
+
+
+def same_memory(first: Tensor, second: Tensor) -> bool:
+    """Return whether changing one tensor changes the other."""
+    return first is second or _identity(first) == _identity(second) or not first.numel()
+
+
+def _identity(tensor: Tensor) -> Any:
+    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    data = local() if local else tensor
+    if not data.numel() or data.is_meta:
+        return object()
+    return (
+        data.device,
+        data.untyped_storage().data_ptr(),
+        data.storage_offset(),
+        data.shape,
+        data.stride(),
+        data.dtype,
+    )
+
+
+# ------------------------------------------------------------------------------
+# Optimizer state keyed by parameter name, so that it loads in another order or sharding.
+# ------------------------------------------------------------------------------
+
+
+def parameter_names(model: nn.Module) -> dict[Any, str]:
+    """Map each parameter to its name without wrapper prefixes."""
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                "FSDP1 keeps parameters in flat pieces without names: use fully_shard (FSDP2)"
+            )
+    return {parameter: bare_name(model, name) for name, parameter in model.named_parameters()}
+
+
+class OptimizerState:
+    """Saves and restores one optimizer; `prefix` starts the names of its tensors on disk."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[Any, str], prefix: str) -> None:
+        self.optimizer = optimizer
+        self.prefix = prefix
+        self._parameters = {}
+
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise ValueError(
+                        f"group {index} of {type(optimizer).__name__} has a parameter of shape "
+                        f"{list(parameter.shape)} that the model does not have: save the module "
+                        f"that holds it"
+                    )
+                self._parameters[names[parameter]] = parameter
+
+        self._names = names
+        self._by_owner: dict[str, list[str]] = {}
+
+    def take(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Put the state's tensors into `tensors`; return the rest as JSON."""
+        additional = set(self.optimizer.state_dict()) - {"state", "param_groups"}
+        if additional:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} keeps {', '.join(sorted(additional))} besides "
+                f"its state and groups, which would be lost: save it under "
+                f"TrainingState(extra=...)"
+            )
+
+        state: dict[str, Any] = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                path = f"{self.prefix}{name}.{key}"
+                if isinstance(value, Tensor):
+                    tensors[path] = value.detach()
+                else:
+                    state[f"{name}.{key}"] = encode(value, path)
+
+        groups = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            path = f"{self.prefix}group-{index}"
+            groups.append(
+                {
+                    "params": [self._names[parameter] for parameter in group["params"]],
+                    "options": encode(options, path, tensors=tensors),
+                }
+            )
+
+        return {"class": type(self.optimizer).__name__, "groups": groups, "state": state}
+
+    def targets(
+        self, saved: Mapping[str, Any], facts: Mapping[str, TensorFacts]
+    ) -> dict[str, Tensor]:
+        """Return tensors to fill, with the saved shapes and dtypes and the parameters' sharding."""
+        self._same_groups(saved)
+
+        self._by_owner = {}
+        for name in facts:
+            if name.startswith(self.prefix):
+                owner, _, key = name.rpartition(".")
+                self._by_owner.setdefault(f"{owner}.", []).append(key)
+
+        targets = {}
+        for name, parameter in self._parameters.items():
+            begin = f"{self.prefix}{name}."
+            for key in self._by_owner.get(begin, []):
+                current = self.optimizer.state.get(parameter, {}).get(key)
+                targets[begin + key] = self._target(parameter, key, current, facts[begin + key])
+
+        for index, group in enumerate(self.optimizer.param_groups):
+            begin = f"{self.prefix}group-{index}."
+            for key in self._by_owner.get(begin, []):
+                targets[begin + key] = self._target(
+                    torch.empty(()), key, group.get(key), facts[begin + key]
+                )
+        return targets
+
+    def _same_groups(self, saved: Mapping[str, Any]) -> None:
+        """Raise StateMismatch where the saved class or parameter groups differ from these."""
+        own_class = type(self.optimizer).__name__
+        if saved["class"] != own_class:
+            raise StateMismatch(
+                f"the state is of {saved['class']}, but the optimizer is {own_class}: create a "
+                f"{saved['class']}, or {PARTIAL_LOAD_ADVICE}"
+            )
+
+        own_groups = []
+        for group in self.optimizer.param_groups:
+            own_groups.append({self._names[parameter] for parameter in group["params"]})
+        saved_groups = [set(group["params"]) for group in saved["groups"]]
+        if own_groups == saved_groups:
+            return
+
+        saved_sizes = [len(group) for group in saved_groups]
+        own_sizes = [len(group) for group in own_groups]
+        unmatched = sorted(set().union(*saved_groups) ^ set().union(*own_groups))[:3]
+        difference = ", with the parameters divided differently"
+        if unmatched:
+            difference = f", with other parameters, such as {', '.join(unmatched)}"
+        raise StateMismatch(
+            f"{saved['class']} was saved with groups of {saved_sizes} parameters and has "
+            f"{own_sizes}{difference}: build its groups as at the save"
+        )
+
+    def _target(self, parameter: Tensor, key: str, current: Any, facts: TensorFacts) -> Tensor:
+        if (
+            isinstance(current, Tensor)
+            and tuple(current.shape) == facts.shape
+            and current.dtype == facts.dtype
+        ):
+            return current
+        if tuple(parameter.shape) == facts.shape and key != "step":
+            return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
+
+        options = self._options_of(parameter)
+        # Torch keeps `step` on the host, except with capturable or fused.
+        on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
+        return torch.zeros(
+            facts.shape, dtype=facts.dtype, device="cpu" if on_host else parameter.device
+        )
+
+    def _options_of(self, parameter: Tensor) -> dict[str, Any]:
+        for group in self.optimizer.param_groups:
+            if any(member is parameter for member in group["params"]):
+                return group
+        return {}
+
+    def restore(self, saved: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
+        """Replace the optimizer's state with the filled tensors and the saved values."""
+        plain: dict[str, dict[str, Any]] = {}
+        for full, value in saved["state"].items():
+            name, _, key = full.rpartition(".")
+            plain.setdefault(name, {})[key] = decode(value, tensors=filled)
+
+        for name, parameter in self._parameters.items():
+            begin = f"{self.prefix}{name}."
+            state = {
+                key: filled[begin + key]
+                for key in self._by_owner.get(begin, [])
+                if begin + key in filled
+            }
+            state |= plain.get(name, {})
+            self.optimizer.state.pop(parameter, None)
+            if state:
+                self.optimizer.state[parameter] = state
+
+        for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            group.update(decode(entry["options"], tensors=filled))
+
+
+def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
+    """Raise if the optimizer has a learning rate scheduler that would not be saved.
+
+    A scheduler leaves `initial_lr` in the optimizer's groups.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    scheduled = any("initial_lr" in group for one in optimizers for group in one.param_groups)
+    saved_as_extra = any(isinstance(value, LRScheduler) for value in extra.values())
+    if scheduled and scheduler is None and not saved_as_extra:
+        raise ValueError(
+            "the optimizer has a learning rate scheduler that saving() was not given, and that "
+            "would start over at each resume: call saving(model, optimizer, scheduler, ...), or "
+            "pass a list of schedulers"
+        )
+
+
+# ------------------------------------------------------------------------------
+# Training state: model, optimizer, schedule, scaler, generators, position and settings.
+# ------------------------------------------------------------------------------
+
+REQUIRED_VALUES = {
     "step",
     "position",
     "microstep",
@@ -33,9 +371,9 @@ NEEDED = {
     "parts",
 }
 # Prefixes of the names of saved tensors.
-RANDOM = "random."
-GRADIENT = "gradient."
-PART = "part."
+RANDOM_PREFIX = "random."
+GRADIENT_PREFIX = "gradient."
+PART_PREFIX = "part."
 
 
 class TrainingState:
@@ -95,7 +433,7 @@ class TrainingState:
         tensors |= part_tensors
         random = take_random_state(self.generators)
         for name, tensor in random.tensors.items():
-            tensors[f"{RANDOM}{name}.rank-{ranks.rank}"] = tensor
+            tensors[f"{RANDOM_PREFIX}{name}.rank-{ranks.rank}"] = tensor
 
         values = {
             "step": self.step,
@@ -119,10 +457,10 @@ class TrainingState:
         for name, part in sorted(self.parts.items()):
             part_tensors: dict[str, Tensor] = {}
             if getattr(part, "of_each_rank", False):
-                path = f"{PART}{name}.rank-{rank}"
+                path = f"{PART_PREFIX}{name}.rank-{rank}"
                 of_this_rank[name] = encode(part.state_dict(), path, tensors=part_tensors)
             else:
-                shared[name] = encode(part.state_dict(), PART + name, tensors=part_tensors)
+                shared[name] = encode(part.state_dict(), PART_PREFIX + name, tensors=part_tensors)
 
             # An average of weights (a module) changes only after a step; a loader's state may
             # change at once, so its tensors are copied.
@@ -142,7 +480,7 @@ class TrainingState:
         values = contents.values
         optimizer_states = [] if contents.model_only else self._optimizer_states()
         report = LoadReport()
-        if absent := NEEDED - set(values):
+        if absent := REQUIRED_VALUES - set(values):
             raise DamagedCheckpoint(
                 f"the saved state has no {', '.join(sorted(absent))}: it is not the state of a "
                 f"training run"
@@ -151,7 +489,9 @@ class TrainingState:
         targets = dict(own)
         if not contents.model_only:
             targets |= self._training_targets(optimizer_states, contents, ranks, report)
-        fitting = match(targets, contents, ties, report, optional=(RANDOM, PART, "rank-"))
+        fitting = match(
+            targets, contents, ties, report, optional=(RANDOM_PREFIX, PART_PREFIX, "rank-")
+        )
         if strict and not report.exact:
             raise StateMismatch(_describe(report))
 
@@ -160,7 +500,7 @@ class TrainingState:
         # A rank that did not exist at the save loads the values of rank 0.
         source_rank = ranks.rank if ranks.rank < values["world_size"] else 0
         fitting |= _fresh_part_tensors(contents, source_rank)
-        for name, tensor in _fresh(contents, (RANDOM,)).items():
+        for name, tensor in _fresh(contents, (RANDOM_PREFIX,)).items():
             if name.endswith(f".rank-{source_rank}"):
                 fitting[name] = tensor
 
@@ -257,7 +597,7 @@ class TrainingState:
     def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         """Return the model's tensors, the ties between their names, and its other state as JSON."""
         state = {
-            MODEL + name: value
+            MODEL_PREFIX + name: value
             for name, value in bare_names(self.model, self.model.state_dict()).items()
         }
         tensors = {
@@ -268,7 +608,9 @@ class TrainingState:
         return own, ties, values
 
     def _buffer_names(self) -> list[str]:
-        return [MODEL + name for name in bare_names(self.model, dict(self.model.named_buffers()))]
+        return [
+            MODEL_PREFIX + name for name in bare_names(self.model, dict(self.model.named_buffers()))
+        ]
 
     def _optimizer_states(self) -> list[OptimizerState]:
         names = parameter_names(self.model)
@@ -286,19 +628,19 @@ class TrainingState:
                 raise ValueError(
                     "sharded gradients between two steps can't be saved: save when microstep is 0"
                 )
-            gradients[f"{GRADIENT}rank-{rank}.{name}"] = parameter.grad.clone()
+            gradients[f"{GRADIENT_PREFIX}rank-{rank}.{name}"] = parameter.grad.clone()
         return gradients
 
     def _gradient_targets(self, rank: int) -> dict[str, Tensor]:
         return {
-            f"{GRADIENT}rank-{rank}.{name}": torch.zeros_like(parameter, requires_grad=False)
+            f"{GRADIENT_PREFIX}rank-{rank}.{name}": torch.zeros_like(parameter, requires_grad=False)
             for parameter, name in parameter_names(self.model).items()
             if parameter.requires_grad
         }
 
     def _set_gradients(self, rank: int, filled: Mapping[str, Tensor]) -> None:
         for parameter, name in parameter_names(self.model).items():
-            parameter.grad = filled.get(f"{GRADIENT}rank-{rank}.{name}")
+            parameter.grad = filled.get(f"{GRADIENT_PREFIX}rank-{rank}.{name}")
 
     def _compare_parts(self, contents: Contents, report: LoadReport) -> None:
         """Report parts and optimizers that only the state or only the checkpoint has."""
@@ -317,7 +659,7 @@ class TrainingState:
         state = self.model.state_dict()
         extra = values.get("model", {})
         bare_to_full = bare_names(self.model, {name: name for name in state})
-        keys = {full: MODEL + bare for bare, full in bare_to_full.items()}
+        keys = {full: MODEL_PREFIX + bare for bare, full in bare_to_full.items()}
 
         if not extra and all(
             same_memory(state[name], own[key]) for name, key in keys.items() if key in own
@@ -377,16 +719,18 @@ def _fresh_part_tensors(contents: Contents, rank: int) -> dict[str, Tensor]:
     own_parts = _parts_of(contents, rank)
     prefixes = []
     for name in {**contents.values["parts"], **own_parts}:
-        prefixes.append(f"{PART}{name}.rank-{rank}." if name in own_parts else f"{PART}{name}")
+        prefixes.append(
+            f"{PART_PREFIX}{name}.rank-{rank}." if name in own_parts else f"{PART_PREFIX}{name}"
+        )
     return _fresh(contents, tuple(prefixes))
 
 
 def _random_state_of(contents: Contents, filled: Mapping[str, Tensor], rank: int) -> RandomState:
     suffix = f".rank-{rank}"
     tensors = {
-        name.removeprefix(RANDOM).removesuffix(suffix): tensor
+        name.removeprefix(RANDOM_PREFIX).removesuffix(suffix): tensor
         for name, tensor in filled.items()
-        if name.startswith(RANDOM)
+        if name.startswith(RANDOM_PREFIX)
     }
     return RandomState(tensors, contents.rank_values[rank]["random"])
 
@@ -401,4 +745,7 @@ def _describe(report: LoadReport) -> str:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"{title}: {', '.join(names[:3])}{more}")
-    return "; ".join(lines) + f". Build the model and optimizer that were saved, or {PARTLY}"
+    return (
+        "; ".join(lines)
+        + f". Build the model and optimizer that were saved, or {PARTIAL_LOAD_ADVICE}"
+    )

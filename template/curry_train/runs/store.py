@@ -1,32 +1,379 @@
-"""Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
+"""Write, verify and load the checkpoints of one run; a checkpoint is whole or absent.
 
 A checkpoint is committed when its manifest verifies. All ranks make a store of the same folder and
 call together.
-Proof: `python -m pytest tests/test_store.py`.
+
+Proof: `python -m pytest tests/runs/test_store_kill.py tests/runs/test_store.py`.
 """
 
 import contextlib
+import datetime
+import functools
+import json
 import logging
 import os
 import secrets
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from .digests import default_algorithm
-from .errors import DamagedCheckpoint, LockedRun, SaveError, StepExists
-from .files import Files
-from .hashing_writer import Part
-from .lock import RunLock
-from .manifest import MANIFEST
-from .names import KINDS, RESUMABLE, Metric, Saved, folder_name, is_leftover, step_of
-from .ranks import OtherRank, Ranks
-from .saved_run import SavedRun
-from .snapshot import State
-from .writing import Writing
+import torch
+from torch import Tensor
 
-LATEST = "latest"
+from .files import Files, LocalFiles, ObjectFiles
+from .format import (
+    Contents,
+    HashingFolder,
+    LoadReport,
+    RankFiles,
+    SafetensorsLayout,
+    SafetensorsReader,
+    ShardedLayout,
+    Snapshot,
+    State,
+    facts_of,
+    read_metadata,
+    read_tensors,
+)
+from .layout import (
+    BEST_KIND,
+    CHECKPOINT_KINDS,
+    MANIFEST_FILE_NAME,
+    RESUMABLE_KINDS,
+    FileEntry,
+    Manifest,
+    Metric,
+    SavedCheckpoint,
+    default_algorithm,
+    folder_name,
+    is_leftover,
+    read_manifest,
+    step_of,
+    verify_files,
+)
+from .lock import RunLock, reading
+from .ranks import DamagedCheckpoint, LockedRun, OtherRank, Ranks, SaveError, StepExists
+
+# ------------------------------------------------------------------------------
+# Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
+# ------------------------------------------------------------------------------
+
+STATE_FILE_NAME = "state.json"
+POLL_SECONDS = 0.05
+
+
+class Writing:
+    """One save: made on all ranks together; each rank writes its part, and the first commits."""
+
+    def __init__(
+        self,
+        files: Files,
+        ranks: Ranks,
+        kind: str,
+        step: int,
+        metric: Metric | None,
+        snapshot: Snapshot,
+        *,
+        folder: str,
+        algorithm: str,
+    ) -> None:
+        self.files = files
+        self.ranks = ranks
+        self.kind = kind
+        self.step = step
+        self.metric = metric
+        self.final = folder_name(kind, step, metric)
+        self.folder = folder
+
+        self._new = HashingFolder(files, self.folder, algorithm)
+        layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
+        self._layout = layout(snapshot, self._new, ranks)
+        self._values = ranks.exchange(
+            lambda: snapshot.rank_values, lambda gathered: [gathered] * ranks.size
+        )
+        self._shared = snapshot.values
+        self._ties = snapshot.ties
+        self.optimizers = snapshot.optimizers
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The live tensors that this rank writes."""
+        return self._layout.tensors
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def write(self, tensors: Sequence[Tensor] | None = None) -> RankFiles:
+        """Write this rank's files, from the live tensors or from copies of them."""
+        free = self.files.free_bytes()
+        if free is not None and free < self.num_bytes:
+            raise SaveError(
+                f"{self.files.location('')} has {free:,} bytes left, but the save needs "
+                f"{self.num_bytes:,}: free some space, or keep fewer checkpoints"
+            )
+        return self._layout.write(self.tensors if tensors is None else tensors)
+
+    def leave_part(self, part: RankFiles | None, error: str = "") -> None:
+        """Leave this rank's part for the first rank as a file in the folder.
+
+        It replaces a collective call where the ranks can't make one.
+        """
+        text = json.dumps({"error": error, "part": part.to_json() if part else None})
+        try:
+            self.files.write(self._note(self.ranks.rank), text.encode())
+        except FileNotFoundError as missing:
+            raise SaveError("the first rank abandoned this save: see its error") from missing
+
+    def collect_parts(self, own: RankFiles, *, timeout: float) -> list[RankFiles]:
+        """Wait for the parts of all ranks, and return them."""
+        parts = [own]
+        deadline = time.monotonic() + timeout
+        for rank in range(1, self.ranks.size):
+            note = self._note(rank)
+            while self.files.kind(note) is None or not self.files.size(note):
+                if time.monotonic() > deadline:
+                    raise SaveError(
+                        f"rank {rank} has not written its part of {self.final} within "
+                        f"{timeout:.0f} s"
+                    )
+                time.sleep(POLL_SECONDS)
+            parts.append(self._part_of(rank, deadline))
+        return parts
+
+    def _part_of(self, rank: int, deadline: float) -> RankFiles:
+        while True:
+            try:
+                content = json.loads(self.files.read(self._note(rank)))
+                break
+            except ValueError:
+                # The rank is still writing its note.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+        if content["error"]:
+            raise SaveError(f"rank {rank}: {content['error']}")
+        self.files.remove_file(self._note(rank))
+        return RankFiles.from_json(content["part"])
+
+    def _note(self, rank: int) -> str:
+        return f"{self.folder}/rank-{rank}.part"
+
+    def commit(self, parts: list[RankFiles]) -> Manifest:
+        """Write the manifest and rename the folder; called on the first rank after all parts."""
+        entries: dict[str, FileEntry] = {}
+        for part in parts:
+            entries |= part.files
+        entries |= self._layout.join(parts)
+
+        values: Mapping[str, Any] = {
+            "values": self._shared,
+            "ranks": self._values,
+            "ties": self._ties,
+        }
+        with self._new.create(STATE_FILE_NAME) as stream:
+            stream.write(json.dumps(values, allow_nan=False).encode())
+        entries[STATE_FILE_NAME] = self._new.entries[STATE_FILE_NAME]
+
+        about = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__.split("+")[0],
+            "world_size": self.ranks.size,
+        }
+        manifest = Manifest(self._new.algorithm, self.kind, self.step, entries, self.metric, about)
+        self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", manifest.render())
+        self.files.sync_folder(self.folder)
+
+        if self.folder != self.final:
+            self.files.rename(self.folder, self.final)
+        self.files.sync_folder(self.kind)
+        return manifest
+
+
+# ------------------------------------------------------------------------------
+# Read-only access to a run: list, verify and load its checkpoints.
+# ------------------------------------------------------------------------------
+
+
+class SavedRun:
+    """The checkpoints of the run at `root`, a folder or a URL that fsspec opens.
+
+    `files` replaces the file access that is chosen from `root`.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, files: Files | None = None, group: Any = None
+    ) -> None:
+        self.files = files or (ObjectFiles(str(root)) if "://" in str(root) else LocalFiles(root))
+        self.group = group
+
+    def committed(self, kind: str) -> list[SavedCheckpoint]:
+        """Return the checkpoints of a kind whose manifests and file sizes are valid, by step."""
+        committed = []
+        for folder in self._folders(kind):
+            with contextlib.suppress(DamagedCheckpoint):
+                committed.append(self._saved(folder, read_manifest(self.files, folder)))
+        return sorted(committed, key=lambda saved: saved.step)
+
+    def damaged(self, kind: str) -> dict[str, str]:
+        """Return the folders of a kind that `committed` leaves out, with the reason.
+
+        Damage inside a file of the right size is found by `verify` only.
+        """
+        reasons = {}
+        for folder in self._folders(kind):
+            try:
+                read_manifest(self.files, folder)
+            except DamagedCheckpoint as error:
+                reasons[folder] = str(error)
+        return reasons
+
+    def latest(self) -> SavedCheckpoint | None:
+        """Return the newest checkpoint that training can resume from."""
+        resumable = [saved for kind in RESUMABLE_KINDS for saved in self.committed(kind)]
+        return max(resumable, key=_newness, default=None)
+
+    def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
+        """Read and hash every file; raise DamagedCheckpoint with the difference."""
+        folder = self.folder_of(checkpoint)
+        with reading(self.files, folder):
+            manifest = read_manifest(self.files, folder)
+            verify_files(self.files, folder, manifest, manifest.files)
+        return manifest
+
+    def load(
+        self,
+        checkpoint: SavedCheckpoint | str | os.PathLike[str],
+        state: State,
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Verify a checkpoint, compare it with the state, and only then change the state.
+
+        The ranks share the reading for the verification, and an error on one of them is raised on
+        all. After an error while values are read, the state has to be loaded again.
+        """
+        ranks = Ranks(self.group)
+        folder = ranks.agree(lambda: self.folder_of(checkpoint))
+        with reading(self.files, folder):
+            return self._load(folder, state, ranks, strict=strict)
+
+    def _load(self, folder: str, state: State, ranks: Ranks, *, strict: bool) -> LoadReport:
+        def check() -> Manifest:
+            manifest = read_manifest(self.files, folder)
+            own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
+            verify_files(self.files, folder, manifest, own_share)
+            return manifest
+
+        manifest = ranks.all_do(check)
+        content = ranks.all_do(lambda: self._open_content(folder, manifest))
+        loading = ranks.all_do(lambda: state.begin_load(content.contents, strict=strict))
+        ranks.all_do(lambda: self._fill(folder, content, loading.targets))
+        ranks.all_do(loading.finish)
+        return loading.report
+
+    def _open_content(self, folder: str, manifest: Manifest) -> "_Content":
+        """Open a verified checkpoint, without reading the values of its tensors."""
+        try:
+            found = self._values(folder)
+            values = found["values"]
+            rank_values = found["ranks"]
+            ties = found["ties"]
+            if manifest.kind == BEST_KIND:
+                reader = SafetensorsReader(self.files, folder)
+                contents = Contents(reader.facts(), values, rank_values, ties, model_only=True)
+                return _Content(contents, reader.read_into)
+            metadata = read_metadata(self.files, folder, manifest)
+        except OSError as error:
+            raise DamagedCheckpoint(
+                f"{self.files.location(folder)} can't be read ({error})"
+            ) from error
+        contents = Contents(facts_of(metadata), values, rank_values, ties)
+        return _Content(contents, functools.partial(read_tensors, self.files, folder, metadata))
+
+    def _fill(self, folder: str, content: "_Content", targets: Mapping[str, Tensor]) -> None:
+        try:
+            content.read_into(targets)
+        except OSError as error:
+            raise DamagedCheckpoint(
+                f"{self.files.location(folder)}: tensors can't be read ({error})"
+            ) from error
+
+    def folder_of(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> str:
+        """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
+        if isinstance(checkpoint, SavedCheckpoint):
+            given = checkpoint.folder
+        else:
+            given = os.fspath(checkpoint).rstrip("/")
+
+        if given == "latest":
+            newest = self.latest()
+            if newest is None:
+                raise DamagedCheckpoint(
+                    f"{self.files.location('')} holds nothing to resume from: start the run anew"
+                )
+            return newest.folder
+
+        folder = given.removeprefix(self.files.location("").rstrip("/") + "/")
+        kind, _, name = folder.partition("/")
+        if kind not in CHECKPOINT_KINDS or step_of(kind, name) is None:
+            raise ValueError(
+                f"{given} is not a checkpoint of {self.files.location('')}, such as "
+                f"rollback/step-00000500.dcp: for one of another run, make a SavedRun of that "
+                f"run's folder"
+            )
+        return folder
+
+    def values(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Mapping[str, Any]:
+        """Return the non-tensor state as JSON: step, position, configuration and so on."""
+        values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
+        return values
+
+    def _values(self, folder: str) -> dict[str, Any]:
+        key = f"{folder}/{STATE_FILE_NAME}"
+        try:
+            found = json.loads(self.files.read(key))
+            if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
+                raise ValueError("it does not hold the values of a state")
+            for name, first in found["ties"].items():
+                if not isinstance(name, str) or not isinstance(first, str):
+                    raise ValueError("its ties are not pairs of names")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedCheckpoint(
+                f"{self.files.location(key)} can't be read ({error})"
+            ) from error
+        return dict(found)
+
+    def _folders(self, kind: str) -> list[str]:
+        return [
+            f"{kind}/{name}" for name in self.files.names(kind) if step_of(kind, name) is not None
+        ]
+
+    def _saved(self, folder: str, manifest: Manifest) -> SavedCheckpoint:
+        location = self.files.location(folder)
+        return SavedCheckpoint(
+            manifest.kind, manifest.step, folder, location, manifest.metric, manifest.num_bytes
+        )
+
+
+@dataclass(frozen=True)
+class _Content:
+    contents: Contents
+    read_into: Callable[[Mapping[str, Tensor]], None]
+
+
+def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
+    return saved.step, saved.kind == "recovery"
+
+
+# ------------------------------------------------------------------------------
+# Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
+# ------------------------------------------------------------------------------
+
+LATEST_POINTER = "latest"
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +422,7 @@ class Store(SavedRun):
             self._opened = True
 
     def _open_first(self, *, until: float) -> None:
-        for kind in KINDS:
+        for kind in CHECKPOINT_KINDS:
             self.files.make_folder(kind)
         self.files.sync_folder("")
         while True:
@@ -95,12 +442,12 @@ class Store(SavedRun):
 
     def save(
         self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
         ranks = Ranks(self.group)
         writing = self.begin(kind, step, state, metric=metric)
 
-        def commit(parts: list[Part]) -> list[Saved]:
+        def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
             return [self.commit(writing, parts)] * ranks.size
 
         try:
@@ -133,12 +480,12 @@ class Store(SavedRun):
             failed = self._failed(ranks, final, folder, error)
             raise error if isinstance(error, ValueError) else failed from error
 
-    def commit(self, writing: Writing, parts: list[Part]) -> Saved:
+    def commit(self, writing: Writing, parts: list[RankFiles]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""
         with self._commits:
             manifest = writing.commit(parts)
             self._unfinished.discard(writing.folder)
-            if writing.kind in RESUMABLE:
+            if writing.kind in RESUMABLE_KINDS:
                 self._point()
         return self._saved(writing.final, manifest)
 
@@ -150,7 +497,9 @@ class Store(SavedRun):
         if ranks.first and folder:
             # The next sweep removes what is left after an error.
             with contextlib.suppress(OSError):
-                unfinished = folder != final or self.files.kind(f"{final}/{MANIFEST}") is None
+                unfinished = (
+                    folder != final or self.files.kind(f"{final}/{MANIFEST_FILE_NAME}") is None
+                )
                 if unfinished and self.files.kind(folder) is not None:
                     self.files.remove_folder(folder)
             self._unfinished.discard(folder)
@@ -169,7 +518,7 @@ class Store(SavedRun):
             f"{error or type(error).__name__}; {remaining}"
         )
 
-    def discard(self, checkpoint: Saved | str | os.PathLike[str]) -> None:
+    def discard(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = self.folder_of(checkpoint)
         self.open()
@@ -183,8 +532,8 @@ class Store(SavedRun):
 
     def _remove(self, folder: str) -> None:
         if not self.files.renames:
-            if self.files.kind(f"{folder}/{MANIFEST}") is not None:
-                self.files.remove_file(f"{folder}/{MANIFEST}")
+            if self.files.kind(f"{folder}/{MANIFEST_FILE_NAME}") is not None:
+                self.files.remove_file(f"{folder}/{MANIFEST_FILE_NAME}")
             self.files.remove_folder(folder)
             return
         removed = f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
@@ -227,7 +576,9 @@ class Store(SavedRun):
     def _sweep(self) -> list[str]:
         swept = []
         with self._commits:
-            folders = [f"{kind}/{name}" for kind in KINDS for name in self.files.names(kind)]
+            folders = [
+                f"{kind}/{name}" for kind in CHECKPOINT_KINDS for name in self.files.names(kind)
+            ]
             for folder in folders:
                 if folder not in self._unfinished and self._left_over(folder):
                     self.files.remove_folder(folder)
@@ -238,13 +589,14 @@ class Store(SavedRun):
     def _left_over(self, folder: str) -> bool:
         kind, _, name = folder.partition("/")
         unfinished = (
-            step_of(kind, name) is not None and self.files.kind(f"{folder}/{MANIFEST}") is None
+            step_of(kind, name) is not None
+            and self.files.kind(f"{folder}/{MANIFEST_FILE_NAME}") is None
         )
         return is_leftover(name) or (unfinished and not self.files.renames)
 
     def _point(self) -> None:
         newest = self.latest()
-        if newest is not None and self.files.pointed(LATEST) != newest.folder:
-            self.files.point(LATEST, newest.folder)
-        elif newest is None and self.files.pointed(LATEST) is not None:
-            self.files.remove_file(LATEST)
+        if newest is not None and self.files.pointed(LATEST_POINTER) != newest.folder:
+            self.files.point(LATEST_POINTER, newest.folder)
+        elif newest is None and self.files.pointed(LATEST_POINTER) is not None:
+            self.files.remove_file(LATEST_POINTER)

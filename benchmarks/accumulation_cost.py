@@ -1,0 +1,96 @@
+"""Overhead of `run_accumulated_step` over the same loop written by hand.
+
+    python -m benchmarks.accumulation_cost --json evidence/grad_accum.json
+
+The two loops run in turns in one process, so that machine drift affects both alike.
+Proof: `python -m pytest tests/trainer/test_benchmark.py`.
+"""
+
+import statistics
+from dataclasses import asdict, dataclass
+
+import click
+import torch
+from torch import Tensor, nn
+
+from curry_train.bench.timing import time_in_turns
+from curry_train.benchmark import run_accumulated_step
+from curry_train.cli.options import json_option
+from curry_train.core.wording import provenance, write_json
+
+
+@dataclass(frozen=True)
+class AccumulationCost:
+    """Microseconds per microstep, as medians over the repeats.
+
+    `cost_us` is the median of the paired differences.
+    """
+
+    microsteps: int
+    repeats: int
+    by_hand_us: float
+    helper_us: float
+    cost_us: float
+
+
+def measure_accumulation_cost(
+    *, microsteps: int = 8, repeats: int = 400, warmup: int = 50
+) -> AccumulationCost:
+    """Compare a window with the same step by hand, on a model so small that only Python counts."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    microbatches = list(torch.randn(microsteps, 4, 8))
+
+    def by_hand() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for microbatch in microbatches:
+            value = _square_sum(model, microbatch) / (4 * microsteps)
+            value.backward()
+            total += value.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total.item(), norm.item()
+
+    def window() -> None:
+        run_accumulated_step(model, optimizer, microbatches, _square_sum, count=len, clip_norm=1.0)
+
+    hand, ours = time_in_turns([by_hand, window], rounds=repeats, warmup=warmup)
+    scale = 1e6 / microsteps
+    cost = statistics.median(second - first for first, second in zip(hand, ours, strict=True))
+    return AccumulationCost(
+        microsteps,
+        repeats,
+        statistics.median(hand) * scale,
+        statistics.median(ours) * scale,
+        cost * scale,
+    )
+
+
+def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum()
+
+
+@click.command()
+@click.option("--repeats", default=400, type=click.IntRange(1), show_default=True)
+@json_option()
+def main(repeats: int, json_path: str | None) -> None:
+    """Measure the overhead of `run_accumulated_step` over the same loop written by hand."""
+    costs = [
+        measure_accumulation_cost(microsteps=microsteps, repeats=repeats)
+        for microsteps in (4, 8, 32)
+    ]
+    for cost in costs:
+        click.echo(
+            f"{cost.microsteps:3d} microsteps: by hand {cost.by_hand_us:6.1f} us, "
+            f"helper {cost.helper_us:6.1f} us, cost {cost.cost_us:+5.1f} us each",
+            err=json_path == "-",
+        )
+    if json_path:
+        figures = {f"microsteps_{cost.microsteps}": asdict(cost) for cost in costs}
+        write_json(json_path, provenance(torch.device("cpu")) | {"helper_cost": figures})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Install the bundle into each agent client, without a network, and read which skills it has loaded.
+
+    python benchmarks/clients.py --record evidence/clients.json
+
+What a client's installer prints and returns is not asked: they end with 0 while they drop skills. No client is logged
+in. Proof: `python -m pytest tests/skills/test_clients.py`.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from client_packages import NODE, Unavailable, offline, package
+from house_tree import files
+
+ROOT = Path(__file__).resolve().parents[1]
+PLUGIN = "curry-train@curry-train"
+LONGEST_RUN = 60  # seconds for one command of a client; the slowest takes 4 of them alone on a core
+
+
+@dataclass(frozen=True)
+class Place:
+    """An empty home and an empty project, with a client installed and nothing else on its side of the network."""
+
+    executable: Path
+    home: Path
+    project: Path
+
+    @property
+    def words(self) -> list[str]:
+        return [*offline(), str(self.executable)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """No key, setting or proxy of whoever runs this; a proxy that nobody answers, where there is a network."""
+        kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
+        closed = dict.fromkeys(
+            ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
+        )
+        path = f"{package(NODE) / 'node_modules/.bin'}{os.pathsep}{os.environ['PATH']}"
+        return (
+            kept
+            | closed
+            | {"HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "DISABLE_TELEMETRY": "1"}
+        )
+
+    def run(self, *words: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the client with these words; `answer` is what it is told when it asks."""
+        return subprocess.run(
+            [*self.words, *words],
+            cwd=self.project,
+            env=self.environment,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_RUN,
+        )
+
+    def say(self, *words: str, answer: str = "") -> str:
+        """All that it prints to that."""
+        ended = self.run(*words, answer=answer)
+        return ended.stdout + ended.stderr
+
+    @contextmanager
+    def talk(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """A client that stays; it is ended with all that it started, at the latest after LONGEST_RUN."""
+        process = subprocess.Popen(
+            [*self.words, *words],
+            cwd=self.project,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+        def end() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(LONGEST_RUN, end)
+        timer.start()
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            end()
+            process.communicate()
+
+
+@dataclass(frozen=True)
+class Client:
+    """An agent client: its package, what a user types to install the bundle, and how it says what it loaded."""
+
+    package: str
+    executable: str
+    install: Callable[[Place, Path], str]
+    loaded: Callable[[Place], set[str]]
+
+
+def _through_marketplace(verb: str) -> Callable[[Place, Path], str]:
+    def install(place: Place, bundle: Path) -> str:
+        return place.say("plugin", "marketplace", "add", str(bundle)) + place.say(
+            "plugin", verb, PLUGIN
+        )
+
+    return install
+
+
+def _own(names: list[str]) -> set[str]:
+    """Those of the bundle, among the client's own: the plugin's name stands before them."""
+    prefix = PLUGIN.partition("@")[0] + ":"
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+def _claude(place: Place) -> set[str]:
+    """A session lists its skills before its first request, which nobody answers: there is neither login nor network."""
+    with place.talk("-p", "hello", "--output-format", "stream-json", "--verbose") as session:
+        assert session.stdin
+        assert session.stdout
+        session.stdin.close()
+        session.stdin = None
+        for line in session.stdout:
+            if line.startswith("{") and (message := json.loads(line)).get("subtype") == "init":
+                return _own(message["skills"])
+    return set()
+
+
+def _codex(place: Place) -> set[str]:
+    """The app server, which the editor extensions talk to, is asked; there is no command for it."""
+    questions = [
+        {
+            "id": 1,
+            "method": "initialize",
+            "params": {"clientInfo": {"name": "clients.py", "version": "0"}},
+        },
+        {"method": "initialized"},
+        {
+            "id": 2,
+            "method": "skills/list",
+            "params": {"cwds": [str(place.project)], "forceReload": True},
+        },
+    ]
+    with place.talk("app-server") as server:
+        assert server.stdin
+        assert server.stdout
+        server.stdin.write("".join(json.dumps(question) + "\n" for question in questions))
+        server.stdin.flush()
+        for line in server.stdout:
+            if (answer := json.loads(line)).get("id") == 2:
+                return _own(
+                    [
+                        skill["name"]
+                        for skill in answer["result"]["data"][0]["skills"]
+                        if skill["enabled"]
+                    ]
+                )
+    return set()
+
+
+def _copilot(place: Place) -> set[str]:
+    listed = json.loads(place.run("skill", "list", "--json").stdout)
+    return {skill["name"] for skill in listed if skill["source"] == "plugin" and skill["enabled"]}
+
+
+def _gemini(place: Place) -> set[str]:
+    return set(re.findall(r"^(\S+) \[Enabled\]$", place.say("skills", "list"), re.MULTILINE))
+
+
+def _skills(place: Place) -> set[str]:
+    """It loads nothing itself: these are the folders that it finds where it has put them for the other clients."""
+    return {skill["name"] for skill in json.loads(place.run("list", "--json").stdout)}
+
+
+CLIENTS = {
+    "Claude Code": Client(
+        "@anthropic-ai/claude-code@2.1.330", "claude", _through_marketplace("install"), _claude
+    ),
+    "Codex": Client("@openai/codex@0.169.0", "codex", _through_marketplace("add"), _codex),
+    "Copilot CLI": Client(
+        "@github/copilot@1.0.102", "copilot", _through_marketplace("install"), _copilot
+    ),
+    "Gemini CLI": Client(
+        "@google/gemini-cli@0.61.0",
+        "gemini",
+        lambda place, bundle: place.say(
+            "extensions", "install", str(bundle), "--consent", answer="y\n"
+        ),
+        _gemini,
+    ),
+    "npx skills": Client(
+        "skills@1.7.4",
+        "skills",
+        lambda place, bundle: place.say(
+            "add", str(bundle), "--yes", "--skill", "*", "--agent", "claude-code", "codex"
+        ),
+        _skills,
+    ),
+}
+
+
+def copy_bundle(root: Path) -> Path:
+    """The bundle's own files, as a clone has them."""
+    for path in files(ROOT):
+        target = root / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return root
+
+
+def loaded_skills(name: str, bundle: Path, *, seconds: float | None = None) -> tuple[set[str], str]:
+    """The names of the skills that a client has loaded after it installed this bundle, and what it said to that."""
+    client = CLIENTS[name]
+    package(NODE, seconds=seconds)
+    executable = package(client.package, seconds=seconds) / "node_modules/.bin" / client.executable
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        place = Place(executable, Path(folder) / "home", Path(folder) / "project")
+        place.home.mkdir()
+        place.project.mkdir()
+        said = client.install(place, bundle)
+        return client.loaded(place), said
+
+
+def problems(loaded: set[str], bundle: Path) -> list[str]:
+    """How what was loaded differs from the folders of skills/."""
+    wanted = {path.name for path in (bundle / "skills").iterdir() if path.is_dir()}
+    absent, surplus = sorted(wanted - loaded), sorted(loaded - wanted)
+    return [f"did not load {name}" for name in absent] + [
+        f"loaded {name}, which is no folder" for name in surplus
+    ]
+
+
+def main() -> int:
+    """Status: 0 every client loads every skill, 1 one does not, 2 a package can't be had."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--record", metavar="FILE", help="write versions and loaded names to this JSON file"
+    )
+    options = parser.parse_args()
+    rows, failed = [], False
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = copy_bundle(Path(folder) / "bundle")
+        for name, client in CLIENTS.items():
+            try:
+                loaded, said = loaded_skills(name, bundle, seconds=600)
+            except Unavailable as error:
+                sys.stderr.write(f"{name}: {error}\n")
+                return 2
+            wrong = problems(loaded, bundle)
+            failed |= bool(wrong)
+            rows.append(
+                {
+                    "client": name,
+                    "package": client.package,
+                    "loaded": sorted(loaded),
+                    "problems": wrong,
+                }
+            )
+            print(
+                f"{name:12} {client.package:34} {'; '.join(wrong) or f'{len(loaded)} skills loaded'}",
+                flush=True,
+            )
+            if wrong:
+                sys.stderr.write(said)
+    if options.record and not failed:
+        import torch
+
+        from curry_train.core.wording import provenance, write_json
+
+        network = "a namespace without one" if offline() else "proxies that nobody answers"
+        write_json(
+            options.record,
+            provenance(torch.device("cpu")) | {"node": NODE, "network": network, "rows": rows},
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Overhead of grad-flow against plain steps and against hand-written hooks.
+
+    python -m benchmarks.grad_flow_overhead --json evidence/grad_flow.json
+
+Proof: `python -m pytest tests/benchmarks/test_grad_flow_overhead.py`.
+"""
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from curry_train.cli.options import choose_device, json_option
+from curry_train.core.measure import measure_memory
+from curry_train.core.wording import provenance, write_json
+from curry_train.primitives.grad_flow import GradFlow
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case, Workload
+
+Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
+UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unprobed one
+
+
+def sizes() -> dict[str, tuple[Workload, int]]:
+    """Return the workloads and batch sizes to measure.
+
+    One is the built-in transformer; the matrix products of the other are large enough to hide small
+    overheads.
+    """
+    larger = transformer(depth=4, dim=384, heads=6, kv_heads=3, vocabulary=2048, length=128)
+    return {"transformer": (transformer(), 4), "llama_like": (larger, 4)}
+
+
+class HooksByHand(contextlib.AbstractContextManager[Any]):
+    """Hooks as often written: three numbers per tensor of each leaf module, each a device sync."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.calls: Counter[str] = Counter()
+        self.figures: list[float] = []
+        self.handles: list[Any] = []
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()):
+                self.handles.append(module.register_forward_hook(self.hook(name)))
+        self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.gradients(model)))
+
+    def hook(self, name: str) -> Callable[..., None]:
+        def see(module: nn.Module, arguments: Any, output: Tensor) -> None:
+            self.calls[name] += 1
+            self.see(output.detach())
+
+        return see
+
+    def see(self, tensor: Tensor) -> None:
+        for figure in (
+            tensor.norm(),
+            (tensor == 0).float().mean(),
+            tensor.isfinite().float().mean(),
+        ):
+            self.figures.append(figure.item())
+
+    def gradients(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self.see(parameter.grad)
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Operations(TorchDispatchMode):
+    """Count dispatched operations."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+PROBING_WAYS: dict[str, Around] = {
+    "plain": lambda model, optimizer: contextlib.nullcontext(),
+    "between": lambda model, optimizer: GradFlow(
+        model, optimizer, every=UNPROBED_INTERVAL, first_step=1
+    ),
+    "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
+    "probed_without_updates": lambda model, optimizer: GradFlow(
+        model, optimizer, every=1, updates=False
+    ),
+    "by_hand": HooksByHand,
+}
+
+
+@contextlib.contextmanager
+def _trainer(case: Case, around: Around) -> Iterator[Callable[[], None]]:
+    module = case.build()
+    batch = case.batch()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        case.workload.mean_loss(module, batch).backward()
+        optimizer.step()
+        if case.device.type == "cuda":
+            torch.cuda.synchronize(case.device)
+
+    with around(module, optimizer):
+        yield step
+
+
+def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
+    """Measure median seconds and operations of a step for each way, also as ratios to plain.
+
+    The ways run in turns.
+    """
+    seconds: dict[str, list[float]] = {way: [] for way in PROBING_WAYS}
+    operations = {}
+    with contextlib.ExitStack() as stack:
+        steps = {
+            way: stack.enter_context(_trainer(case, around)) for way, around in PROBING_WAYS.items()
+        }
+        for way, step in steps.items():
+            step()
+            with Operations() as counted:
+                step()
+            operations[way] = counted.num_calls
+        for _ in range(repeats):
+            for way, step in steps.items():
+                start = time.perf_counter()
+                step()
+                seconds[way].append(time.perf_counter() - start)
+    plain = statistics.median(seconds["plain"])
+    return {
+        way: {
+            "seconds": statistics.median(seconds[way]),
+            "ratio": statistics.median(seconds[way]) / plain,
+            "operations": operations[way],
+            "operations_ratio": operations[way] / operations["plain"],
+        }
+        for way in PROBING_WAYS
+    }
+
+
+def measure_counting(case: Case) -> dict[str, Any]:
+    """Count the calls of the first block's layers in one step, with and without recompute.
+
+    Grad-flow and the hand-written hooks count the same step.
+    """
+    calls_by_case = {}
+    for recompute in (False, True):
+        module = case.build()
+        batch = case.batch()
+        if recompute:
+            recompute_blocks(module)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+        flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
+        by_hand = HooksByHand(module, optimizer)
+        with flow, by_hand:
+            case.workload.mean_loss(module, batch).backward()
+            optimizer.step()
+
+        layers = flow.records[0].layers
+        calls_by_case["recompute" if recompute else "bare"] = {
+            "grad_flow": sum(layers[name].calls for name in by_hand.calls if name in layers),
+            "by_hand": sum(calls for name, calls in by_hand.calls.items() if name in layers),
+        }
+    return calls_by_case
+
+
+def measure_held(case: Case) -> dict[str, int]:
+    """Measure held bytes after forward and peak bytes, plain and while probing."""
+    module = case.build()
+    batch = case.batch()
+    plain = measure_memory(module, batch, case.workload.mean_loss)
+    with GradFlow(module) as flow:
+        probed = measure_memory(module, batch, case.workload.mean_loss)
+        flow.step()
+    return {
+        "plain_bytes": plain.held_bytes,
+        "probed_bytes": probed.held_bytes,
+        "plain_peak_bytes": plain.peak_bytes,
+        "probed_peak_bytes": probed.peak_bytes,
+    }
+
+
+def drift_of_float32() -> float:
+    """Return the relative error of float32 `norm()` over 2**24 numbers on this CPU."""
+    x = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
+    return abs(x.norm().item() / x.double().norm().item() - 1)
+
+
+@click.command()
+@click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
+@click.option(
+    "--model",
+    "names",
+    multiple=True,
+    type=click.Choice(list(sizes())),
+    help="Model to measure; default: all. Repeatable.",
+)
+@click.option(
+    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
+)
+@json_option(default="-")
+def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> None:
+    """Measure the overhead of grad-flow and write the figures."""
+    place = choose_device(device)
+    rows = {}
+    for name in names or sizes():
+        workload, batch_size = sizes()[name]
+        case = Case(workload, place, batch_size=batch_size)
+        rows[name] = {
+            "batch_size": batch_size,
+            "parameters": sum(parameter.numel() for parameter in case.build().parameters()),
+            "cost": measure_costs(case, repeats=repeats),
+            "calls": measure_counting(case),
+            "held": measure_held(case),
+        }
+    drift = {"float32_norm_drift": drift_of_float32()}
+    write_json(json_path, provenance(place) | {"repeats": repeats} | rows | drift)
+
+
+if __name__ == "__main__":
+    main()

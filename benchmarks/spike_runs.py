@@ -1,0 +1,121 @@
+"""Many small trainings under the watchdog: sound ones, in which it has to be silent, and ones with a planted spike.
+
+`make spikes` writes evidence/loss_spike.json; `ARGS="--healthy 20 --json -"` for less. Proof:
+`python -m pytest tests/runs/test_spike.py -k trainings`.
+"""
+
+import argparse
+import math
+import sys
+
+import numpy
+import torch
+from torch import nn
+
+from curry_train.core.wording import provenance, write_json
+from curry_train.runs.policy_config import SpikeConfig
+from curry_train.runs.spike import SpikeWatchdog
+
+FAULTS = ("bad samples", "learning rate", "not a number")
+LASTS = 4  # steps of a planted fault
+
+
+def small_training(seed, *, steps=160, fault=None, at=None):
+    """Losses of a classifier or a regression: SGD and Adam, rates over a decade, batches from 2 to 256, learned by
+    heart or not. A fault begins at step `at`: samples 100 times as large, the learning rate 300 times, or NaN."""
+    random = numpy.random.default_rng(seed)
+    torch.manual_seed(seed)
+    inputs, teacher = torch.randn(256, 16), torch.randn(16, 10)
+    targets = (inputs @ teacher + 1.5 * torch.randn(256, 10)).argmax(1)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    kind = torch.optim.AdamW if random.random() < 0.6 else torch.optim.SGD
+    rate = 10 ** random.uniform(-3, -1.7)
+    optimizer = kind(model.parameters(), lr=rate)
+    size, regression, losses = int(random.choice([2, 4, 8, 32, 256])), random.random() < 0.3, []
+    for step in range(1, steps + 1):
+        now = fault if at is not None and at <= step < at + LASTS else None
+        rows = torch.randint(256, (size,))
+        taken = inputs[rows] * (
+            100.0 if now == "bad samples" else math.nan if now == "not a number" else 1.0
+        )
+        optimizer.param_groups[0]["lr"] = rate * (300.0 if now == "learning rate" else 1.0)
+        outputs = model(taken)
+        if regression:
+            loss = (outputs - (inputs @ teacher)[rows]).square().mean()
+        else:
+            loss = nn.functional.cross_entropy(outputs, targets[rows])
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def first_alarm(losses, **config):
+    watchdog = SpikeWatchdog(SpikeConfig(**config))
+    return next(
+        (
+            spike
+            for step, loss in enumerate(losses, start=1)
+            if (spike := watchdog.observe(step, loss))
+        ),
+        None,
+    )
+
+
+def planted_case(seed, fault):
+    """Where a spike came of it: whether that was found in time, which is by the third loss in a row that is more than
+    three times the greatest of the 40 before, or by the first that is not finite. None where none came of it."""
+    at = 60 + int(numpy.random.default_rng(seed).integers(60))
+    losses, patience = small_training(seed, fault=fault, at=at), SpikeConfig().patience
+    limit, row, due = 3 * max(losses[at - 41 : at - 1]), 0, None
+    for step, loss in enumerate(losses[at - 1 :], start=at):
+        row = row + 1 if loss > limit else 0
+        if row == patience or not math.isfinite(loss):
+            due = step
+            break
+    if due is None:
+        return None
+    spike = first_alarm(losses)
+    return spike is not None and at <= spike.step <= due
+
+
+def measure(num_healthy, num_planted):
+    told = dict.fromkeys((1, 2, 3), 0)
+    for seed in range(num_healthy):
+        losses = small_training(seed)
+        for patience in told:
+            told[patience] += first_alarm(losses, patience=patience) is not None
+        if sys.stderr.isatty():
+            print(f"\r{seed + 1} of {num_healthy} sound trainings", end="", file=sys.stderr)
+    found = {}
+    for fault in FAULTS:
+        spikes = [
+            held for seed in range(num_planted) if (held := planted_case(seed, fault)) is not None
+        ]
+        found[fault.replace(" ", "_")] = {
+            "planted": num_planted,
+            "spikes": len(spikes),
+            "in_time": sum(spikes),
+        }
+        print(f"\r{fault}: {sum(spikes)} of {len(spikes)} in time      ", file=sys.stderr)
+    false_alarms = {f"patience_{patience}": number for patience, number in told.items()}
+    return {"sound": {"trainings": num_healthy, "false_alarms": false_alarms}, "planted": found}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--healthy", type=int, default=400)
+    parser.add_argument("--planted", type=int, default=100)
+    parser.add_argument("--json", default="-")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    write_json(
+        options.json, provenance(torch.device("cpu")) | measure(options.healthy, options.planted)
+    )
+
+
+if __name__ == "__main__":
+    main()

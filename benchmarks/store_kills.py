@@ -1,0 +1,157 @@
+"""Kill a process that saves, at every change that it makes on the disk or at random moments, and look what is left.
+
+`python -m store_kills FOLDER [--every N] [--random N] [--seed S] [--json PATH]` writes JSON; tests/ and template/ have
+to be on the path. A child is forked for each kill, from a process that has only one thread.
+Proof: `python -m pytest tests/runs/test_store_kill.py`.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from store_models import At, CountedFiles, die, equal, new_state, tensors_of, train
+
+from curry_train.core.wording import provenance, write_json
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.store import Store
+
+STEPS = 3  # of which the first is committed before, and the others are where the child may die
+
+
+def states() -> dict[int, Any]:
+    """What each step has to be, and how to come back to it."""
+    found = {}
+    state = new_state()
+    for step in range(1, STEPS + 1):
+        train(state, 1)
+        found[step] = tensors_of(state)
+    return found
+
+
+def child(folder: Path, files: Any) -> None:
+    """Save steps 2 and 3 over a run that has step 1, and remove step 1."""
+    state = new_state()
+    train(state, 1)
+    with Store(folder, files=files) as store:
+        for step in range(2, STEPS + 1):
+            train(state, 1)
+            store.save("rollback", step, state)
+        store.discard("rollback/step-00000001.dcp")
+
+
+def in_child(folder: Path, files: Any) -> int:
+    """Fork, and return the child's number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        child(folder, files)
+        status = 0
+    finally:
+        traceback.print_exc(file=sys.stderr) if status else None
+        os._exit(status)
+
+
+def judge(folder: Path, expected: dict[int, Any], *, renames: bool) -> str:
+    """What is wrong with what is left, or nothing."""
+    with Store(folder, files=LocalFiles(folder, renames=renames)) as store:
+        found = store.committed("rollback")
+        if not found or store.damaged("rollback"):
+            return (
+                f"committed {[saved.step for saved in found]}, damaged {store.damaged('rollback')}"
+            )
+        for saved in found:
+            other = new_state(seed=9)
+            store.load(saved, other)
+            if not equal(tensors_of(other), expected[saved.step]):
+                return f"step {saved.step} is not what was saved"
+        if max(saved.step for saved in found) < STEPS and all(saved.step != 1 for saved in found):
+            return "a step is gone"
+        left = {path.name for path in (folder / "rollback").iterdir()} - {
+            Path(saved.folder).name for saved in found
+        }
+        return f"not swept: {left}" if left else ""
+
+
+def prepare(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    state = new_state()
+    train(state, 1)
+    with Store(folder) as store:
+        store.save("rollback", 1, state)
+
+
+def at_every_change(
+    folder: Path, expected: dict[int, Any], *, renames: bool, every: int
+) -> dict[str, Any]:
+    """One kill at each change, or each of so many, until the child comes to its end."""
+    wrong: list[str] = []
+    killed: list[int] = []
+    for number in itertools.count(1, every):
+        prepare(folder)
+        files = CountedFiles(folder, renames=renames, ask=At(number, die))
+        _, status = os.waitpid(in_child(folder, files), 0)
+        if os.WIFEXITED(status):
+            if os.WEXITSTATUS(status):
+                wrong.append(
+                    f"the child failed with {os.WEXITSTATUS(status)} before change {number}"
+                )
+            break
+        killed.append(number)
+        if said := judge(folder, expected, renames=renames):
+            wrong.append(f"killed at change {number}: {said}")
+    return {"kills": len(killed), "wrong": wrong}
+
+
+def at_random(
+    folder: Path, expected: dict[int, Any], *, num_kills: int, seed: int
+) -> dict[str, Any]:
+    """Kills after random times, out of the time that a child needs."""
+    generator, wrong, during = random.Random(seed), [], 0
+    prepare(folder)
+    start = time.perf_counter()
+    os.waitpid(in_child(folder, LocalFiles(folder)), 0)
+    longest = time.perf_counter() - start
+    for number in range(num_kills):
+        prepare(folder)
+        pid = in_child(folder, LocalFiles(folder))
+        time.sleep(generator.uniform(0, longest))
+        os.kill(pid, signal.SIGKILL)
+        during += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        if said := judge(folder, expected, renames=True):
+            wrong.append(f"kill {number}: {said}")
+    return {"kills": num_kills, "before_the_end": during, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", default="-")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    expected = states()
+    folder = options.folder / "run"
+    found = {
+        **provenance(torch.device("cpu")),
+        "with_rename": at_every_change(folder, expected, renames=True, every=options.every),
+        "without_rename": at_every_change(folder, expected, renames=False, every=options.every),
+        "at_random": at_random(folder, expected, num_kills=options.random, seed=options.seed),
+    }
+    write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The long torture of checkpoints: kills, damage, failing disks, hostile files, and histories against a model.
+
+`python -m torture [--kills N] [--flips N] [--histories N] [--every N] [--only KEY]... [--seed S] [--json PATH]`, or
+`make torture`; the full one takes half an hour on two cores. Status 1 where anything was wrong. Linux, since it forks.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import store_kills
+from curry_train.core.wording import provenance, write_json
+from torture_damage import cut, flips, subjects, swapped
+from torture_disk import errors_at_each_change, errors_at_each_read
+from torture_hostile import hostile
+from torture_kills import kill_many
+from torture_ranks import QUICK
+from torture_retention import histories
+from torture_training import straight, warm_up
+from torture_volume import full_disk, read_only, small_files
+
+WORLDS = {
+    "one_rank": (1, 0.6),
+    "two_ranks": (2, 0.25),
+    "three_ranks": (3, 0.15),
+}  # and what part of the kills is theirs
+Part = tuple[
+    str, int | None, Callable[[Callable[[int], None]], dict[str, Any]]
+]  # dotted key, how many, what does it
+SHOW_SECONDS = 30.0
+
+
+def kills(folder: Path, options: argparse.Namespace) -> list[Part]:
+    def of_world(name: str) -> Callable[[Callable[[int], None]], dict[str, Any]]:
+        world, share = WORLDS[name]
+
+        def act(progress: Callable[[int], None]) -> dict[str, Any]:
+            expected = straight(world, folder / f"straight-{world}")
+            number = round(options.kills * share)
+            return kill_many(
+                folder / name,
+                world,
+                number,
+                expected=expected,
+                seed=options.seed,
+                progress=progress,
+            )
+
+        return act
+
+    def at_each_change(renames: bool) -> Callable[[Callable[[int], None]], dict[str, Any]]:
+        return lambda progress: store_kills.at_every_change(
+            folder / "store", store_kills.states(), renames=renames, every=options.every
+        )
+
+    return [
+        *(
+            (f"kills.{name}", round(options.kills * share), of_world(name))
+            for name, (_, share) in WORLDS.items()
+        ),
+        ("kills.at_each_change.with_rename", None, at_each_change(True)),
+        ("kills.at_each_change.without_rename", None, at_each_change(False)),
+    ]
+
+
+def others(folder: Path, options: argparse.Namespace) -> list[Part]:
+    every = subjects(folder / "damaged")
+    expected = straight(1, folder / "straight")
+    number, seed, step = options.flips, options.seed, options.every
+    return [
+        ("flips", number, lambda progress: flips(every, number, seed=seed, progress=progress)),
+        ("cuts", None, lambda progress: cut(every, 10 // step, stride=min(step, 3))),
+        ("swaps", None, lambda progress: swapped(every, stride=min(step, 3))),
+        ("disk.each_read", None, lambda progress: errors_at_each_read(folder / "reads", expected)),
+        (
+            "disk.small_files",
+            None,
+            lambda progress: small_files(expected, folder / "small", every=step),
+        ),
+        ("disk.read_only", None, lambda progress: read_only(expected)),
+        ("disk.full", None, lambda progress: full_disk(expected, most=max(2, 40 // step))),
+        (
+            "hostile",
+            None,
+            lambda progress: hostile(folder / "hostile", every=step, progress=progress),
+        ),
+        (
+            "histories",
+            options.histories,
+            lambda progress: histories(options.histories, seed=seed, progress=progress),
+        ),
+        (
+            "disk.each_change",
+            None,
+            lambda progress: errors_at_each_change(
+                folder / "changes", expected, every=2 * step, progress=progress
+            ),
+        ),
+    ]
+
+
+def in_a_process(
+    parts: Callable[[Path, argparse.Namespace], list[Part]], folder: Path, options: Any
+) -> tuple[int, Path]:
+    """Run these parts, one after the other, beside the other process; they leave JSON, and say how far they are."""
+    told = folder / f"{parts.__name__}.jsonl"
+    told.touch()
+    pid = os.fork()
+    if pid:
+        return pid, told
+    status = 1
+    try:
+        place = folder / parts.__name__
+        place.mkdir()
+        with told.open("w") as stream:
+            for key, total, act in parts(place, options):
+                if options.only and not key.startswith(tuple(options.only)):
+                    continue
+                began, shown = time.monotonic(), [0.0]
+
+                def progress(
+                    done: int, key: str = key, total: int | None = total, shown: list[float] = shown
+                ) -> None:
+                    if time.monotonic() - shown[0] > 1:
+                        shown[0] = time.monotonic()
+                        print(json.dumps([key, done, total, None]), file=stream, flush=True)
+
+                found = act(progress) | {"seconds": round(time.monotonic() - began)}
+                print(json.dumps([key, total, total, found]), file=stream, flush=True)
+        status = 0
+    finally:
+        if status:
+            logging.exception("the torture itself failed")
+        os._exit(status)
+
+
+def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
+    """What they found, by key, and whether all came to their end; shows how far they are on one line."""
+    left, statuses, shown, began = dict(processes), [], 0.0, time.monotonic()
+    while left:
+        for pid in list(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                statuses.append(status)
+                del left[pid]
+        terminal = sys.stderr.isatty()
+        if time.monotonic() - shown > (1 if terminal else SHOW_SECONDS):
+            shown = time.monotonic()
+            lines = [_last(told) for told in left.values()]
+            said = "   ".join(
+                f"{key} {done}{f'/{total}' if total else ''}"
+                for key, done, total, _ in filter(None, lines)
+            )
+            said = f"{(shown - began) / 60:4.1f} min   {said}"
+            print(
+                f"\r\033[K{said}" if terminal else said,
+                end="" if terminal else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(0.2)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    found: dict[str, Any] = {}
+    for _, told in processes:
+        for line in told.read_text().splitlines():
+            key, _, _, result = json.loads(line)
+            if result is not None:
+                *path, name = key.split(".")
+                place = found
+                for step in path:
+                    place = place.setdefault(step, {})
+                place[name] = result
+    return found, not any(statuses)
+
+
+def _last(told: Path) -> Any:
+    lines = told.read_text().splitlines()
+    return json.loads(lines[-1]) if lines and lines[-1].endswith("]") else None
+
+
+def wrongs(found: Any) -> list[str]:
+    """All that is in the lists `wrong`, wherever they are."""
+    if not isinstance(found, dict):
+        return []
+    return [*found.get("wrong", []), *(said for part in found.values() for said in wrongs(part))]
+
+
+def torture(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """All of it, in two processes."""
+    folder = Path(tempfile.mkdtemp(prefix="torture-", dir=QUICK))
+    try:
+        warm_up(folder / "warm")
+        found, ended = follow([in_a_process(parts, folder, options) for parts in (kills, others)])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    of_worlds = found.setdefault("kills", {})
+    of_worlds["total"] = sum(of_worlds.get(name, {}).get("kills", 0) for name in WORLDS)
+    return found, ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--flips", type=int, default=1120)
+    parser.add_argument("--histories", type=int, default=10_000)
+    parser.add_argument(
+        "--every", type=int, default=1, help="of changes on the disk and of hostile shapes"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="keys of the result, such as kills.one_rank or disk"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", default="evidence/checkpoint_torture.json")
+    options = parser.parse_args()
+    logging.disable(
+        logging.WARNING
+    )  # what is damaged is passed over with a warning, some thousand times
+    torch.set_num_threads(1)
+    facts = provenance(torch.device("cpu"))
+    found, ended = torture(options)
+    write_json(options.json, facts | found)
+    wrong = wrongs(found)
+    for said in wrong[:20]:
+        print(said, file=sys.stderr)
+    print(f"{found['kills']['total']} kills, {len(wrong)} wrong", file=sys.stderr)
+    sys.exit(0 if ended and not wrong else 1)
+
+
+if __name__ == "__main__":
+    main()

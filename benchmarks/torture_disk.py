@@ -1,0 +1,182 @@
+"""A disk that fails at each change, for once or for good, and at each read.
+
+What was committed before is there afterwards and loads to the bit, and training goes on from it in the next life.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from store_models import CountedFiles
+
+from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, load_chosen
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.policy import SavingPolicy
+from torture_books import Books
+from torture_kills import CONFIGS
+from torture_ranks import Said
+from torture_training import Expected, Training, dev_loss
+
+KINDS_OF_ERROR = (errno.ENOSPC, errno.EIO, errno.EROFS)
+BEFORE, AFTER = 5, 7  # what is committed before the disk fails, and where training is to come to
+CONFIG = CONFIGS[0]
+
+
+class Trial:
+    """A run in a folder, with the books of the judge."""
+
+    def __init__(self, folder: Path, expected: Expected) -> None:
+        self.books, self.folder = Books(folder, expected, CONFIG), folder
+        self.said: list[Said] = []
+
+    def train(self, until: int, files: Any = None, *, in_background: bool = True) -> str | None:
+        """A life; what ended it early, in words. What has been committed is kept in the books."""
+        training, store = Training(), Store(self.folder, files=files)
+        try:
+            with store:
+                saver = BackgroundSaver(store) if in_background else None
+                with saver or mock.MagicMock(), SavingPolicy(store, CONFIG, saver=saver) as found:
+                    resumed = found.resume(training.state)
+                    self._say("resumed", training.state.step if resumed else 0)
+                    while training.state.step < until:
+                        self._compare(training)
+                        training.step()
+                        step = training.state.step
+                        self._say("step", step)
+                        saved = found.after_step(step, training.state, {"dev_loss": dev_loss(step)})
+                        self._say("committed", [one.folder for one in saved])
+                    self._compare(training)
+                    self._say("committed", [one.folder for one in found.finish()])
+        except (RunError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if isinstance(files, CountedFiles):
+                files.ask = lambda operation: None
+            store.close()
+        return None
+
+    def judge(self) -> list[str]:
+        found = self.books.judge(self.said, finished=False)
+        self.said = []
+        return found
+
+    def wrong_state(self) -> list[str]:
+        """What is wrong with the state that loads."""
+        training, newest = (
+            Training(),
+            max(one.step for one in self.books.needed.values() if one.kind != "best-k"),
+        )
+        try:
+            step = load_chosen(self.folder, training.state).saved.step
+        except (RunError, OSError) as error:
+            return [f"nothing loads: {error}"]
+        same = step == newest and training.live() == self.books.expected.live[0, step]
+        return (
+            [] if same else [f"step {step} was loaded, and {newest} is the newest; or it differs"]
+        )
+
+    def _say(self, word: str, what: Any) -> None:
+        self.said.append(Said(0.0, 0, word, what))
+
+    def _compare(self, training: Training) -> None:
+        step = training.state.step
+        if step and self.books.expected.live[0, step] != training.live():
+            self._say("differs", step)
+
+
+class Failing:
+    """Raises at the n-th change, and at each after it if it lasts."""
+
+    def __init__(self, number: int, code: int, *, lasts: bool) -> None:
+        self.number, self.code, self.lasts, self.count, self.failed = number, code, lasts, 0, 0
+
+    def __call__(self, operation: str) -> None:
+        self.count += 1
+        if self.count == self.number or (self.lasts and self.count > self.number):
+            self.failed += 1
+            raise OSError(self.code, os.strerror(self.code))
+
+
+def prepared(folder: Path, expected: Expected, *, of: Trial | None = None) -> Trial:
+    """A run of some steps, or a copy of one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    trial = Trial(folder, expected)
+    if of is not None:
+        shutil.copytree(of.folder, folder, symlinks=True)
+        trial.books.needed = dict(of.books.needed)
+        return trial
+    said = trial.train(BEFORE)
+    if said or (wrong := trial.judge()):
+        raise RuntimeError(f"the run that is to be damaged did not train: {said or wrong}")
+    return trial
+
+
+def errors_at_each_change(
+    folder: Path, expected: Expected, *, every: int = 1, progress: Callable[[int], None] = print
+) -> dict[str, Any]:
+    """Each kind of error, for once and for good, at each change that a life makes."""
+    errors, told, wrong, first = 0, 0, [], prepared(folder.with_name("first"), expected)
+    for lasts in (False, True):
+        for code in KINDS_OF_ERROR:
+            number = 1
+            while True:
+                trial = prepared(folder, expected, of=first)
+                failing = Failing(number, code, lasts=lasts)
+                said = trial.train(AFTER, CountedFiles(folder, ask=failing))
+                if not failing.failed:
+                    break
+                errors += 1
+                told += said is not None
+                found = trial.judge() + trial.wrong_state()
+                if said is None and trial.books.needed and lasts:
+                    found.append("nobody heard of a disk that fails for good")
+                said = trial.train(AFTER)
+                found += [f"the next life ended with {said}"] if said else []
+                found += trial.judge() + trial.wrong_state()
+                how = "for good" if lasts else "once"
+                wrong += [
+                    f"{errno.errorcode[code]} {how} at change {number}: {one}" for one in found
+                ]
+                number += every
+                progress(errors)
+    return {"errors": errors, "told": told, "wrong": wrong}
+
+
+class _FailingReads(LocalFiles):
+    """The n-th file that is opened can't be read."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        super().__init__(root)
+        self.number, self.failed = number, 0
+
+    def open(self, key: str) -> Any:
+        self.number -= 1
+        if not self.number:
+            self.failed = 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().open(key)
+
+
+def errors_at_each_read(folder: Path, expected: Expected) -> dict[str, Any]:
+    """A read that fails once: a whole state is loaded or none, nothing on the disk changes, the next try has it all."""
+    trial, errors, wrong = prepared(folder, expected), 0, []
+    while True:
+        files, training = _FailingReads(folder, errors + 1), Training()
+        before = training.live()
+        try:
+            step = load_chosen(SavedRun(folder, files=files), training.state).saved.step
+            same = training.live() == expected.live[0, step]
+        except (RunError, OSError):
+            same = training.live() == before
+        if not files.failed:
+            return {"errors": errors, "wrong": wrong}
+        errors += 1
+        found = (
+            ([] if same else ["a part of a state was loaded"]) + trial.wrong_state() + trial.judge()
+        )
+        wrong += [f"EIO at read {errors}: {one}" for one in found]

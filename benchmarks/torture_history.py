@@ -1,0 +1,277 @@
+"""A history of a run under the real policy, and naive books beside it that say what has to be there.
+
+The books count for each checkpoint how many stand above it; they ask the package nothing.
+Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from curry_train.runs import policy
+from curry_train.runs.layout import BEST_KIND, Metric, SavedCheckpoint, folder_name
+from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy_config import PolicyConfig
+from torture_paper import FIRST, Crash, PaperFiles, PaperState, PaperStore
+
+
+@dataclass
+class Books:
+    """What has to be there: a row for each checkpoint, of its kind, its step and its value."""
+
+    config: PolicyConfig
+    rows: set[tuple[str, int, float]] = field(default_factory=set)
+    rotten: set[tuple[str, int, float]] = field(default_factory=set)
+    guarded: set[tuple[str, int, float]] = field(default_factory=set)
+
+    def above(self, row: tuple[str, int, float], step: int, kinds: tuple[str, ...]) -> int:
+        """How many good steps of this line are newer."""
+        return len(
+            {
+                at
+                for kind, at, value in self.rows - self.rotten
+                if kind in kinds and row[1] < at <= step
+            }
+        )
+
+    def better(self, row: tuple[str, int, float]) -> int:
+        up = self.config.best_k_direction == "maximize"
+        found = 0
+        for kind, at, value in self.rows - self.rotten:
+            if kind == BEST_KIND and (value, at) != row[:0:-1]:
+                found += (value > row[2]) if up else (value < row[2])
+                found += value == row[2] and at < row[1]
+        return found
+
+    def stays(self, row: tuple[str, int, float], step: int) -> bool:
+        kind, at, _ = row
+        keep = self.config.retention
+        if row in self.guarded:
+            return True
+        if kind == BEST_KIND:
+            return self.config.best_k == 0 or self.better(row) < self.config.best_k
+        states = ("rollback", "recovery")
+        if not any(other in states and when <= step for other, when, _ in self.rows - self.rotten):
+            return True
+        if row in self.rotten:
+            return not self.above(row, step, states)
+        if at > step:
+            return False
+        if kind == "recovery":
+            newer = self.above(row, step, states) < keep.rollback_keep
+            return newer or self.above(row, step, ("recovery",)) < keep.recovery_keep
+        return (
+            self.above(row, step, states) < keep.rollback_keep
+            and ("recovery", at, 0.0) not in self.rows - self.rotten
+        )
+
+    def save(self, row: tuple[str, int, float], step: int) -> None:
+        self.rows.add(row)
+        self.rotten.discard(row)
+        self.rows = {held for held in self.rows if self.stays(held, step)}
+
+    def takes(self, value: float, step: int) -> bool:
+        finite = value == value and abs(value) != math.inf
+        return (
+            self.config.best_k > 0
+            and finite
+            and self.better((BEST_KIND, step, value)) < self.config.best_k
+        )
+
+
+class WrongHistory(AssertionError):
+    """The policy did not do what the books say."""
+
+
+class History:
+    """One run, over all its processes."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self.config, self.files, self.books = config, PaperFiles(), Books(config)
+        self.rotten: set[str] = set()
+        self.sure = True  # whether the books know each checkpoint; after a crash they look once what there is
+        self.begin()
+
+    def begin(self) -> None:
+        """A new process, which resumes from the latest."""
+        self.state, self.books.guarded = PaperState(), set()
+        self.store = PaperStore(self.files, self.rotten)
+        self.policy = SavingPolicy(self.store, self.config)
+        self.policy.resume(self.state)
+        states = {at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST_KIND}
+        expect(
+            not self.sure or self.state.step == max(states, default=FIRST),
+            f"resumed from {self.state.step}",
+            states,
+        )
+        self.look(exact=self.sure)
+
+    def there(self) -> set[tuple[str, int, float]]:
+        gone = policy.given_up(self.files)
+        every = [
+            one
+            for kind in ("rollback", "recovery", BEST_KIND)
+            for one in self.store.committed(kind)
+            if one.folder not in gone
+        ]
+        return {(one.kind, one.step, one.metric.value if one.metric else 0.0) for one in every}
+
+    def look(self, *, exact: bool = True) -> None:
+        if exact:
+            expect(
+                self.there() == self.books.rows,
+                f"at step {self.state.step} {self.there()}",
+                self.books.rows,
+            )
+        self.books.rows = self.there()
+        self.books.rotten &= self.books.rows
+
+    def train(self, what: tuple[int, float | None, bool], *, crash: int | None = None) -> None:
+        """So many steps, the last with a dev loss or none, and with a loss that may be NaN."""
+        steps, value, healthy = what
+        for number in range(steps):
+            self.state.step += 1
+            step, last = self.state.step, number == steps - 1
+            metrics = {"loss": 1.0 if healthy or not last else math.nan}
+            if last and value is not None:
+                metrics["dev_loss"] = value
+            before = set(self.books.rows)
+            self.files.left = crash if last else None
+            self.policy.after_step(step, self.state, metrics)  # may raise Crash
+            self.files.left = None
+            self.note(step, metrics)
+            self.look()
+            if not all(math.isfinite(value) for value in metrics.values()):
+                expect(self.books.rows == before, "something was saved with NaN", before)
+
+    def note(self, step: int, metrics: dict[str, float]) -> None:
+        """Enter in the books what had to be done."""
+        value = metrics.get("dev_loss")
+        due = [kind for kind, every in self.cadences() if every and step % every == 0]
+        if not all(math.isfinite(one) for one in metrics.values()) or not (
+            due or value is not None
+        ):
+            return
+        if due:
+            row = (due[0], step, 0.0)
+            if row not in self.books.rows or row in self.books.rotten:
+                self.books.save(row, step)
+        if value is not None and self.books.takes(value, step):
+            self.books.save((BEST_KIND, step, value), step)
+
+    def cadences(self) -> list[tuple[str, Any]]:
+        return [("recovery", self.config.recovery_every), ("rollback", self.config.rollback_every)]
+
+    def rollback(self, choice: int, *, crash: int | None = None) -> None:
+        states = sorted(
+            {at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST_KIND}
+        )
+        if not states:
+            return
+        step = states[choice % len(states)]
+        self.files.left = crash
+        resumed = self.policy.resume(self.state, step)
+        self.files.left = None
+        expect(
+            resumed is not None and self.state.step == step, f"resumed from {self.state.step}", step
+        )
+        self.books.rows = {row for row in self.books.rows if row[0] == BEST_KIND or row[1] <= step}
+        self.look()
+
+    def rot(self, choice: int) -> None:
+        """Damage that shows when all of a checkpoint is read, at the next start; never to the only one."""
+        states = sorted(row for row in self.books.rows - self.books.rotten if row[0] != BEST_KIND)
+        if len({row[1] for row in states}) < 2:
+            return
+        row = states[choice % len(states)]
+        self.restart()
+        self.rotten.add(folder_name(row[0], row[1]))
+        self.books.rotten = {
+            row
+            for row in self.books.rows
+            if row[0] != BEST_KIND and folder_name(*row[:2]) in self.rotten
+        }
+        newest = max(at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST_KIND)
+        self.books.rotten = {
+            row for row in self.books.rotten if row[1] >= newest
+        }  # what is older nobody has read
+        self.rotten = {folder_name(*row[:2]) for row in self.books.rotten}
+        self.restart()
+
+    def restart(self, _: Any = None) -> None:
+        self.begin()
+
+    def guard(self, choice: int) -> None:
+        rows = sorted(self.books.rows)
+        if rows:
+            kind, step, value = row = rows[choice % len(rows)]
+            metric = Metric("dev_loss", value) if kind == BEST_KIND else None
+            folder = folder_name(kind, step, metric)
+            self.policy.protect(SavedCheckpoint(kind, step, folder, folder, metric))
+            self.books.guarded.add(row)
+
+    def crash(self, what: tuple[int, Any]) -> None:
+        """End at the n-th change of a step or of a rollback, and judge what a new process finds."""
+        after, inner = what
+        before, turned = set(self.books.rows), None
+        try:
+            if isinstance(inner, int):
+                states = sorted(
+                    {at for kind, at, _ in before - self.books.rotten if kind != BEST_KIND}
+                )
+                turned = states[inner % len(states)] if states else None
+                self.rollback(inner, crash=after)
+            else:
+                self.train(inner, crash=after)
+        except Crash:
+            rotten = {
+                row for row in self.books.rotten if folder_name(*row[:2]) in self.rotten
+            }  # one may be saved anew
+            self.sure = False
+            before = (
+                set(self.books.rows) if turned is None else before
+            )  # the steps before the last were entered
+            self.begin()
+            self.sure = True
+            self.judge_crash(before, turned, rotten)
+
+    def judge_crash(
+        self,
+        before: set[tuple[str, int, float]],
+        turned: int | None,
+        rotten: set[tuple[str, int, float]],
+    ) -> None:
+        """The newest is there, and whatever else is gone had enough above it."""
+        there = self.there()
+        states = {
+            row
+            for row in before - rotten
+            if row[0] != BEST_KIND and (turned is None or row[1] <= turned)
+        }
+        newest = max((row[1] for row in states), default=FIRST)
+        expect(self.state.step >= newest, f"after a crash training is at {self.state.step}", newest)
+        beyond = {
+            row
+            for row in before - rotten
+            if row[0] != BEST_KIND and turned is not None and row[1] > turned
+        }
+        expect(
+            not beyond & there or beyond <= there,
+            f"a rollback that crashed left a part of {beyond}",
+            "all or nothing",
+        )
+        now = Books(self.config, there, rotten & there, set())
+        for row in before - there - rotten:
+            beyond = row[0] != BEST_KIND and turned is not None and row[1] > turned
+            stale = row[0] != BEST_KIND and row[1] > self.state.step
+            now.rows = there | {row}
+            expect(
+                beyond or stale or not now.stays(row, self.state.step),
+                f"after a crash {row} is gone of {before}",
+                there,
+            )
+
+
+def expect(holds: bool, found: str, wanted: Any) -> None:
+    if not holds:
+        raise WrongHistory(f"{found}, and the books say {wanted}")

@@ -1,0 +1,319 @@
+"""Checkpoints that were made to do harm: pickles that call, in each place where one is read, and paths that lead away.
+
+Each is loaded, resumed from, listed, shown, verified and compared; a canary says whether anything was run, a watch on
+the interpreter whether anything outside was read. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+"""
+
+import copy
+import dataclasses
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner
+
+from curry_train.cli.main import main
+from curry_train.runs import HostileCheckpoint, RunError, SavedRun, Store, load_chosen
+from curry_train.runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, parse_manifest
+from curry_train.runs.retention import TURNED_BACK_FILE_NAME
+from torture_shapes import calls, opcodes, places
+from torture_training import Training
+
+COMMANDS = ("list", "show", "verify", "diff")  # those of `runs` that look at checkpoints
+GROUPS = ("calls", "opcodes", "data", "values", "paths")
+STEP = "rollback/step-00000002.dcp"
+_watched: set[str] = set()
+_opened: list[str] = []
+_hooked: list[bool] = []
+
+
+class Ground:
+    """A run with two good states, of which the second is forged; beside it what must not be touched or read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run = root, root / "runs/victim"
+        self.secret, self.canary = root / "secret", root / "canary"
+        self.secret.mkdir(parents=True)
+        (self.secret / "data").write_bytes(b"not for you")
+        training = Training()
+        with Store(self.run) as store:
+            for step in (1, 2):
+                training.step()
+                store.save("rollback", step, training.state)
+                store.save("best-k", step, training.state, metric=("dev_loss", 1.0 / step))
+        self.kept = root / "kept"
+        shutil.copytree(self.run, self.kept, symlinks=True)
+        self.best = f"best-k/{next(self.run.glob('best-k/*00000002.dcp')).name}"
+        self.metadata = pickle.loads((self.run / STEP / ".metadata").read_bytes())
+        _watched.add(str(self.secret))
+        if not _hooked:
+            sys.addaudithook(_watch)
+            _hooked.append(True)
+
+    def renew(self) -> None:
+        shutil.rmtree(self.run)
+        shutil.copytree(self.kept, self.run, symlinks=True)
+
+    def forge(self, folder: str, name: str, data: bytes) -> None:
+        """Replace a file, with a manifest that fits: hashes find damage, and say nothing of who wrote it."""
+        place = self.run / folder
+        manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
+        (place / name).write_bytes(data)
+        entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
+        (place / MANIFEST_FILE_NAME).write_bytes(
+            dataclasses.replace(manifest, files={**manifest.files, name: entry}).render()
+        )
+
+    def forge_index(self, metadata: Any, protocol: int = 4) -> None:
+        self.forge(
+            STEP,
+            ".metadata",
+            metadata if isinstance(metadata, bytes) else pickle.dumps(metadata, protocol),
+        )
+
+    def tried(self, *, loads: bool = False) -> list[str]:
+        """What is wrong after all has been tried that reads a checkpoint; `loads` where the state may be loaded."""
+        wrong = []
+        for folder in (STEP, self.best):
+            training = Training()
+            before = training.live()
+            try:
+                SavedRun(self.run).load(folder, training.state)
+            except (RunError, ValueError, OSError):
+                wrong += (
+                    ["it was refused after something was changed"]
+                    if training.live() != before
+                    else []
+                )
+            except Exception as error:  # noqa: BLE001 - what nobody foresaw is what is looked for
+                wrong.append(f"a load ended with {error!r}")
+            else:
+                wrong += [] if loads or folder == self.best else ["it was loaded"]
+        for what in ("latest", "best", f"{self.run}@latest", str(self.run / STEP)):
+            try:
+                load_chosen(self.run, Training().state, what)
+            except (RunError, ValueError, OSError):
+                continue
+            except Exception as error:  # noqa: BLE001
+                wrong.append(f"a resume from {what} ended with {error!r}")
+        for command in COMMANDS:
+            given = [str(self.run.parent)] if command == "list" else [str(self.run)]
+            done = CliRunner().invoke(
+                main, ["runs", command, *given, *([str(self.run)] if command == "diff" else [])]
+            )
+            if done.exception is not None and not isinstance(done.exception, SystemExit):
+                wrong.append(f"runs {command} ended with {done.exception!r}")
+        return wrong + self.touched()
+
+    def touched(self) -> list[str]:
+        wrong = ["the code in it was run"] if os.path.lexists(self.canary) else []
+        if wrong:
+            shutil.rmtree(self.canary, ignore_errors=True)
+            self.canary.unlink(missing_ok=True)
+        wrong += [f"{path} was opened" for path in _opened]
+        _opened.clear()
+        if [path.name for path in self.secret.iterdir()] != ["data"]:
+            wrong.append("something outside of the run was changed")
+        return wrong
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _watched and isinstance(arguments[0], str | os.PathLike):
+        given = os.fsdecode(arguments[0])
+        if (
+            Path(given).is_symlink()
+            and isinstance(arguments[2], int)
+            and arguments[2] & os.O_NOFOLLOW
+        ):
+            return  # the kernel refuses it
+        path = os.path.realpath(given)
+        if any(path.startswith(f"{folder}/") for folder in _watched):
+            _opened.append(path)
+
+
+def hostile(
+    root: Path,
+    *,
+    every: int = 1,
+    groups: tuple[str, ...] = GROUPS,
+    progress: Callable[[int], None] = print,
+) -> dict[str, Any]:
+    """Each shape of these groups, or each of so many."""
+    ground, wrong, counts = Ground(root), list[str](), dict.fromkeys(GROUPS, 0)
+    try:
+        for number, (group, name, act, loads) in enumerate(shapes(ground)):
+            if number % every or group not in groups:
+                continue
+            ground.renew()
+            try:
+                act()
+            except (pickle.PicklingError, TypeError, AttributeError):
+                continue  # no pickle can hold it
+            counts[group] += 1
+            wrong += [f"{group}, {name}: {said}" for said in ground.tried(loads=loads)]
+            progress(sum(counts.values()))
+    finally:
+        _watched.clear()
+    return {"shapes": sum(counts.values()), **counts, "wrong": wrong}
+
+
+def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]]:
+    """Group, name, what forges it, and whether a load may come to its end."""
+    canary = str(ground.canary)
+    for title, call in calls(canary).items():
+        for place, metadata in places(ground.metadata, call):
+            for protocol in (0, 2, 4, 5):
+                yield (
+                    "calls",
+                    f"{title} in {place}",
+                    lambda it=metadata, by=protocol: ground.forge_index(it, by),
+                    False,
+                )
+    for title, data in opcodes(canary).items():
+        yield "opcodes", title, lambda data=data: ground.forge_index(data), False
+        yield (
+            "opcodes",
+            f"{title} as JSON",
+            lambda data=data: ground.forge(STEP, "state.json", data),
+            False,
+        )
+        yield (
+            "opcodes",
+            f"{title} as tensors",
+            lambda data=data: ground.forge(ground.best, "model.safetensors", data),
+            True,
+        )
+        yield (
+            "opcodes",
+            f"{title} as manifest",
+            lambda data=data: (ground.run / STEP / MANIFEST_FILE_NAME).write_bytes(data),
+            False,
+        )
+    for title, call in calls(canary).items():
+        for zipped in (True, False):
+            yield (
+                "data",
+                f"{title} in a tensor",
+                lambda it=call, by=zipped: _in_a_tensor(ground, it, zipped=by),
+                False,
+            )
+    for value in (0, None, "x", (), [0], {"a": 1}, -1.5, True):
+        for place, metadata in places(ground.metadata, value):
+            if place not in (
+                "planner data",
+                "nested",
+                "storage meta",
+                "version",
+            ):  # which nobody asks for
+                yield (
+                    "values",
+                    f"{value!r} in {place}",
+                    lambda it=metadata: ground.forge_index(it),
+                    False,
+                )
+    yield from _paths(ground)
+
+
+def _in_a_tensor(ground: Ground, call: Any, *, zipped: bool) -> None:
+    """In the place of the bytes of every tensor."""
+    stream = io.BytesIO()
+    torch.save(call, stream, _use_new_zipfile_serialization=zipped)
+    metadata = copy.deepcopy(ground.metadata)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, len(stream.getvalue())
+    ground.forge(STEP, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
+    ground.forge_index(metadata)
+
+
+def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]]:
+    secret, place = str(ground.secret / "data"), ground.run / STEP
+    for path in (
+        "../../../../secret/data",
+        secret,
+        "..",
+        ".",
+        "",
+        "a/../../../../../secret/data",
+        "link",
+        "__0_0.distcp/x",
+    ):
+
+        def leads_away(path: str = path) -> None:
+            metadata = copy.deepcopy(ground.metadata)
+            for one in metadata.storage_data.values():
+                one.relative_path = path
+            (place / "link").symlink_to(secret)
+            ground.forge_index(metadata)
+
+        def named(path: str = path) -> None:
+            manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
+            files = {**manifest.files, path: FileEntry(11, "00")}
+            (place / MANIFEST_FILE_NAME).write_bytes(
+                dataclasses.replace(manifest, files=files).render()
+            )
+
+        yield "paths", f"index to {path!r}", leads_away, False
+        yield "paths", f"manifest to {path!r}", named, False
+    for name in ("__0_0.distcp", ".metadata", "state.json", MANIFEST_FILE_NAME):
+        yield "paths", f"{name} is a link", lambda name=name: _link(place / name, secret), False
+    yield "paths", "the checkpoint is a link", lambda: _link(place, str(ground.secret)), False
+    yield (
+        "paths",
+        "latest is a link",
+        lambda: _link(ground.run / "latest", str(ground.secret)),
+        True,
+    )
+    yield (
+        "paths",
+        "a kind is a link",
+        lambda: _link(ground.run / "recovery", str(ground.secret)),
+        True,
+    )
+    for given_up in (
+        "../../../secret",
+        str(ground.secret),
+        "rollback/../../../../secret",
+        "latest",
+        "",
+    ):
+        note = json.dumps([given_up])
+        yield (
+            "paths",
+            f"turned back from {given_up!r}",
+            lambda note=note: _turned_back(ground, note),
+            True,
+        )
+
+
+def _link(path: Path, target: str) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    path.symlink_to(target)
+
+
+def _turned_back(ground: Ground, note: str) -> None:
+    """A note that names what is not of this run; the next save would remove it."""
+    from curry_train.runs.policy import SavingPolicy
+    from curry_train.runs.policy_config import PolicyConfig
+
+    (ground.run / TURNED_BACK_FILE_NAME).write_text(note)
+    training = Training()
+    try:
+        with (
+            Store(ground.run) as store,
+            SavingPolicy(store, PolicyConfig(rollback_every=1)) as policy,
+        ):
+            policy.resume(training.state)
+            training.step()
+            policy.after_step(training.state.step, training.state, {})
+    except (HostileCheckpoint, ValueError):
+        return

@@ -1,0 +1,177 @@
+"""Faults planted in the package, and what the torture says of each: a judge that no fault is caught by is none.
+
+`python -m torture_planted NAME...` writes JSON: of each fault the words of the judge, none where it was not caught.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+"""
+
+import contextlib
+import json
+import logging
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from curry_train.runs import Store, TrainingState, format, policy, retention, store
+from curry_train.runs.background import Staging
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.state import OptimizerState
+from curry_train.runs.store import Writing
+from torture_damage import flips, subjects
+from torture_hostile import hostile
+from torture_kills import kill_many
+from torture_ranks import QUICK
+from torture_training import Expected, straight, warm_up
+
+MOST_KILLS = 150
+
+
+def generators_stay_as_they_are() -> Any:
+    return mock.patch.object(TrainingState, "restore_random", return_value=[])
+
+
+def optimizer_state_stays_as_it_is() -> Any:
+    return mock.patch.object(OptimizerState, "restore")
+
+
+def renamed_before_it_is_whole() -> Any:
+    """The manifest comes after the rename."""
+
+    def commit(self: Writing, parts: Any) -> Any:
+        folder, self.folder = self.folder, self.final
+        self.files.rename(folder, self.final)
+        self._new.folder = self.final
+        return whole(self, parts)
+
+    whole = Writing.commit
+    return mock.patch.object(Writing, "commit", commit)
+
+
+def the_older_goes_before_the_newer_is_whole() -> Any:
+    def begin(self: Store, kind: str, *arguments: Any, **options: Any) -> Any:
+        if kind != "best-k" and (newest := self.latest()) is not None:
+            self.discard(newest)
+        return whole(self, kind, *arguments, **options)
+
+    whole = Store.begin
+    return mock.patch.object(Store, "begin", begin)
+
+
+def retention_deletes_the_newest() -> Any:
+    def to_delete(every: Any, config: Any, **options: Any) -> Any:
+        gone, line = retention.to_delete(every, config, **options), retention.newest_first(every)
+        return [*gone, *(one for one in line[:1] if one not in gone and len(line) > 2)]
+
+    return mock.patch.object(policy, "to_delete", to_delete)
+
+
+def retention_deletes_the_best() -> Any:
+    def to_delete(every: Any, config: Any, **options: Any) -> Any:
+        gone, best = (
+            retention.to_delete(every, config, **options),
+            retention.best_first(every, config),
+        )
+        return [*gone, *(one for one in best[:1] if one not in gone and len(best) > 1)]
+
+    return mock.patch.object(policy, "to_delete", to_delete)
+
+
+def the_optimizer_does_not_wait() -> Any:
+    def slow(self: Staging, *, non_blocking: bool) -> None:
+        time.sleep(0.05)
+        whole(self, non_blocking=non_blocking)
+
+    whole = Staging._copy_all
+    return mock.patch.multiple(Staging, wait=lambda self: None, _copy_all=slow)
+
+
+def hashes_are_not_compared() -> Any:
+    return mock.patch.object(store, "verify_files")
+
+
+def anything_is_unpickled() -> Any:
+    return mock.patch.object(format._Allowing, "find_class", pickle.Unpickler.find_class)
+
+
+def links_are_followed() -> Any:
+    def kind(self: LocalFiles, key: str) -> str | None:
+        path = self.path(key)
+        return "file" if path.is_file() else "folder" if path.is_dir() else None
+
+    return mock.patch.multiple(
+        LocalFiles, kind=kind, open=lambda self, key: self.path(key).open("rb")
+    )
+
+
+def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    """The children are planted, and the judge is not."""
+
+    def plant() -> None:
+        contextlib.ExitStack().enter_context(fault())
+
+    found = kill_many(
+        folder / "run", 1, MOST_KILLS, expected=expected, plant=plant, until_wrong=True
+    )
+    return list(found["wrong"])
+
+
+def in_damage(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    every = subjects(folder)[:1]
+    with fault():
+        return list(flips(every, 8, progress=lambda number: None)["wrong"])
+
+
+def in_calls(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    with fault():
+        return list(
+            hostile(folder, every=41, groups=("calls",), progress=lambda number: None)["wrong"]
+        )
+
+
+def in_paths(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    with fault():
+        return list(hostile(folder, groups=("paths",), progress=lambda number: None)["wrong"])
+
+
+FAULTS: dict[str, tuple[Callable[..., list[str]], Callable[[], Any]]] = {
+    **{
+        fault.__name__: (in_kills, fault)
+        for fault in (
+            generators_stay_as_they_are,
+            optimizer_state_stays_as_it_is,
+            renamed_before_it_is_whole,
+            the_older_goes_before_the_newer_is_whole,
+            retention_deletes_the_newest,
+            retention_deletes_the_best,
+            the_optimizer_does_not_wait,
+        )
+    },
+    "hashes_are_not_compared": (in_damage, hashes_are_not_compared),
+    "anything_is_unpickled": (in_calls, anything_is_unpickled),
+    "links_are_followed": (in_paths, links_are_followed),
+}
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    folder = Path(tempfile.mkdtemp(prefix="planted-", dir=QUICK))
+    try:
+        warm_up(folder / "warm")
+        expected, found = straight(1, folder / "straight"), {}
+        for name in sys.argv[1:] or FAULTS:
+            where, fault = FAULTS[name]
+            place = folder / name
+            place.mkdir()
+            found[name] = [said[-400:] for said in where(place, expected, fault)[:4]]
+        print(json.dumps(found, indent=1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Step times and savings of strategies, measured in turns."""

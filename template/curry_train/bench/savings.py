@@ -1,0 +1,463 @@
+"""Measure what each strategy saves and costs, and the largest batch that fits.
+
+rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
+
+Measured are bytes, recomputed FLOPs, step time, largest batch, and parity with `none`, which is
+always measured as the reference. All models share one set of weights, and steps are timed in turns,
+so that machine drift affects all alike.
+
+Proof: `python -m pytest tests/bench/test_savings.py`.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.blocks import NoBlocks, find_blocks
+from ..core.measure import (
+    Flops,
+    Memory,
+    count_flops,
+    is_out_of_memory,
+    measure_memory,
+    recompute_flops,
+    time_step,
+)
+from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
+from ..core.parity import StepRecord, compare, record_step
+from ..core.random import seeded
+from ..core.wording import did_you_mean, format_bytes
+from ..gates.same_training import OUTER_BOUND, sample_of
+from ..plan.profiler import MemoryProfiler
+from ..plan.strategies import STRATEGIES
+from ..workloads.load import load_workload
+from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
+from .timing import python_calls
+
+# ------------------------------------------------------------------------------
+# Row of the savings benchmark: the figures of one strategy on one case.
+# ------------------------------------------------------------------------------
+
+REFERENCE_STRATEGY = "none"
+MEASURED_OUTCOME = "measured"
+REFUSED_OUTCOME = "refused"
+FAILED_OUTCOME = "failed"
+OUT_OF_MEMORY_OUTCOME = "out of memory"
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one strategy's steps, and their ratios to the plain step of the same round."""
+
+    median: float
+    fastest: float
+    slowest: float
+    # Median ratio and its quartiles.
+    ratio: float | None
+    ratio_lower: float | None
+    ratio_upper: float | None
+
+
+@dataclass
+class SavingsRow:
+    """Figures of one strategy on one case; a figure that was not measured is None.
+
+    Ratios are to the strategy `none`.
+    """
+
+    workload: str
+    strategy: str
+    batch_size: int
+    depth: int | None
+    # One of measured, refused, failed and out of memory; `why` gives the reason.
+    outcome: str = MEASURED_OUTCOME
+    why: str = ""
+    # Names of the modules that the strategy changed.
+    modules: list[str] = field(default_factory=list)
+    held_bytes: int | None = None
+    peak_bytes: int | None = None
+    held_ratio: float | None = None
+    # Ratio of the bytes held by the blocks alone.
+    blocks_held_ratio: float | None = None
+    peak_ratio: float | None = None
+    forward_flops: int | None = None
+    recompute_flops: int | None = None
+    # Ratio to the FLOPs of one forward.
+    recompute_ratio: float | None = None
+    seconds: StepSeconds | None = None
+    largest_batch: int | None = None
+    parity: str = ""
+    worst_error: float | None = None
+    # Python calls of a step of one sample.
+    python_calls: int | None = None
+    # Further figures that only this strategy has.
+    facts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the strategy failed or changed the training."""
+        return self.outcome == FAILED_OUTCOME or self.parity.startswith("differs")
+
+    @property
+    def label(self) -> str:
+        """Description of the case: workload, depth and batch size."""
+        depth = f", depth {self.depth}" if self.depth else ""
+        return f"{self.workload}{depth}, batch size {self.batch_size}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "SavingsRow":
+        """Restore a row from the result of `to_json`."""
+        seconds = data.get("seconds")
+        return cls(**{**data, "seconds": None if seconds is None else StepSeconds(**seconds)})
+
+
+# ------------------------------------------------------------------------------
+# Find the largest batch whose training step fits into a number of bytes.
+# ------------------------------------------------------------------------------
+
+LARGEST_BATCH_TRIED = 2**24  # if a batch this large fits, memory does not depend on the batch size
+
+
+def largest_batch(case: Case, model: nn.Module, limit: int, *, hint: int | None = None) -> int:
+    """Return the most samples whose step fits into `limit` bytes; 0 if not even one does.
+
+    `hint` is a size to start from, such as the answer for a similar model.
+    """
+    return search(
+        lambda size: _bytes_or_none(case, model, size),
+        limit,
+        start=hint or case.batch_size,
+        close=bool(hint),
+    )
+
+
+def step_bytes(case: Case, model: nn.Module, size: int) -> int:
+    """Return the bytes of parameters, buffers, the batch, and the peak of forward and backward.
+
+    The peak includes gradients.
+    """
+    batch = case.batch(size)
+    tensors = [*model.parameters(), *model.buffers()]
+    map_tensors(batch, tensors.append)
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
+    with seeded(case.seed):
+        memory = measure_memory(model, batch, case.workload.mean_loss)
+    return sum(storages.values()) + memory.peak_bytes
+
+
+def check_limit(limit: int, device: torch.device) -> None:
+    """Refuse a limit above the memory of the device, because steps are run to be measured."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if limit > total:
+        raise ValueError(
+            f"a limit of {format_bytes(limit)} is more than the {format_bytes(total)} of {device}, "
+            "and batches are measured by running them; use a lower limit, or a larger machine"
+        )
+
+
+def _bytes_or_none(case: Case, model: nn.Module, size: int) -> int | None:
+    try:
+        return step_bytes(case, model, size)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def search(
+    bytes_of: Callable[[int], int | None], limit: int, *, start: int, close: bool = False
+) -> int:
+    """Return the largest size within the limit; it and the next larger size were both measured.
+
+    A size is at most doubled from one try to the next. `bytes_of` returns None where the step ran
+    out of memory. `close` means that `start` is a good guess.
+    """
+    known: dict[int, int | None] = {}
+    low = 0
+    high = None
+    size = start
+    tries = 0
+    while True:
+        known[size] = measured = bytes_of(size)
+        if measured is not None and measured <= limit:
+            low = size
+        else:
+            high = size
+        if high is not None and high - low <= 1:
+            return low
+
+        tries += 1
+        if close and high is None and tries == 1:
+            size = low + 1
+        else:
+            size = _next(known, low, high, limit, tries)
+        if size > LARGEST_BATCH_TRIED:
+            raise ValueError(
+                f"{LARGEST_BATCH_TRIED:,} samples fit {format_bytes(limit)}: memory does not grow with the batch"
+            )
+
+
+def _next(known: dict[int, int | None], low: int, high: int | None, limit: int, tries: int) -> int:
+    """Interpolate the size that would reach the limit if bytes grew linearly.
+
+    Every third try is the middle instead, in case growth is not linear.
+    """
+    points: list[tuple[int, Any]] = sorted(
+        (size, num_bytes) for size, num_bytes in known.items() if num_bytes is not None
+    )
+    below = [point for point in points if point[0] <= low]
+    above = [point for point in points if high is not None and point[0] >= high]
+    top = 2 * low if high is None else high - 1
+    if low == 0 or (high is not None and tries % 3 == 0):
+        return max(1, (low + (high or 2)) // 2)
+    pair = [*below[-1:], *above[:1]] if above else below[-2:]
+    if len(pair) < 2 or pair[1][1] <= pair[0][1]:
+        return top if high is None else (low + high) // 2
+    (left, left_bytes), (right, right_bytes) = pair
+    guess = left + (limit - left_bytes) * (right - left) // (right_bytes - left_bytes)
+    return min(max(guess, low + 1), top)
+
+
+# ------------------------------------------------------------------------------
+# Measure what each strategy saves and costs on a model.
+# ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PlainFigures:
+    """Figures of the plain step, the reference for all others."""
+
+    record: StepRecord
+    memory: Memory
+    flops: Flops
+    blocks_held: int
+
+
+def load_with_depth(spec: str, depth: int | None) -> Workload:
+    """Load a workload; with `depth`, a built-in one with that many blocks."""
+    is_misspelled = (
+        spec not in BUILTIN_WORKLOADS and ":" not in spec
+    )  # load_workload lists the valid names
+    if depth is None or is_misspelled:
+        return load_workload(spec)
+    if spec not in BUILTIN_WORKLOADS:
+        raise WorkloadError(
+            f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in {spec} "
+            "itself"
+        )
+    factory: Callable[..., Workload] = BUILTIN_WORKLOADS[spec]
+    return replace(factory(depth=depth), spec=spec)
+
+
+def choose_strategies(names: Sequence[str]) -> list[str]:
+    """Check the names and return them, or all strategies if empty; `none` always comes first."""
+    for name in names:
+        if name not in STRATEGIES:
+            raise ValueError(f"no strategy is called {name!r}; {did_you_mean(name, STRATEGIES)}")
+    return list(dict.fromkeys([REFERENCE_STRATEGY, *(names or STRATEGIES)]))
+
+
+def count_steps(num_strategies: int, *, repeats: int, limit: int | None) -> int:
+    """Return how often `measure_savings` calls `tell`."""
+    return num_strategies * (2 + repeats + (limit is not None))
+
+
+def measure_savings(
+    case: Case,
+    strategies: Sequence[str] = (),
+    *,
+    depth: int | None = None,
+    repeats: int = 5,
+    limit: int | None = None,
+    hints: dict[str, int] | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> list[SavingsRow]:
+    """Measure one row for each strategy, `none` first.
+
+    With `limit` in bytes, the largest batch that fits it is searched too. `depth` is only recorded
+    in the rows. `hints` holds the largest batches of a case that differs only in its batch size,
+    and is updated.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    rows = [
+        SavingsRow(case.workload.name, name, case.batch_size, depth)
+        for name in choose_strategies(strategies)
+    ]
+    weights = case.build()
+    plain = _measure_plain(case, weights)
+    models = []
+    for row in rows:
+        tell(f"{row.strategy}: memory, FLOPs, parity")
+        models.append(_measure(row, case, weights, plain))
+
+    _time_in_turns(rows, models, case, repeats, tell)
+    for row, model in zip(rows, models, strict=True):
+        if limit is not None:
+            tell(f"{row.strategy}: largest batch")
+            if model is not None and row.outcome in (MEASURED_OUTCOME, OUT_OF_MEMORY_OUTCOME):
+                _find_largest(row, case, model, limit, {} if hints is None else hints)
+    return rows
+
+
+def _measure_plain(case: Case, model: nn.Module) -> _PlainFigures | None:
+    """Measure the plain step; None if it does not fit into the device."""
+    try:
+        return _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            return None
+        raise WorkloadError(
+            f"{case.workload.name}, batch size {case.batch_size}: a step raised {error}"
+        ) from error
+
+
+def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
+    """Record a step for parity, then measure memory and FLOPs.
+
+    The recorded step comes first, while the model's buffers are still new.
+    """
+    batch = case.batch()
+    loss = case.workload.mean_loss
+    with seeded(case.seed):
+        record = record_step(model, batch, loss)
+    with seeded(case.seed):
+        # Compiled code runs as eager code under a dispatch mode, so it is measured without one.
+        if holds_compiled_code(model):
+            memory = measure_allocated(model, batch, loss)
+            return record, memory, count_executed_flops(model, batch, loss)
+        return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
+
+
+def _held_in_blocks(case: Case, model: nn.Module) -> int:
+    """Return the bytes held by the blocks; 0 if the model repeats no block."""
+    try:
+        blocks = find_blocks(model, case.blocks)
+    except NoBlocks:
+        return 0
+    with seeded(case.seed):
+        report = MemoryProfiler(model).profile(
+            case.batch(), 1, loss=case.workload.mean_loss, blocks=list(blocks)
+        )
+    return sum(layer.bytes for layer in report.layers if layer.name in blocks)
+
+
+def _measure(
+    row: SavingsRow, case: Case, weights: nn.Module, plain: _PlainFigures | None
+) -> nn.Module | None:
+    """Fill in all figures but times and largest batch; return None if there is nothing to train."""
+    model = case.build()
+    for parameter, shared in zip(model.parameters(), weights.parameters(), strict=True):
+        parameter.data = shared.data
+    applied = None
+    try:
+        with seeded(case.seed):
+            row.modules = _apply(row.strategy, model, case)
+        applied = model
+        record, memory, flops = _figures(case, model)
+        facts = STRATEGIES[row.strategy].facts
+        row.facts = {} if facts is None else facts(model)
+        row.python_calls = python_calls(
+            case, lambda module, small: _apply(row.strategy, module, small)
+        )
+        blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
+    except ValueError as error:
+        row.outcome = REFUSED_OUTCOME
+        row.why = " ".join(str(error).split())
+        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            row.outcome = OUT_OF_MEMORY_OUTCOME
+            row.why = f"{row.batch_size} samples do not fit into the memory of {case.device}"
+            return applied
+        row.outcome = FAILED_OUTCOME
+        row.why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return None
+
+    row.held_bytes = memory.held_bytes
+    row.peak_bytes = memory.peak_bytes
+    row.forward_flops = flops.forward
+    if plain is not None:
+        if blocks_held is not None:
+            row.blocks_held_ratio = _ratio(blocks_held, plain.blocks_held)
+        row.held_ratio = _ratio(memory.held_bytes, plain.memory.held_bytes)
+        row.peak_ratio = _ratio(memory.peak_bytes, plain.memory.peak_bytes)
+        row.recompute_flops = recompute_flops(plain.flops, flops)
+        row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
+        parity = compare(plain.record, record, tolerance=OUTER_BOUND[case.dtype])
+        row.worst_error = parity.worst if math.isfinite(parity.worst) else None
+        description = parity.describe(most=1)
+        row.parity = description if parity.holds else f"differs: {description}"
+    return model
+
+
+def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:
+    return list(STRATEGIES[strategy].apply(model, sample_of(case)))
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _time_in_turns(
+    rows: Sequence[SavingsRow],
+    models: Sequence[nn.Module | None],
+    case: Case,
+    repeats: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Time rounds of one step per strategy, after one round to warm up.
+
+    Every round begins with another strategy.
+    """
+    batch = case.batch()
+    seconds: list[list[float]] = [[] for _ in rows]
+    for turn in range(repeats + 1):
+        for place in range(len(rows)):
+            index = (place + turn) % len(rows)
+            row = rows[index]
+            model = models[index]
+            tell(f"{row.strategy}: step {turn} of {repeats}")
+            if model is not None and row.outcome == MEASURED_OUTCOME:
+                timed = time_step(model, batch, case.workload.mean_loss, repeats=1, warmup=0)
+                seconds[index].append(timed.median)
+    for row, taken in zip(rows, (steps[1:] for steps in seconds), strict=True):
+        if taken:
+            ratios = [step / plain for step, plain in zip(taken, seconds[0][1:], strict=False)]
+            lower, middle, upper = _quartiles(ratios) if ratios else (None, None, None)
+            row.seconds = StepSeconds(
+                statistics.median(taken), min(taken), max(taken), middle, lower, upper
+            )
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, middle, upper
+
+
+def _find_largest(
+    row: SavingsRow, case: Case, model: nn.Module, limit: int, hints: dict[str, int]
+) -> None:
+    try:
+        row.largest_batch = largest_batch(case, model, limit, hint=hints.get(row.strategy))
+    except ValueError as error:
+        row.why = str(error)
+    else:
+        hints[row.strategy] = row.largest_batch

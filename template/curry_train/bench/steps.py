@@ -1,0 +1,328 @@
+"""Measure a training step under each lever: time, bytes, FLOPs, utilisation.
+
+lever = find_lever("sac:save_matmuls+accumulate=4")
+
+A plus joins several levers, which are applied in that order.
+
+Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench_steps.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..core.measure import FlopCount, bytes_on_device, peak_of_step
+from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
+from ..core.wording import did_you_mean
+from ..plan.estimate import make_optimizer
+from ..plan.saved import Plan
+from ..plan.strategies import STRATEGIES, Apply, Sample
+from ..primitives import chunked_loss, sac
+from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_window
+from ..workloads.workload import Case, batch_size
+
+# ------------------------------------------------------------------------------
+# Levers: named changes to a training step, such as a strategy, accumulation or precision.
+# ------------------------------------------------------------------------------
+
+LEVER_HELP = {
+    "accumulate=K": "the same batch in K microbatches",
+    "bf16": "weights and batch in bfloat16",
+    "autocast": "weights in float32, autocast to bfloat16",
+    "compile[:BACKEND]": "the whole model by torch.compile",
+    "sac:POLICY": "selective recompute by one policy",
+    "chunked_loss": "the loss of the output layer in chunks",
+    "plan=FILE": "a plan that `plan_memory.py --out` wrote",
+}
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change to a training step, or several joined ones."""
+
+    name: str
+    changes: tuple[Apply, ...] = ()  # applied to the model one after the other
+    accumulate: int = 1  # microbatches that the batch is cut into
+    dtype: torch.dtype | None = None  # of weights and batch; None keeps the case's
+    autocast: torch.dtype | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.changes and self.accumulate == 1 and not self.changes_precision
+
+    @property
+    def changes_precision(self) -> bool:
+        return self.dtype is not None or self.autocast is not None
+
+
+PLAIN_LEVER = Lever("plain")
+
+
+def find_lever(text: str) -> Lever:
+    """Return the lever of a name; raise a `ValueError` that suggests the nearest known name."""
+    found = Lever(text)
+    for single in text.split("+"):
+        name, sign, value = _cut(single.strip())
+        if name in STRATEGIES and not sign:
+            found = _with(found, STRATEGIES[name].apply)
+        elif name in _OPTION_PARSERS:
+            found = _OPTION_PARSERS[name](found, value if sign else None)
+        elif name in STRATEGIES:
+            raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+        else:
+            known = list_levers()
+            names = [_cut(lever)[0] for lever in known]
+            advice = did_you_mean(name, names, otherwise=f"there are {', '.join(known)}")
+            raise ValueError(f"no lever is called {single!r}; {advice}")
+    return found
+
+
+def list_levers() -> list[str]:
+    """List the levers of this project, as `find_lever` takes them."""
+    return [*STRATEGIES, *LEVER_HELP]
+
+
+def _cut(text: str) -> tuple[str, str, str]:
+    """Split `sac:save_matmuls` or `accumulate=4` into name, sign and value."""
+    signs = [place for place, letter in enumerate(text) if letter in "=:"]
+    if not signs:
+        return text, "", ""
+    first = signs[0]
+    return text[:first], text[first], text[first + 1 :]
+
+
+def _with(lever: Lever, change: Apply) -> Lever:
+    return replace(lever, changes=(*lever.changes, change))
+
+
+def _accumulate(lever: Lever, value: str | None) -> Lever:
+    if value is None or not value.isdecimal() or int(value) < 1:
+        raise ValueError(
+            f"accumulate takes a number of microbatches, such as accumulate=4; got {value!r}"
+        )
+    return replace(lever, accumulate=int(value))
+
+
+def _bf16(lever: Lever, value: str | None) -> Lever:
+    _none_wanted("bf16", value)
+    return replace(lever, dtype=torch.bfloat16)
+
+
+def _autocast(lever: Lever, value: str | None) -> Lever:
+    _none_wanted("autocast", value)
+    return replace(lever, autocast=torch.bfloat16)
+
+
+def _compile(lever: Lever, value: str | None) -> Lever:
+    def change(model: nn.Module, sample: Sample) -> list[str]:
+        model.compile(backend=value or "inductor")
+        return [""]
+
+    return _with(lever, change)
+
+
+def _sac(lever: Lever, value: str | None) -> Lever:
+    policies: Sequence[str] = list(sac.POLICIES)
+    if value is None:
+        return _with(lever, STRATEGIES["sac"].apply)
+    if value not in policies:
+        raise ValueError(f"sac has no policy {value!r}; {did_you_mean(value, policies)}")
+    return _with(
+        lever, lambda model, sample: list(sac.apply_sac(model, value, blocks=sample.blocks))
+    )
+
+
+def _chunked_loss(lever: Lever, value: str | None) -> Lever:
+    _none_wanted("chunked_loss", value)
+    return _with(lever, lambda model, sample: list(chunked_loss.apply_chunked_loss(model)))
+
+
+def _plan(lever: Lever, value: str | None) -> Lever:
+    if value is None or not Path(value).is_file():
+        raise ValueError(
+            f"plan={value or ''} is not a file: give one that plan_memory.py --out wrote"
+        )
+    plan = Plan.load(value)
+    return _with(lever, lambda model, sample: list(plan.apply(model)))
+
+
+_OPTION_PARSERS: dict[str, Callable[[Lever, str | None], Lever]] = {
+    "accumulate": _accumulate,
+    "bf16": _bf16,
+    "autocast": _autocast,
+    "compile": _compile,
+    "sac": _sac,
+    "chunked_loss": _chunked_loss,
+    "plan": _plan,
+}
+
+
+def _none_wanted(name: str, value: str | None) -> None:
+    if value is not None:
+        raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+
+
+# ------------------------------------------------------------------------------
+# Training step: the optimizer step that a benchmark times, with a lever applied.
+# ------------------------------------------------------------------------------
+
+
+class TrainingStep:
+    """A repeatable optimizer step of a case with a lever applied.
+
+    `batch` defaults to the batch of the case. `like` is another step of the same model: its weights
+    and, once it has run, its optimizer state are shared, so that many steps fit in memory at once.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        lever: Lever = PLAIN_LEVER,
+        *,
+        batch: Any = None,
+        optimizer: str = "adamw",
+        learning_rate: float = 0.0,
+        like: "TrainingStep | None" = None,
+    ) -> None:
+        if lever.dtype is not None and lever.dtype == case.dtype:
+            raise ValueError(f"the plain step is in {case.dtype} already")
+        if lever.autocast is not None and (lever.dtype or case.dtype) == lever.autocast:
+            raise ValueError(
+                f"autocast to {lever.autocast} has nothing to do: the weights have that dtype "
+                "already"
+            )
+        self.case = replace(case, dtype=lever.dtype or case.dtype)
+        self.lever = lever
+        self.device = case.device
+        self.model = self.case.build()
+        whole = self.case.batch() if batch is None else self.case.place(batch)
+        self.window = self._window(whole)
+
+        shares = like is not None and self.case.dtype == like.case.dtype
+        if like is not None and shares:
+            for parameter, shared in zip(
+                self.model.parameters(), like.model.parameters(), strict=True
+            ):
+                parameter.data = shared.data
+
+        microbatch = self.window.microbatches[0]
+        sample = Sample(microbatch, self.mean_loss, self.case.blocks)
+        self.changed = [name for change in lever.changes for name in change(self.model, sample)]
+        self.optimizer = make_optimizer(optimizer, self.model, foreach=self.device.type == "cuda")
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if like is not None and shares:
+            self._share_state(like)
+
+    def __call__(self) -> WindowResult:
+        return train_window(self.model, self.window, self.loss, self.optimizer)
+
+    def loss(self, module: nn.Module, microbatch: Any) -> Tensor:
+        """Return the loss of a microbatch, summed over its terms."""
+        with self._precision():
+            return self.case.workload.loss(module, microbatch)
+
+    def mean_loss(self, module: nn.Module, microbatch: Any) -> Tensor:
+        return self.loss(module, microbatch) / self.case.workload.count(microbatch)
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients, which would stay in memory while other steps run."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @property
+    def num_terms(self) -> int:
+        return self.window.num_terms
+
+    @property
+    def unit(self) -> str:
+        """The unit of the loss terms, derived from the batch: samples, tokens or terms."""
+        microbatches = self.window.microbatches
+        if self.num_terms == sum(map(batch_size, microbatches)):
+            return "samples"
+        matrices = [
+            leaf
+            for leaf in tree_iter(microbatches[0])
+            if isinstance(leaf, Tensor) and leaf.dim() == 2
+        ]
+        return "tokens" if any(not leaf.is_floating_point() for leaf in matrices) else "terms"
+
+    @property
+    def dtype_of_products(self) -> torch.dtype:
+        return self.lever.autocast or self.case.dtype
+
+    def count_flops(self) -> int:
+        """Count the FLOPs of the whole step, recompute included."""
+        self.drop_gradients()
+        # FlopCount is a dispatch mode, under which compiled code runs as eager code.
+        if holds_compiled_code(self.model):
+            counts = (
+                count_executed_flops(self.model, microbatch, self.mean_loss)
+                for microbatch in self.window
+            )
+            return sum(count.total for count in counts)
+        with FlopCount() as count:
+            self()
+        self.drop_gradients()
+        return count.flops
+
+    def peak_bytes(self) -> int | None:
+        """Measure the peak of the step, with parameters, optimizer state and batch.
+
+        Compiled code on the CPU is followed through forward and backward only, and not at all if it
+        accumulates gradients: then the peak is None.
+        """
+        self.drop_gradients()
+        existing = self._there()
+        if self.device.type != "cuda" and holds_compiled_code(self.model):
+            if len(self.window) > 1:
+                return None
+            within = measure_allocated(self.model, self.window.microbatches[0], self.mean_loss)
+            return bytes_on_device(existing, self.device) + within.peak_bytes
+        peak = peak_of_step(self, existing, self.device)
+        self.drop_gradients()
+        return peak
+
+    def _window(self, batch: Any) -> Any:
+        """Cut the batch into microbatches; the first ones are larger if the sizes differ."""
+        size = batch_size(batch)
+        number = self.lever.accumulate
+        if size < number:
+            raise ValueError(
+                f"a batch of {size} samples can't be cut into {number} microbatches: "
+                f"use --batch-size {number} or more"
+            )
+        sizes = [size // number + (place < size % number) for place in range(number)]
+        count = self.case.workload.count
+        return next(
+            GradientAccumulation(number).windows(self.case.split(batch, sizes), count=count)
+        )
+
+    def _there(self) -> list[Tensor]:
+        """List the tensors that exist before the step."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        others = [*self.optimizer.state.values(), *self.window.microbatches]
+        return tensors + [leaf for leaf in tree_iter(others) if isinstance(leaf, Tensor)]
+
+    def _share_state(self, like: "TrainingStep") -> None:
+        """Share the optimizer state, which does not depend on the lever."""
+        known = dict(zip(like.model.parameters(), self.model.parameters(), strict=True))
+        for parameter, state in like.optimizer.state.items():
+            self.optimizer.state[known[parameter]] = state  # type: ignore[index]
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        if self.lever.autocast is None:
+            yield
+        else:
+            with torch.autocast(self.device.type, dtype=self.lever.autocast):
+                yield

@@ -1,0 +1,1 @@
+"""The command curry-train: one file for each command."""

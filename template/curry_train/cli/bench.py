@@ -1,0 +1,492 @@
+"""The bench command: its measurement, table and picture.
+
+Proof: `python -m pytest tests/cli/test_bench_command.py`.
+"""
+
+import contextlib
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
+from ..bench.steps import LEVER_HELP, find_lever, list_levers
+from ..bench.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
+from ..core.blocks import NoBlocks, find_blocks
+from ..core.wording import provenance, write_json
+from ..plan.device import MEASURED_PEAK
+from ..plan.estimate import OPTIMIZERS, make_optimizer
+from ..workloads.load import load_workload
+from ..workloads.workload import Case
+from .console import require_matplotlib
+from .options import (
+    DTYPES,
+    UnusableInput,
+    choose_device,
+    model_option,
+    plot_option,
+    run_options,
+    samples_of,
+)
+
+# ------------------------------------------------------------------------------
+# Table of a benchmark, at most 80 columns wide.
+# ------------------------------------------------------------------------------
+
+TEXT_WIDTH = 80
+LONGEST_CONFIGURATION_NAME = (
+    18  # longest name, in characters, on the line of its figures; a longer one stands above
+)
+BYTES_PER_MIB = 2**20
+COLUMN_HEADS = ("", "step", "10-90%", "ratio", "95%", "{unit}/s", "MiB", "MFU", "HFU")
+
+
+def bench_table(bench: Bench) -> str:
+    """Return the measured setup, the figures, remarks on them, and a legend."""
+    plain = bench.plain
+    setup = [
+        f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
+        f"{bench.device}: {bench.rounds} rounds after {bench.warmup} to warm up, all "
+        "configurations in turns",
+        f"one optimizer step is {plain.num_terms:,} {bench.unit} and "
+        f"{_flops(plain.model_flops)} of the model; loading data is not included",
+    ]
+    blocks = [
+        "\n".join(_wrapped(line, indent="") for line in setup),
+        "\n".join(_grid(bench)),
+        "\n".join(_wrapped(line) for line in _remarks(bench)),
+        "\n".join(_wrapped(line, indent="  ") for line in _legend(bench)),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _grid(bench: Bench) -> Iterator[str]:
+    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
+    heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
+    cells = [heads, *(_cells(row) for row in rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns[1:]]
+    name_width = max(
+        [len(row.name) for row in rows if len(row.name) <= LONGEST_CONFIGURATION_NAME],
+        default=LONGEST_CONFIGURATION_NAME,
+    )
+    gap = "  " if name_width + sum(widths) + 2 * len(widths) <= TEXT_WIDTH else " "
+
+    for name, *others in cells:
+        figures = gap.join(cell.rjust(width) for cell, width in zip(others, widths, strict=True))
+        if len(name) > name_width:
+            yield name if len(name) <= TEXT_WIDTH else f"{name[: TEXT_WIDTH - 3]}..."
+            name = ""
+        yield f"{name.ljust(name_width)}{gap}{figures}".rstrip()
+
+
+def _cells(row: Figures) -> list[str]:
+    median = ""
+    spread = ""
+    if row.step is not None:
+        median = format_seconds(row.step.median)
+        scale = 1000 if row.step.median < 1 else 1
+        spread = _range(row.step.lower, row.step.upper, scale=scale)
+
+    ratio = ""
+    interval = ""
+    if row.ratio is not None:
+        ratio = f"{row.ratio.median:.2f}x"
+        if row.ratio.lower is not None and row.ratio.upper is not None:
+            interval = f"{row.ratio.lower:.2f}-{row.ratio.upper:.2f}"
+
+    return [
+        row.name,
+        median,
+        spread,
+        ratio,
+        interval,
+        _count(row.terms_per_second),
+        "-" if row.peak_bytes is None else _mebibytes(row.peak_bytes),
+        _percent(row.mfu),
+        _percent(row.hfu),
+    ]
+
+
+def _remarks(bench: Bench) -> Iterator[str]:
+    alike = [
+        row.name
+        for row in bench.rows
+        if row.ratio is not None and row.ratio.verdict == NO_DIFFERENCE_VERDICT
+    ]
+    if alike:
+        yield f"{NO_DIFFERENCE_VERDICT} to plain: {', '.join(alike)} (1 is within the interval)"
+    if any(row.ratio is not None and row.ratio.verdict == TOO_FEW_VERDICT for row in bench.rows):
+        yield f"no intervals: {bench.rounds} rounds are too few, use --steps {FEWEST_ROUNDS} or more"
+    for row in bench.rows:
+        if row.outcome != MEASURED_OUTCOME:
+            yield f"{row.name}: {row.outcome}: {row.why}"
+        for note in row.notes:
+            yield f"{row.name}: {note}"
+    for note in bench.notes:
+        yield note
+
+
+def _legend(bench: Bench) -> Iterator[str]:
+    yield "ratio: median of step time over the plain step of the same round, with interval"
+    yield "MiB: peak memory of a step, weights and optimizer state included"
+    known = [row for row in bench.rows if row.peak_flops_per_second]
+    if not known:
+        yield f"MFU and HFU are unknown: {bench.plain.peak_source}"
+        return
+    yield "MFU: the model's FLOPs over peak; HFU: executed FLOPs, recompute included"
+    for rate, source in dict.fromkeys(
+        (row.peak_flops_per_second, row.peak_source) for row in known
+    ):
+        yield f"peak: {(rate or 0) / 1e12:.3g} TFLOP/s, {source}"
+
+
+def _wrapped(text: str, *, indent: str = "  ") -> str:
+    return textwrap.fill(
+        text, TEXT_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(1000 * seconds)} ms"
+
+
+def _range(lower: float, upper: float, *, scale: int) -> str:
+    return f"{_digits(lower * scale)}-{_digits(upper * scale)}"
+
+
+def _digits(number: float) -> str:
+    """Format to three digits, or as a whole number from 100 on."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def _mebibytes(size: int) -> str:
+    return (
+        _digits(size / BYTES_PER_MIB)
+        if size >= BYTES_PER_MIB / 10
+        else f"{size / BYTES_PER_MIB:.1g}"
+    )
+
+
+def _count(number: float | None) -> str:
+    if number is None:
+        return ""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{_digits(number / (1e3 if letter == 'k' else size))}{letter}"
+    return _digits(number)
+
+
+def _flops(number: int | None) -> str:
+    scales: Sequence[tuple[float, str]] = (
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    )
+    for size, letter in scales:
+        if number is not None and number >= size:
+            return f"{_digits(number / size)} {letter}FLOP"
+    return f"{number or 0} FLOP"
+
+
+def _percent(part: float | None) -> str:
+    if part is None:
+        return "-"
+    return f"{100 * part:.2g}%" if part < 0.1 else f"{part:.0%}"
+
+
+# ------------------------------------------------------------------------------
+# Plot of a benchmark: step times, paired ratios and peak memory.
+# ------------------------------------------------------------------------------
+
+# Of Paul Tol's palettes for colour-blind readers.
+PLAIN_COLOUR = "#555555"
+SLOWER_COLOUR = "#EE6677"
+FASTER_COLOUR = "#228833"
+ALIKE_COLOUR = "#4477AA"
+PEAK_BAR_COLOUR = "#B8B8B8"
+# Steps slower than this multiple of the slowest configuration's median become an arrow at the edge.
+FARTHEST_STEP_RATIO = 1.6
+
+
+def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]:
+    """Write a PNG of the measured configurations and return their names."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
+    figure = Figure(figsize=(10.5, 1.9 + 0.52 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.7, 1))
+    figure.suptitle(
+        f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
+        f"{device or bench.device}: one optimizer step",
+        x=0.01,
+        ha="left",
+        fontsize=12,
+    )
+    _draw_times(times, rows)
+    _draw_memory(memory, rows)
+    times.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=9)
+    times.set_ylim(len(rows) - 0.4, -0.6)
+    intervals = "brackets: 95% interval of the median ratio to the plain step of the same round"
+    figure.supxlabel(
+        f"{bench.rounds} rounds in turns; dots: steps, line: median, bar: 10% to 90%; {intervals}",
+        x=0.01,
+        ha="left",
+        fontsize=8,
+        color="#666666",
+    )
+    figure.savefig(path, format="png", dpi=150)
+    return [row.name for row in rows]
+
+
+def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
+    scale, unit = (1.0, "s") if max(_median(row) for row in rows) >= 1 else (1000.0, "ms")
+    end = scale * min(
+        1.02 * max(max(row.seconds) for row in rows),
+        FARTHEST_STEP_RATIO * max(_median(row) for row in rows),
+    )
+    for place, row in enumerate(rows):
+        if row.step is None:
+            continue
+        colour = _colour(row)
+        shown = [scale * taken for taken in row.seconds if scale * taken <= end]
+        left = min(end, scale * row.step.lower)
+        right = min(end, scale * row.step.upper)
+        axes.barh(
+            place,
+            right - left,
+            left=left,
+            height=0.5,
+            color=colour,
+            alpha=0.25,
+            linewidth=0,
+            zorder=2,
+        )
+        # Spread the dots so that they do not overlap; a fixed pattern keeps plots reproducible.
+        heights = [place + 0.18 * ((turn * 7) % 5 - 2) / 2 for turn in range(len(shown))]
+        axes.plot(
+            shown, heights, ".", color=colour, markersize=4, alpha=0.55, linestyle="none", zorder=3
+        )
+        if beyond := len(row.seconds) - len(shown):
+            axes.plot([end], [place], ">", color=colour, markersize=5, clip_on=False, zorder=4)
+            axes.text(
+                0.985 * end,
+                place - 0.3,
+                f"{beyond} slower",
+                fontsize=7,
+                color=colour,
+                ha="right",
+                va="center",
+            )
+        axes.vlines(
+            scale * row.step.median, place - 0.3, place + 0.3, colour, linewidth=2.5, zorder=4
+        )
+        axes.text(
+            1.03 * end, place, _said(row), fontsize=9, color=colour, va="center", clip_on=False
+        )
+
+    axes.axvline(
+        scale * _median(rows[0]), color=PLAIN_COLOUR, linewidth=0.8, linestyle=":", zorder=1
+    )
+    axes.set_xlim(0, 1.75 * end)
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= end])
+    axes.set_xlabel(f"step time, {unit}, and ratio to the plain step", fontsize=9, loc="left")
+    _plain_frame(axes)
+    axes.spines["bottom"].set_bounds(0, end)
+
+
+def _draw_memory(axes: Any, rows: Sequence[Figures]) -> None:
+    peaks = [(row.peak_bytes or 0) / BYTES_PER_MIB for row in rows]
+    bars = axes.barh(range(len(rows)), peaks, height=0.5, color=PEAK_BAR_COLOUR, zorder=2)
+    labels = [
+        "not measured" if not row.peak_bytes else f"{_size(row)}  {_share(row)}".rstrip()
+        for row in rows
+    ]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.set_xlim(0, 1.42 * max(peaks))
+    axes.set_xlabel("step peak, MiB, weights and optimizer included", fontsize=9, loc="left")
+    axes.tick_params(left=False)
+    _plain_frame(axes)
+
+
+def _plain_frame(axes: Any) -> None:
+    axes.grid(axis="x", color="#E4E4E4", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _median(row: Figures) -> float:
+    return row.step.median if row.step else 0.0
+
+
+def _colour(row: Figures) -> str:
+    if row.ratio is None:
+        return PLAIN_COLOUR
+    return {"slower": SLOWER_COLOUR, "faster": FASTER_COLOUR}.get(row.ratio.verdict, ALIKE_COLOUR)
+
+
+def _said(row: Figures) -> str:
+    """Return the label of a row: median step time, ratio to plain, and interval."""
+    median = format_seconds(_median(row))
+    if row.ratio is None:
+        return median
+    if row.ratio.verdict == TOO_FEW_VERDICT:
+        return f"{median}, {row.ratio.median:.2f}x"
+    interval = f"[{row.ratio.lower:.2f}, {row.ratio.upper:.2f}]"
+    alike = ", no difference seen" if row.ratio.verdict == NO_DIFFERENCE_VERDICT else ""
+    return f"{median}, {row.ratio.median:.2f}x {interval}{alike}"
+
+
+def _size(row: Figures) -> str:
+    size = (row.peak_bytes or 0) / BYTES_PER_MIB
+    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
+
+
+def _share(row: Figures) -> str:
+    return "" if row.peak_ratio is None or row.ratio is None else f"({row.peak_ratio:.0%})"
+
+
+# ------------------------------------------------------------------------------
+# Command `bench`: time training steps per lever, or compare models.
+# ------------------------------------------------------------------------------
+
+FLOPS_PER_TFLOP = 1e12
+
+
+def _levers() -> str:
+    strategies = ", ".join(name for name in list_levers() if name not in LEVER_HELP)
+    others = "; ".join(f"{name}, {text}" for name, text in LEVER_HELP.items())
+    return f"Repeatable; join several with a plus. {strategies}; {others}."
+
+
+def _peak(context: click.Context, option: click.Parameter, text: str | None) -> float | str | None:
+    if text is None or text == MEASURED_PEAK:
+        return text
+    try:
+        rate = float(text) * FLOPS_PER_TFLOP
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise click.BadParameter(
+            f"{text!r} is not a peak: give TFLOP/s, such as 989, or {MEASURED_PEAK!r}"
+        )
+    return rate
+
+
+@click.command("bench")
+@model_option("spec", required=True)
+@click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
+@click.option(
+    "--against",
+    multiple=True,
+    metavar="NAME|FACTORY",
+    help="Also time another model on the same batch. Repeatable.",
+)
+@click.option(
+    "--steps", default=20, type=click.IntRange(1), show_default=True, help="Timed rounds."
+)
+@click.option(
+    "--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before timing."
+)
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
+)
+@click.option(
+    "--peak",
+    metavar="TFLOPS|measured",
+    callback=_peak,
+    help="Peak FLOP rate for MFU and HFU; default: the data sheet of the device.",
+)
+@plot_option("Draw times and peaks as PNG; needs matplotlib.")
+@run_options
+def bench_command(
+    spec: str,
+    levers: tuple[str, ...],
+    against: tuple[str, ...],
+    steps: int,
+    warmup: int,
+    optimizer: str,
+    peak: float | str | None,
+    plot_path: str | None,
+    blocks: str | None,
+    device: str,
+    dtype: str,
+    batch_size: int | None,
+    seed: int,
+    json_path: str | None,
+) -> None:
+    """Time optimizer steps with each lever.
+
+    The plain step and all levers are timed in turns, as whole optimizer steps.
+
+    Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
+    """
+    place = choose_device(device)
+    try:
+        chosen = [find_lever(name) for name in dict.fromkeys(levers)]
+        workload = load_workload(spec)
+        size = samples_of(workload, batch_size)
+        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
+        _check_blocks(case)
+        others = [load_workload(other) for other in dict.fromkeys(against)]
+        make_optimizer(optimizer, case.build())
+        if plot_path:
+            require_matplotlib()  # after the options are checked, before the work begins
+
+        with _progress() as show_message:
+            bench = measure_levers(
+                case,
+                chosen,
+                against=others,
+                optimizer=optimizer,
+                rounds=steps,
+                warmup=warmup,
+                peak=peak,
+                tell=show_message,
+            )
+    except (ValueError, RuntimeError) as error:
+        raise UnusableInput(
+            "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+        ) from error
+
+    click.echo(bench_table(bench), err=json_path == "-")
+    facts = provenance(place)
+    if plot_path:
+        plot_bench(bench, plot_path, device=facts["device"])
+    if json_path:
+        figures = bench.to_json() | {"device": facts["device"]}
+        write_json(json_path, facts | figures | {"seed": seed, "blocks": blocks})
+
+
+def _check_blocks(case: Case) -> None:
+    """Report a pattern that matches no module once, and not once for each lever."""
+    if case.blocks is not None:
+        with contextlib.suppress(NoBlocks):
+            find_blocks(case.build(), case.blocks)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show messages on a terminal; stay quiet elsewhere."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("")
+        yield lambda message: progress.update(task, description=message)

@@ -1,0 +1,440 @@
+"""The plan command: find the fastest way that fits, print it and draw it.
+
+The rows of the plan's table are marked.
+
+Proof: `python -m pytest tests/cli/test_plan_memory.py`.
+"""
+
+import contextlib
+import functools
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..core.wording import format_bytes, parse_bytes, provenance, write_json
+from ..plan.device import PROFILES, find_profile, profile_of
+from ..plan.estimate import OPTIMIZERS, make_optimizer
+from ..plan.planner import SHARDING_KINDS as PARALLEL
+from ..plan.planner import Infeasible, Planner, Sharding
+from ..plan.profiler import Timeline
+from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
+from ..plan.timeline import record_step_storages, timeline_of
+from ..workloads.load import load_workload
+from ..workloads.workload import Case
+from .console import require_matplotlib
+from .options import (
+    DTYPES,
+    UnusableInput,
+    choose_device,
+    json_option,
+    model_option,
+    output_option,
+    plot_option,
+)
+
+# ------------------------------------------------------------------------------
+# Plot of a plan: predicted step time against memory, for each microbatch.
+# ------------------------------------------------------------------------------
+
+# Of Paul Tol's palettes for colour-blind readers: a colour for each microbatch.
+MICROBATCH_COLOURS = (
+    "#4477AA",
+    "#EE6677",
+    "#228833",
+    "#AA3377",
+    "#CCBB44",
+    "#66CCEE",
+    "#222255",
+    "#882255",
+    "#44AA99",
+    "#777777",
+)
+WIDEST_BUDGET_RATIO = 2.0  # largest budget drawn, as a multiple of the plan's
+POINT_SPACING_FRACTION = (
+    0.03  # smallest distance between points of a line, as a fraction of the budget
+)
+BYTES_PER_GIB = 2**30
+BYTES_PER_MIB = 2**20
+PLAN_PLOT_NOTE = (
+    "Each line is one microbatch. Each step of a line is another choice of blocks to recompute: "
+    "more memory, less recompute.\n"
+    "Dots are rows of the table (--explain); those right of the budget are too large."
+)
+
+
+def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[Candidate]]:
+    """Write a PNG and return the drawn candidates by their name in the legend.
+
+    Each microbatch is a line: the predicted time of an optimizer step at each budget that it fits.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    axes = figure.add_subplot()
+    size, unit = (
+        (BYTES_PER_GIB, "GiB") if plan.budget_bytes >= BYTES_PER_GIB else (BYTES_PER_MIB, "MiB")
+    )
+    rows = sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss))
+    microbatches = sorted({row.microbatch for row in rows})
+    most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
+    step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
+
+    lines: dict[str, list[Candidate]] = {}
+    for row in rows:
+        front = trade_off(planner, row, most, step_bytes=step)
+        if not front:
+            continue
+        chunked = ", chunked loss" if row.chunked_loss else ""
+        name = f"{row.steps} x {row.microbatch} samples{chunked}"
+        lines[name] = front
+        colour = MICROBATCH_COLOURS[microbatches.index(row.microbatch) % len(MICROBATCH_COLOURS)]
+        _draw_plan_line(axes, row, front, size=size, colour=colour, name=name)
+    _draw_chosen_plan(axes, plan, size=size)
+
+    per_rank = " of each rank" if plan.ranks > 1 else ""
+    axes.set_xlabel(f"predicted peak memory{per_rank}, {unit}")
+    samples = plan.steps * plan.microbatch * plan.ranks
+    axes.set_ylabel(f"predicted time of one optimizer step ({samples} samples), ms")
+    axes.set_title(
+        f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
+        f"{plan.microbatch} samples, {format_bytes(plan.peak_bytes)}, "
+        f"{1e3 * plan.step_seconds:,.1f} ms",
+        loc="left",
+        fontsize=11,
+    )
+    figure.supxlabel(PLAN_PLOT_NOTE, x=0.01, ha="left", fontsize=8, color="#555555")
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=120)
+    return lines
+
+
+def _draw_plan_line(
+    axes: Any, row: Candidate, front: Sequence[Candidate], *, size: int, colour: str, name: str
+) -> None:
+    """Draw the trade-off of a microbatch, with a dot at the row of the plan's table."""
+    axes.plot(
+        [candidate.peak_bytes / size for candidate in front],
+        _milliseconds(front),
+        "--" if row.chunked_loss else "-",
+        color=colour,
+        label=name,
+        drawstyle="steps-post",
+        linewidth=1.5,
+    )
+    marked = [candidate for candidate in front if candidate.options == row.options]
+    axes.plot(
+        [candidate.peak_bytes / size for candidate in marked],
+        _milliseconds(marked),
+        "o",
+        color=colour,
+        markersize=6,
+    )
+
+
+def _draw_chosen_plan(axes: Any, plan: Plan, *, size: int) -> None:
+    """Draw the budget, the area above it, and a star at the chosen plan."""
+    budget = plan.budget_bytes / size
+    left, right = axes.get_xlim()
+    axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
+    axes.set_xlim(left, max(right, budget))
+    axes.axvline(
+        budget, color="black", linestyle=":", label=f"the budget, {format_bytes(plan.budget_bytes)}"
+    )
+    axes.plot(
+        plan.peak_bytes / size,
+        1e3 * plan.step_seconds,
+        label="the plan",
+        marker="*",
+        markersize=17,
+        color="black",
+        linestyle="none",
+        zorder=5,
+    )
+    axes.plot([], [], "o", color="#555555", markersize=6, label="a row of the table")
+
+
+def trade_off(
+    planner: Planner, row: Candidate, most_bytes: int, *, step_bytes: int
+) -> list[Candidate]:
+    """Return the Pareto front of peak and step time for a microbatch, up to `most_bytes`.
+
+    It begins with the smallest peak. Figures come from the estimate of the whole step where there
+    is one, else from the chain of blocks. A row that fits appears as it is in the table.
+    """
+    estimated = list(planner.whole_steps.looked_at(row))
+    if row.step_seconds is not None:
+        estimated.append(row)
+    by_options = {(*candidate.options.items(),): candidate for candidate in estimated}
+    found = [candidate for candidate in by_options.values() if candidate.peak_bytes <= most_bytes]
+
+    budget = most_bytes
+    while (solved := planner.whole_steps.solve(row, budget)).peak_bytes <= budget:
+        found.append(by_options.get((*solved.options.items(),), solved))
+        budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
+
+    front: list[Candidate] = []
+    for candidate in sorted(found, key=lambda one: (one.peak_bytes, _seconds(one))):
+        if not front or _seconds(candidate) < _seconds(front[-1]):
+            front.append(candidate)
+    return front
+
+
+def _seconds(candidate: Candidate) -> float:
+    return float("inf") if candidate.step_seconds is None else candidate.step_seconds
+
+
+def _milliseconds(candidates: Sequence[Candidate]) -> list[float]:
+    return [1e3 * _seconds(candidate) for candidate in candidates]
+
+
+# ------------------------------------------------------------------------------
+# Command `plan`: find the fastest way to train within a memory budget.
+# ------------------------------------------------------------------------------
+
+
+def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@click.command("plan")
+@model_option("spec", required=True)
+@click.option(
+    "--budget",
+    "budget_bytes",
+    required=True,
+    callback=_bytes,
+    help="Memory per rank, such as 24GiB.",
+)
+@click.option(
+    "--global-batch",
+    default=1,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Samples per optimizer step.",
+)
+@click.option(
+    "--microbatch",
+    type=click.IntRange(1),
+    help="Samples per microbatch; default: try every divisor.",
+)
+@click.option(
+    "--target",
+    metavar="NAME",
+    help=f"Device to plan for: {', '.join(PROFILES)}, or measured; default: this device.",
+)
+@click.option(
+    "--dtype",
+    default="float32",
+    type=click.Choice(list(DTYPES)),
+    show_default=True,
+    help="Type of weights and batch.",
+)
+@click.option(
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
+)
+@click.option("--parallel", type=click.Choice(list(PARALLEL)), help="How ranks share the training.")
+@click.option(
+    "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
+)
+@click.option("--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names.")
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice([kind for kind in OPTION_KINDS if kind != NONE_KIND]),
+    help="Do not use this. Repeatable.",
+)
+@click.option(
+    "--also",
+    multiple=True,
+    metavar="PATTERN",
+    help="Cheap modules that regions may recompute as well. Repeatable.",
+)
+@click.option(
+    "--chunked-loss/--whole-loss",
+    default=None,
+    help="Loss in chunks, or whole; default: try both.",
+)
+@click.option(
+    "--seed",
+    default=0,
+    type=click.IntRange(0),
+    show_default=True,
+    help="Seed of weights, batch and dropout.",
+)
+@click.option("--explain", is_flag=True, help="Show every candidate.")
+@click.option(
+    "--verify", is_flag=True, help="Run a planned step on this device and compare its peak."
+)
+@output_option("Write the plan for `Plan.load`.", "--out")
+@plot_option("Draw cost against budget as PNG; needs matplotlib.")
+@json_option("Write figures and plan; - is standard output.")
+def plan_command(
+    spec: str,
+    budget_bytes: int,
+    global_batch: int,
+    microbatch: int | None,
+    target: str | None,
+    dtype: str,
+    optimizer: str,
+    parallel: str | None,
+    ranks: int,
+    blocks: str | None,
+    without: tuple[str, ...],
+    also: tuple[str, ...],
+    chunked_loss: bool | None,
+    seed: int,
+    explain: bool,
+    verify: bool,
+    out: str | None,
+    plot_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Find the fastest way to train within a memory budget.
+
+    Exit status: 0 planned, 1 nothing fits, 2 wrong usage.
+    """
+    console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
+    place = choose_device("auto")
+    try:
+        profile = find_profile(target) if target else profile_of(place)
+        sharding = Sharding(parallel, ranks)
+        if verify and ranks > 1:
+            raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
+        planner = functools.partial(
+            Planner,
+            spec,
+            device=profile,
+            dtype=DTYPES[dtype],
+            optimizer=optimizer,
+            sharding=sharding,
+            blocks=blocks,
+            chunked_loss=chunked_loss,
+            without=without,
+            also=also,
+            seed=seed,
+        )
+        plan, plain = _find_plan(planner, budget_bytes, global_batch, microbatch, plot_path)
+        measured = _measure(plan, spec, place, DTYPES[dtype], optimizer, seed) if verify else None
+    except Infeasible as error:
+        console.print(str(error), markup=False)
+        sys.exit(1)
+    except (ValueError, RuntimeError) as error:
+        raise UnusableInput(_wrapped_error(error)) from error
+
+    text = _text(plan, plain, explain=explain)
+    _print_plan(console, plan, text, place=place, measured=measured, out=out)
+    if json_path:
+        results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+        write_json(json_path, provenance(place) | {"plan": plan.to_json()} | results)
+
+
+def _find_plan(
+    planner_for: Callable[..., Planner],
+    budget_bytes: int,
+    global_batch: int,
+    microbatch: int | None,
+    plot_path: str | None,
+) -> tuple[Plan, Timeline]:
+    """Return the plan and the timeline of the plain step; draw the plan if `plot_path` is given.
+
+    `planner_for` makes the planner from `tell=`, a function that shows progress.
+    """
+    with _progress() as show_message, planner_for(tell=show_message) as planner:
+        planner.check_settings(global_batch, microbatch)
+        if plot_path:
+            require_matplotlib()  # after the options are checked, before the work begins
+
+        plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
+        show_message("what owns the peak")
+        plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
+        if plot_path:
+            show_message("drawing")
+            plot_plan(planner, plan, plot_path)
+    return plan, plain
+
+
+def _print_plan(
+    console: Console,
+    plan: Plan,
+    text: str,
+    *,
+    place: torch.device,
+    measured: int | None,
+    out: str | None,
+) -> None:
+    """Print the plan and the measured peak, and write the plan to `out`."""
+    console.print(text, markup=False)
+    if measured is not None:
+        console.print(
+            f"\nmeasured on {place}: peak {format_bytes(measured)}, "
+            f"predicted {format_bytes(plan.peak_bytes)} ({plan.peak_bytes / measured:.2%})",
+            markup=False,
+        )
+    if out:
+        write_json(out, plan.to_json())
+        console.print(f"\nwrote {out}: Plan.load({out!r}).apply(model)", markup=False)
+
+
+def _wrapped_error(error: Exception) -> str:
+    return "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show messages with the elapsed time on a terminal; stay quiet elsewhere."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("")
+        yield lambda message: progress.update(task, description=message)
+
+
+def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
+    """Return the current peak with its owners and the plan, at most 80 columns wide."""
+    peak = plain.peak
+    owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
+    lines = [
+        f"as it is, {plan.microbatch} samples: peak {format_bytes(peak.bytes_alive)} "
+        f"in {peak.phase}"
+    ]
+    lines += [
+        f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
+        for held, owner in owners
+    ]
+    if plan.settings["why_real"]:
+        lines += textwrap.wrap(
+            f"measured for real, without offload: {plan.settings['why_real']}", 80
+        )
+    return "\n".join([*lines, "", plan.explain(most=None if explain else 0)])
+
+
+def _measure(
+    plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str, seed: int
+) -> int:
+    """Measure the peak of a real step of the plan, on one rank."""
+    case = Case(load_workload(spec), place, dtype, batch_size=plan.microbatch, seed=seed)
+    module = case.build()
+    plan.apply(module)
+    steps = make_optimizer(optimizer, module, foreach=place.type == "cuda")
+    lives = record_step_storages(
+        module, case.batch(), case.workload.mean_loss, optimizer=steps, accumulated=plan.steps > 1
+    )
+    return timeline_of(lives, type(module).__name__).peak.bytes_alive

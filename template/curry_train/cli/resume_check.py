@@ -1,0 +1,303 @@
+"""The resume-check command: kill a training, resume it, and compare to the bit.
+
+Trains once straight through, and once killed and resumed. Both run in processes of their own; the
+second is killed by SIGKILL within a step and resumes from its newest saved state.
+
+Proof: `python -m pytest tests/cli/test_runs_command.py`.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from ..config import load_config
+from ..core.wording import provenance
+from ..loop import StepReport
+from ..runs.format import facts_of, read_metadata, read_tensors
+from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
+from ..runs.layout import read_manifest
+from ..runs.store import SavedRun
+from ..trainer import Hook, TrainingRun, train
+from .options import UnusableInput, choose_device, model_option
+from .runs import JSON_OPTION, console_for, end, progress_of
+
+# ------------------------------------------------------------------------------
+# Check that a resumed run equals an uninterrupted one to the bit.
+# ------------------------------------------------------------------------------
+
+COMPARED_FIGURES = ("loss", "dev_loss", "grad_norm", "learning_rate")
+STRAIGHT_RUN_NAME = "straight"
+KILLED_RUN_NAME = "killed"
+
+
+@dataclass(frozen=True)
+class ResumeCheck:
+    """Numbers of compared figures and tensors, and the first difference (None if equal)."""
+
+    steps: int
+    killed_at: int
+    resumed_from: int
+    figures: int
+    tensors: int
+    difference: str | None
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"equal": self.equal}
+
+
+def resume_check(
+    folder: Path,
+    words: Sequence[str],
+    *,
+    steps: int,
+    kill_at: int,
+    save_every: int,
+    config: str | None = None,
+) -> ResumeCheck:
+    """Train with these configuration words in `folder`, with and without a kill, and compare.
+
+    Raises ValueError with the last line that the run printed if a run fails.
+    """
+    if not 1 <= save_every < kill_at < steps:
+        raise ValueError(
+            "the check needs a save, then a kill, then a step: 1 <= save-every < kill-at < steps, "
+            f"got {save_every}, {kill_at} and {steps}"
+        )
+    given = [*words, f"steps={steps}", f"checkpoint.rollback_every={save_every}", f"runs={folder}"]
+    _train([*given, f"name={STRAIGHT_RUN_NAME}"], config=config)
+    _train([*given, f"name={KILLED_RUN_NAME}"], config=config, kill_at=kill_at)
+    killed_run = folder / f"{KILLED_RUN_NAME}-001"
+    last_step = max(step for step, _ in _metrics(killed_run))
+    if last_step != kill_at:
+        raise ValueError(
+            f"the run was to be killed at step {kill_at} and ended at {last_step}: this is a bug "
+            "of the check"
+        )
+
+    _train([*given, f"name={KILLED_RUN_NAME}"], config=config, resume=killed_run.name)
+    straight_run = folder / f"{STRAIGHT_RUN_NAME}-001"
+    straight = _metrics(straight_run)
+    resumed = _metrics(killed_run)
+    straight_state = final_tensors(straight_run)
+    resumed_state = final_tensors(killed_run)
+    difference = _different_figure(straight, resumed)
+    return ResumeCheck(
+        steps=steps,
+        killed_at=kill_at,
+        resumed_from=_resumed_from([step for step, _ in resumed]),
+        figures=sum(len(figures) for _, figures in resumed),
+        tensors=len(straight_state),
+        difference=difference or _different_tensor(straight_state, resumed_state),
+    )
+
+
+def final_tensors(run: Path) -> dict[str, Tensor]:
+    """Read every tensor of the newest saved state of a run."""
+    saved = SavedRun(run)
+    newest = saved.latest()
+    if newest is None:
+        raise ValueError(f"{run} has no saved state")
+
+    manifest = read_manifest(saved.files, newest.folder)
+    metadata = read_metadata(saved.files, newest.folder, manifest)
+    tensors = {
+        name: torch.empty(facts.shape, dtype=facts.dtype)
+        for name, facts in facts_of(metadata).items()
+    }
+    read_tensors(saved.files, newest.folder, metadata, tensors)
+    return tensors
+
+
+def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the figures of each step in journal order; a repeated step appears twice."""
+    steps: list[tuple[int, dict[str, Any]]] = []
+    for event in JournalReading(run / JOURNAL_FILE_NAME):
+        if event.kind == "step":
+            figures = {name: event.facts[name] for name in COMPARED_FIGURES if name in event.facts}
+            steps.append((event.step, figures))
+        elif event.kind == "eval":
+            _, figures = steps[-1]
+            figures[event.facts["metric"]] = event.facts["value"]
+    return steps
+
+
+def _resumed_from(steps: Sequence[int]) -> int:
+    """Return the step before the first repeated one, or the last step if none was repeated."""
+    return next(
+        (after - 1 for before, after in itertools.pairwise(steps) if after <= before), max(steps)
+    )
+
+
+def _different_figure(
+    straight: Sequence[tuple[int, Any]], resumed: Sequence[tuple[int, Any]]
+) -> str | None:
+    expected = dict(straight)
+    for step, figures in resumed:
+        for name in COMPARED_FIGURES:
+            first = expected.get(step, {}).get(name)
+            second = figures.get(name)
+            both_nan = first != first and second != second
+            if first != second and not both_nan:
+                return f"{name} of step {step} is {first!r} straight and {second!r} resumed"
+    missing = sorted(expected.keys() - dict(resumed).keys())
+    return f"step {missing[0]} was not trained after the resume" if missing else None
+
+
+def _different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -> str | None:
+    if missing := sorted(straight.keys() ^ resumed.keys()):
+        return f"{missing[0]} is in one of the two final states alone"
+    for name, first in straight.items():
+        second = resumed[name]
+        if (
+            first.shape != second.shape
+            or first.dtype != second.dtype
+            or not _same_bits(first, second)
+        ):
+            return f"{name} differs in the final state"
+    return None
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(
+        *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    )
+
+
+def _train(
+    words: Sequence[str],
+    *,
+    config: str | None,
+    kill_at: int | None = None,
+    resume: str | None = None,
+) -> None:
+    package = __package__ or ""
+    root = str(Path(__file__).resolve().parents[len(package.split("."))])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    order = json.dumps(
+        {"config": config, "words": list(words), "kill_at": kill_at, "resume": resume}
+    )
+    command = [sys.executable, "-m", f"{package}.resume_check", order]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    expected = 0 if kill_at is None else -signal.SIGKILL
+    if done.returncode != expected:
+        errors = done.stderr.strip().splitlines()
+        reason = errors[-1] if errors else f"status {done.returncode}"
+        raise ValueError(f"the training did not run: {reason}")
+
+
+def _train_here(order: dict[str, Any]) -> None:
+    """Train one run in this process, and kill it at the step `kill_at`."""
+
+    @contextlib.contextmanager
+    def kill_at_step(run: TrainingRun) -> Iterator[Hook]:
+        def after_step(report: StepReport) -> None:
+            if report.step == order["kill_at"]:
+                # Finish saves first, so that the resume step does not depend on disk speed.
+                run.policy.finish()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        yield after_step
+
+    config = load_config(order["config"], order["words"])
+    train(config, resume=order["resume"], watch=[kill_at_step])
+
+
+# ------------------------------------------------------------------------------
+# Command `runs resume-check`: check that a killed and resumed run is bit-equal.
+# ------------------------------------------------------------------------------
+
+
+@click.command("resume-check")
+@model_option("model", more="Same as model=.")
+@click.option(
+    "--config", type=click.Path(dir_okay=False, exists=True), help="YAML configuration file."
+)
+@click.option(
+    "--steps", default=12, type=click.IntRange(3), show_default=True, help="Steps of each run."
+)
+@click.option(
+    "--kill-at",
+    type=click.IntRange(2),
+    help="Step in which the second run is killed; default: two thirds of the steps.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(1),
+    help="Steps between saves; default: half of --kill-at.",
+)
+@click.option("--out", type=click.Path(file_okay=False), help="Keep the runs in this new folder.")
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@JSON_OPTION
+def resume_check_command(
+    model: str | None,
+    config: str | None,
+    steps: int,
+    kill_at: int | None,
+    save_every: int | None,
+    out: str | None,
+    words: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    """Check that a resumed run is bit-equal.
+
+    Trains once straight through, and once killed with SIGKILL and resumed, and compares every
+    figure and the final state.
+
+    Exit status: 0 equal, 1 not equal, 2 wrong usage.
+    """
+    kill_step = kill_at or max(2, steps * 2 // 3)
+    given = [*words, *([f"model={model}"] if model else [])]
+    with contextlib.ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resume-check-")))
+        else:
+            folder = Path(out)
+            if folder.exists() and any(folder.iterdir()):
+                raise UnusableInput(f"{out} is not empty: give a new folder")
+        try:
+            show_message = stack.enter_context(progress_of())
+            show_message("straight, killed, resumed")
+            every = save_every or max(1, kill_step // 2)
+            facts = provenance(choose_device(load_config(config, given).device))
+            result = resume_check(
+                folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
+            )
+        except ValueError as error:
+            raise UnusableInput(
+                "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+            ) from error
+
+    repeated = result.killed_at - result.resumed_from
+    console = console_for(json_path)
+    console.print(
+        f"{steps} steps, killed in step {kill_step}, resumed from step {result.resumed_from}: "
+        f"{repeated} done again"
+    )
+    verdict = f"equal: {result.figures} figures and {result.tensors} tensors"
+    if not result.equal:
+        verdict = "\n".join(textwrap.wrap(f"NOT equal: {result.difference}", 80))
+    console.print(verdict, markup=False)
+    end(json_path, facts | result.to_json(), well=result.equal)
+
+
+if __name__ == "__main__":
+    _train_here(json.loads(sys.argv[1]))

@@ -1,0 +1,452 @@
+"""The runs commands: list, show, verify and estimate.
+
+Proof: `python -m pytest tests/cli/test_runs_command.py`.
+"""
+
+import contextlib
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from ..core.wording import format_bytes, write_json
+from ..runs.history import History, read_history
+from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
+from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, read_manifest, what_runs_there_are
+from ..runs.policy_config import PolicyConfig
+from ..runs.ranks import DamagedCheckpoint
+from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk, free_bytes
+from ..runs.store import SavedRun
+from ..workloads.load import load_workload
+from ..workloads.workload import Case
+from .main import LazyGroup
+from .options import UnusableInput, json_option, model_option
+
+# ------------------------------------------------------------------------------
+# Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
+# ------------------------------------------------------------------------------
+
+COUNT_SUFFIXES = ((10**9, "B"), (10**6, "M"), (1, ""))
+DISK_SIZE_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
+
+
+def run_row(run: SavedRun, name: str) -> dict[str, Any]:
+    """Summarize the checkpoints of a run in one row."""
+    checkpoints = [saved for kind in CHECKPOINT_KINDS for saved in run.committed(kind)]
+    counts = dict.fromkeys(CHECKPOINT_KINDS, 0)
+    for saved in checkpoints:
+        counts[saved.serves_as] += 1
+    newest = run.latest()
+    return {
+        "run": name,
+        "latest": newest.step if newest else None,
+        **counts,
+        "bytes": sum(saved.num_bytes for saved in checkpoints),
+        "damaged": sum(len(run.damaged(kind)) for kind in CHECKPOINT_KINDS),
+    }
+
+
+def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
+    """Return a row for every checkpoint of a run, damaged ones included."""
+    rows = []
+    checkpoints = [saved for kind in CHECKPOINT_KINDS for saved in run.committed(kind)]
+    for kind in CHECKPOINT_KINDS:
+        rows += [_checkpoint(run, saved) for saved in checkpoints if saved.serves_as == kind]
+        rows += [
+            {
+                "kind": kind,
+                "step": None,
+                "metric": None,
+                "bytes": 0,
+                "date": "",
+                "folder": folder,
+                "damaged": why,
+            }
+            for folder, why in run.damaged(kind).items()
+        ]
+    return rows
+
+
+def _checkpoint(run: SavedRun, saved: SavedCheckpoint) -> dict[str, Any]:
+    metric = None if saved.metric is None else f"{saved.metric.name} {saved.metric.value:.6g}"
+    if saved.serves_as != saved.kind:
+        metric = "parameters only"
+    return {
+        "kind": saved.serves_as,
+        "step": saved.step,
+        "metric": metric,
+        "bytes": saved.num_bytes,
+        "date": str(read_manifest(run.files, saved.folder).about.get("date", "")),
+        "folder": saved.folder,
+        "damaged": None,
+    }
+
+
+def runs_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("run", "latest", *CHECKPOINT_KINDS, "size", "damaged")
+    for row in rows:
+        latest = "none" if row["latest"] is None else str(row["latest"])
+        counts = [str(row[kind]) for kind in CHECKPOINT_KINDS]
+        table.add_row(
+            row["run"], latest, *counts, format_bytes(row["bytes"]), str(row["damaged"] or "")
+        )
+    return table
+
+
+def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
+    table = _table("kind", "step", "size", "date", "metric")
+    for row in rows:
+        if row["damaged"]:
+            table.add_row(row["kind"], "damaged", "", "", row["damaged"], style="red")
+        else:
+            date = row["date"].replace("T", " ").removesuffix("+00:00")
+            table.add_row(
+                row["kind"], str(row["step"]), format_bytes(row["bytes"]), date, row["metric"] or ""
+            )
+    return table
+
+
+def estimate_table(found: DiskEstimate) -> Table:
+    count, letter = next(
+        (found.parameters / factor, letter)
+        for factor, letter in COUNT_SUFFIXES
+        if found.parameters >= factor
+    )
+    unit, unit_bytes = next((unit, size) for unit, size in DISK_SIZE_UNITS if found.most >= size)
+    table = _table(f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit)
+    lines = {
+        "one checkpoint: weights, moments, other state": found.checkpoint,
+        "one best-K checkpoint: weights only": found.best,
+        **{f"retained as {kind}": num_bytes for kind, num_bytes in found.kept.items()},
+        "retained in total": found.total,
+        "extra while one is written": found.in_flight,
+        "space needed on the volume": found.most,
+    }
+    for label, num_bytes in lines.items():
+        size = num_bytes / unit_bytes
+        table.add_row(label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, name in enumerate(columns):
+        last = number == len(columns) - 1 and name in ("metric", "damaged")
+        numeric = name in ("latest", "step", "size", *dict(DISK_SIZE_UNITS), *CHECKPOINT_KINDS)
+        table.add_column(
+            name,
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=not last and number > 0,
+        )
+    return table
+
+
+# ------------------------------------------------------------------------------
+# Summary of a run's attempts: how each began and ended, and its unusual events.
+# ------------------------------------------------------------------------------
+
+STORY_EVENT_KINDS = ("spike", "skip", "warning")
+MOST_EVENTS_OF_KIND = 6  # events of a kind to print per attempt
+MOST_ATTEMPTS = 20
+
+
+def story(history: History) -> list[dict[str, Any]]:
+    """Return a row for each attempt, with its spikes, skips and warnings."""
+    rows = []
+    for attempt in history.attempts:
+        events: list[dict[str, Any]] = [
+            {"step": event.step, "kind": kind, "reason": str(event.facts.get("reason", ""))}
+            for kind in STORY_EVENT_KINDS
+            for event in _events(history, kind)
+            if event.attempt == attempt.number
+        ]
+        rows.append(
+            {
+                "attempt": attempt.number,
+                "began": attempt.kind,
+                "from_step": attempt.step,
+                "to_step": attempt.last_step,
+                "ended": attempt.ended,
+                "events": sorted(events, key=lambda row: row["step"]),
+            }
+        )
+    return rows
+
+
+def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Format the rows at 80 columns; an attempt without events takes one line."""
+    if len(rows) > MOST_ATTEMPTS:
+        yield f"{len(rows) - MOST_ATTEMPTS} earlier attempts, which --json has"
+    for row in rows[-MOST_ATTEMPTS:]:
+        ended = f"ended by {printable(row['ended'])}" if row["ended"] else "no record of its end"
+        if row["attempt"] != rows[-1]["attempt"] and row["ended"] is None:
+            next_row = rows[row["attempt"]]  # attempts count from 1
+            if next_row["began"] == "rollback":
+                ended = "rolled back"
+        line = (
+            f"attempt {row['attempt']}: {row['began']} at step {row['from_step']}, "
+            f"up to {row['to_step']}, {ended}"
+        )
+        yield from textwrap.wrap(line, 80, subsequent_indent="  ")
+
+        for kind in STORY_EVENT_KINDS:
+            events = [event for event in row["events"] if event["kind"] == kind]
+            for event in events[:MOST_EVENTS_OF_KIND]:
+                line = f"step {event['step']}, {kind}: {printable(event['reason'])}"
+                yield from textwrap.wrap(line, 80, initial_indent="  ", subsequent_indent="    ")
+            if len(events) > MOST_EVENTS_OF_KIND:
+                yield f"  and {len(events) - MOST_EVENTS_OF_KIND} more of {kind}"
+
+
+def _events(history: History, kind: str) -> list[Event]:
+    return history.marks[kind].events if kind in history.marks else []
+
+
+# ------------------------------------------------------------------------------
+# Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
+# ------------------------------------------------------------------------------
+
+JSON_OPTION = json_option("Write the results; - is standard output.")
+IN_MODULES = {
+    "diff": "runs_diff:diff_command",
+    "plot": "runs_plot:plot_command",
+    "resume-check": "resume_check:resume_check_command",
+    "spike-check": "spike_check:spike_check_command",
+}
+RUN_ARGUMENT = click.argument("run", metavar="RUN")
+
+
+@click.group("runs", cls=LazyGroup, lazy=IN_MODULES)
+def runs_command() -> None:
+    """Inspect saved states and journals of runs.
+
+    Exit status: 0 all well, 1 damaged or not equal, 2 wrong usage.
+    """
+
+
+@runs_command.command("list")
+@click.argument("folder", default="runs")
+@JSON_OPTION
+def list_command(folder: str, json_path: str | None) -> None:
+    """List runs and their saved states.
+
+    The files of the saved states in FOLDER are not all read; `verify` reads them.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
+    rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if _is_run(path)]
+    console = console_for(json_path)
+    console.print(runs_table(rows) if rows else f"{folder} holds no run")
+    end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
+
+
+@runs_command.command("show")
+@RUN_ARGUMENT
+@JSON_OPTION
+def show_command(run: str, json_path: str | None) -> None:
+    """Show checkpoints, damage, attempts and events of a run."""
+    saved = _open(run)
+    rows = checkpoint_rows(saved)
+    newest = saved.latest()
+    attempts, journal_error = _told(saved)
+
+    console = console_for(json_path)
+    console.print(checkpoints_table(rows))
+    console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
+    for line in story_lines(attempts):
+        console.print(line, markup=False)
+    if journal_error:
+        console.print(journal_error, markup=False)
+
+    facts = {
+        "run": run,
+        "latest": newest.folder if newest else None,
+        "checkpoints": rows,
+        "attempts": attempts,
+    }
+    end(json_path, facts, well=not any(row["damaged"] for row in rows))
+
+
+@runs_command.command("verify")
+@RUN_ARGUMENT
+@click.argument("checkpoint", required=False)
+@JSON_OPTION
+def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> None:
+    """Verify every file of a run, or of one CHECKPOINT.
+
+    CHECKPOINT is latest, or a folder such as rollback/step-00000500.dcp.
+    """
+    saved = _open(run)
+    try:
+        if checkpoint is None:
+            folders = [row["folder"] for row in checkpoint_rows(saved)]
+        else:
+            folders = [saved.folder_of(checkpoint)]
+    except (ValueError, DamagedCheckpoint) as error:
+        raise UnusableInput(str(error)) from error
+
+    errors: dict[str, str | None] = {}
+    with progress_of() as show_message:
+        for folder in folders:
+            show_message(folder)
+            try:
+                saved.verify(folder)
+                errors[folder] = None
+            except DamagedCheckpoint as error:
+                errors[folder] = str(error)
+
+    damaged = {folder: why for folder, why in errors.items() if why}
+    console = console_for(json_path)
+    for folder, why in damaged.items():
+        console.print(f"damaged: {folder}", style="red", markup=False)
+        console.print(textwrap.indent("\n".join(textwrap.wrap(why, 76)), "  "), markup=False)
+    console.print(f"{len(errors) - len(damaged)} of {len(errors)} checkpoints intact")
+    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(errors)}, well=not damaged)
+
+
+def _told(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
+    """Return the attempts in a run's journal, and an error text if it can't be read.
+
+    A run without a journal gives neither.
+    """
+    path = Path(saved.files.location(""), JOURNAL_FILE_NAME)
+    if not path.exists():
+        return [], ""
+    try:
+        return story(read_history(path)), ""
+    except JournalError as error:
+        return [], "\n".join(textwrap.wrap(printable(str(error)), 80))
+
+
+def _open(run: str) -> SavedRun:
+    """Open a run given by folder, by URL, or by name in `runs`."""
+    if "://" in run or _is_run(Path(run)):
+        return SavedRun(run)
+    if _is_run(Path("runs", run)):
+        return SavedRun(Path("runs", run))
+
+    root = Path(run).parent if Path(run).parent.name else Path("runs")
+    names = [path.name for path in root.glob("*/") if _is_run(path)]
+    if names:
+        advice = what_runs_there_are(Path(run).name, names, root=root)
+    else:
+        advice = f"give a folder that holds {', '.join(CHECKPOINT_KINDS)} or {JOURNAL_FILE_NAME}, such as runs/run-001"
+    message = printable(f"{run} is no run: {advice}", longest=1000)
+    raise UnusableInput("\n".join(textwrap.wrap(message, 73, break_on_hyphens=False)))
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder is a run; one that has saved nothing yet may have a journal."""
+    return (
+        any((path / kind).is_dir() for kind in CHECKPOINT_KINDS)
+        or (path / JOURNAL_FILE_NAME).is_file()
+    )
+
+
+def console_for(json_path: str | None) -> Console:
+    return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
+
+
+@contextlib.contextmanager
+def progress_of() -> Iterator[Callable[[str], None]]:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda words: progress.update(task, description=words)
+
+
+def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
+    if json_path:
+        write_json(json_path, facts)
+    sys.exit(0 if well else 1)
+
+
+# ------------------------------------------------------------------------------
+# Command `runs estimate`: disk space that a checkpoint policy needs.
+# ------------------------------------------------------------------------------
+
+
+@runs_command.command("estimate")
+@click.option(
+    "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
+)
+@model_option("model", more="Its parameters are counted.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(STATE_BYTES_PER_PARAMETER)),
+    default="float32",
+    show_default=True,
+    help="Type of the weights.",
+)
+@click.option(
+    "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
+)
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@json_option()
+def estimate_command(
+    parameters: str | None,
+    model: str | None,
+    dtype: str,
+    folder: str | None,
+    words: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    """Estimate the disk space that a checkpoint policy needs.
+
+    KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
+    estimated, 1 the volume of --folder is too small, 2 wrong usage.
+    """
+    try:
+        if (parameters is None) == (model is None):
+            raise ValueError("give --parameters or --model")
+        number = _count(model) if model else int(float(parameters or 0))
+        estimate = estimate_disk(number, PolicyConfig.from_config(_block(words)), dtype=dtype)
+    except (ValueError, OverflowError) as error:
+        raise UnusableInput(str(error)) from error
+    console = Console(stderr=json_path == "-", highlight=False)
+    console.print(estimate_table(estimate))
+    for line in estimate.advice:
+        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+
+    facts = estimate.to_json()
+    enough = True
+    if folder is not None:
+        free = free_bytes(SavedRun(folder).files, "recovery")
+        enough = free is None or free >= estimate.most
+        facts["free"] = free
+        console.print(
+            f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if enough else 'not enough'}"
+        )
+    if json_path:
+        write_json(json_path, facts)
+    sys.exit(0 if enough else 1)
+
+
+def _block(words: Sequence[str]) -> dict[str, Any]:
+    block: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.removeprefix("checkpoint.").partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} sets nothing: write key=value, such as rollback_every=100")
+        *outer, last = key.split(".")
+        inner = block
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = yaml.safe_load(text)
+    return block
+
+
+def _count(model: str) -> int:
+    return sum(parameter.numel() for parameter in Case(load_workload(model)).build().parameters())

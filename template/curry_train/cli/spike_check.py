@@ -1,0 +1,536 @@
+"""The spike-check command: plant a loss spike, and compare recovery with a clean run.
+
+The same run is trained three ways. `recovered` has the watchdog; `without` never sees the samples
+that the watchdog skipped, and must be equal to the bit; `through` trains on the bad samples. If the
+watchdog finds no spike, only `recovered` is trained. The bad samples are those of some windows:
+integers are drawn anew, and floating-point values are multiplied by a hundred.
+
+Proof: `python -m pytest tests/cli/test_spike_check.py`.
+"""
+
+import contextlib
+import math
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from ..config import Config, load_config
+from ..core.wording import provenance, unheard, write_json
+from ..data import Dataset
+from ..loop import StepReport
+from ..runs.history import read_history
+from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
+from ..runs.policy_config import SpikeConfig
+from ..runs.ranks import RunError
+from ..runs.spike import Limit, SpikeWatchdog
+from ..trainer import Hook, TrainingRun, Watch, open_run, train_run
+from ..workloads.load import load_workload
+from ..workloads.workload import map_tensors
+from .console import clock, require_matplotlib
+from .options import UnusableInput, choose_device, json_option, model_option, plot_option
+from .resume_check import final_tensors
+from .runs_plot import plot_runs
+
+# ------------------------------------------------------------------------------
+# Check that a run recovers from a loss spike, with bad samples planted into the data.
+# ------------------------------------------------------------------------------
+
+LEAST_THRESHOLD = 3.0  # a lower threshold raises alarms on healthy losses
+PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
+# Silenced loggers; the result has the same information.
+SILENCED_LOGGERS = ("curry_train.trainer", "curry_train.runs.policy")
+RECOVERED_RUN_NAME = "recovered"
+WITHOUT_RUN_NAME = "without"
+THROUGH_RUN_NAME = "through"
+
+
+@dataclass(frozen=True)
+class PlantedSpike:
+    """Dataset with some bad samples."""
+
+    dataset: Dataset
+    bad: frozenset[int]
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, samples: Sequence[int]) -> Any:
+        batch = self.dataset.batch(samples)
+        rows = [row for row, sample in enumerate(samples) if int(sample) in self.bad]
+        if not rows:
+            return batch
+        generator = torch.Generator().manual_seed(self.seed + int(samples[rows[0]]))
+
+        def spoil(tensor: Tensor) -> Tensor:
+            if not tensor.dim() or len(tensor) != len(samples) or tensor.dtype == torch.bool:
+                return tensor
+            spoiled = tensor.clone()
+            if tensor.is_floating_point():
+                spoiled[rows] = tensor[rows] * PLANTED_VALUE_FACTOR
+            else:
+                low = int(tensor.min())
+                high = int(tensor.max()) + 1
+                shape = tensor[rows].shape
+                spoiled[rows] = torch.randint(
+                    low, high, shape, generator=generator, dtype=tensor.dtype
+                )
+            return spoiled
+
+        return map_tensors(batch, spoil)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """Figures of the watchdog for planted samples that it did not find."""
+
+    # Loss above the watchdog's level, at the bad steps and `patience` steps after them.
+    rises: tuple[float, ...]
+    # The watchdog's limit at the first bad step.
+    limit: Limit
+    # Most steps in a row with a rise above their limit.
+    in_a_row: int
+    threshold: float
+    least_rise: float
+    patience: int
+
+    @property
+    def advice(self) -> str:
+        """The settings that would have found the spike, or why none would."""
+        stretches = [
+            self.rises[end - self.patience : end]
+            for end in range(self.patience, len(self.rises) + 1)
+        ]
+        # The largest rise that lasted for `patience` steps.
+        sustained = max((min(stretch) for stretch in stretches), default=0.0)
+        reachable = 0.95 * (sustained - self.limit.drift)
+        if reachable <= 0 and self.in_a_row:
+            return (
+                f"plant at least {self.patience} bad steps with --windows, or set "
+                f"spike.patience={self.in_a_row}"
+            )
+        if reachable <= 0 or reachable * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
+            return "no setting: these bad samples raise the loss by no more than its noise"
+
+        settings = []
+        if self.limit.by_noise > reachable:
+            threshold = self.threshold * reachable / self.limit.by_noise
+            settings.append(f"spike.threshold={_rounded_down(threshold)}")
+        if self.limit.by_level > reachable:
+            least_rise = self.least_rise * reachable / self.limit.by_level
+            settings.append(f"spike.least_rise={_rounded_down(least_rise)}")
+        return "set " + " and ".join(settings)
+
+
+@dataclass(frozen=True)
+class SpikeCheck:
+    """Result of `spike_check`."""
+
+    steps: int
+    # First and last bad step.
+    planted: tuple[int, int]
+    patience: int
+    rollbacks: int
+    # Steps from the first bad one to the one in which the spike was found, both counted.
+    found_after: int | None
+    back_to: int | None
+    # Ranges of skipped data positions.
+    skipped: tuple[tuple[int, int], ...]
+    # Last losses of each run.
+    losses: dict[str, float]
+    # Last dev loss of each run, None where it was not measured.
+    dev_losses: dict[str, float | None]
+    # First difference between `recovered` and `without`, None if equal or not compared.
+    difference: str | None
+    # None where the spike was found.
+    missed: Missed | None = None
+
+    @property
+    def held(self) -> bool:
+        return self.rollbacks > 0 and self.difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"held": self.held}
+
+
+def spike_check(
+    folder: Path,
+    words: Sequence[str],
+    *,
+    steps: int,
+    at: int,
+    num_windows: int,
+    config: str | None = None,
+    watch: Sequence[Watch] = (),
+) -> SpikeCheck:
+    """Train with these configuration words in `folder` and check the recovery.
+
+    The samples of `num_windows` windows are bad, from that of step `at` on.
+    """
+    given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
+    spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
+    plant = _Plant(at, num_windows)
+    last = at + num_windows - 1
+
+    def train_as(name: str, *more_words: str) -> tuple[dict[int, float], float | None]:
+        _train(load_config(config, [*given, *more_words, f"name={name}"]), plant, watch)
+        return _figures(folder / f"{name}-001")
+
+    with unheard(*SILENCED_LOGGERS):
+        figures = {RECOVERED_RUN_NAME: train_as(RECOVERED_RUN_NAME)}
+        events = list(JournalReading(folder / f"{RECOVERED_RUN_NAME}-001" / JOURNAL_FILE_NAME))
+        spikes = [event for event in events if event.kind == "spike"]
+        rollbacks = [event for event in events if event.kind == "rollback"]
+        skips = tuple(
+            (event.facts["start"], event.facts["stop"]) for event in events if event.kind == "skip"
+        )
+        if rollbacks:
+            skip_word = f"data.skip={[list(pair) for pair in skips]}"
+            figures[WITHOUT_RUN_NAME] = train_as(WITHOUT_RUN_NAME, "spike.action=none", skip_word)
+            figures[THROUGH_RUN_NAME] = train_as(THROUGH_RUN_NAME, "spike.action=none")
+
+    difference = None
+    missed = None
+    recovered_losses = figures[RECOVERED_RUN_NAME][0]
+    if rollbacks:
+        difference = _difference(folder, recovered_losses, figures[WITHOUT_RUN_NAME][0])
+    else:
+        missed = missed_spike(recovered_losses, spike, first=at, last=last)
+    return SpikeCheck(
+        steps=steps,
+        planted=(at, last),
+        patience=spike.patience,
+        rollbacks=len(rollbacks),
+        found_after=spikes[0].step - at + 1 if spikes else None,
+        back_to=rollbacks[0].step if rollbacks else None,
+        skipped=skips,
+        losses={name: list(losses.values())[-1] for name, (losses, _) in figures.items()},
+        dev_losses={name: dev for name, (_, dev) in figures.items()},
+        difference=difference,
+        missed=missed,
+    )
+
+
+def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
+    """Return the watchdog's settings; raise ValueError if it could not judge these windows."""
+    steps = config.steps
+    spike = config.spike
+    last = at + num_windows - 1
+    if not 1 <= at <= last <= steps:
+        raise ValueError(
+            f"bad windows {at} to {last} are not all among the {steps} steps: lower --at"
+        )
+    if spike.lower_rate is not None or not spike.rolls_back:
+        raise ValueError(
+            "the check needs spike.action=rollback without spike.lower_rate, which changes the "
+            "training after the spike"
+        )
+    if at <= (judged := spike.judges_after):
+        raise ValueError(
+            f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} "
+            "on: give --at and --steps above that, or a smaller spike.window"
+        )
+    return spike
+
+
+def missed_spike(
+    losses: Mapping[int, float], config: SpikeConfig, *, first: int, last: int
+) -> Missed:
+    """Replay the losses through a watchdog to find out how they compared with its limits."""
+    watchdog = SpikeWatchdog(config)
+    limits: list[Limit] = []
+    rises: list[float] = []
+    in_a_row = 0
+    longest = 0
+    for step, loss in losses.items():
+        limit = watchdog.limit()
+        if first <= step <= last + config.patience and limit is not None:
+            limits.append(limit)
+            rises.append(loss - limit.level)
+            in_a_row = in_a_row + 1 if rises[-1] > limit.rise else 0
+            longest = max(longest, in_a_row)
+        watchdog.observe(step, loss)
+    return Missed(
+        tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience
+    )
+
+
+def _rounded_down(value: float) -> float:
+    """Round down to two digits, so that the value is easy to type."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.floor(value / unit) * unit:.2g}")
+
+
+class _Plant:
+    """Make the samples at the positions of some windows bad, the same ones in each run."""
+
+    def __init__(self, at: int, num_windows: int) -> None:
+        self.at = at
+        self.num_windows = num_windows
+
+    def __call__(self, stream: Any, seed: int) -> None:
+        size = stream.batch_size
+        positions = range((self.at - 1) * size, (self.at - 1 + self.num_windows) * size)
+        bad = frozenset(int(sample) for sample in stream.order(list(positions)))
+        stream.dataset = PlantedSpike(stream.dataset, bad, seed)
+
+
+def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> None:
+    with open_run(config) as run:
+        plant(run.parts.stream, config.seed)
+        trained = train_run(run, watch=watch)
+    report = trained.report
+    if not report.finished:
+        raise RunError(
+            f"the training of {trained.folder.name} was ended after step {report.step} of "
+            f"{config.steps} by {report.ended_by}, so nothing was checked"
+        )
+
+
+def _figures(run: Path) -> tuple[dict[int, float], float | None]:
+    """Return the losses without those that were rolled back, and the last dev loss."""
+    losses: dict[int, float] = {}
+    dev: float | None = None
+    for event in JournalReading(run / JOURNAL_FILE_NAME):
+        if event.kind == "rollback":
+            losses = {step: loss for step, loss in losses.items() if step <= event.step}
+        elif event.kind == "step":
+            losses[event.step] = event.facts["loss"]
+        elif event.kind == "eval":
+            dev = event.facts["value"]
+    return losses, dev
+
+
+def _difference(folder: Path, recovered: dict[int, float], without: dict[int, float]) -> str | None:
+    for step in sorted(recovered.keys() | without.keys()):
+        first = recovered.get(step)
+        second = without.get(step)
+        if first != second:
+            return (
+                f"the loss of step {step} is {first!r} recovered and {second!r} in the run that "
+                "never saw the samples"
+            )
+
+    recovered_state = final_tensors(folder / f"{RECOVERED_RUN_NAME}-001")
+    without_state = final_tensors(folder / f"{WITHOUT_RUN_NAME}-001")
+    for name in sorted(recovered_state.keys() | without_state.keys()):
+        ours = recovered_state.get(name)
+        theirs = without_state.get(name)
+        if ours is None or theirs is None or not torch.equal(ours, theirs):
+            return f"{name} differs in the final state"
+    return None
+
+
+# ------------------------------------------------------------------------------
+# Command `runs spike-check`: plant bad samples and check the recovery from the spike.
+# ------------------------------------------------------------------------------
+
+NUM_TIMED_STEPS = 5  # steps to time before the total time is estimated
+MOST_RISES = 6  # rises of the loss to print
+
+
+@click.command("spike-check")
+@model_option("model", more="Same as model=.")
+@click.option(
+    "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
+)
+@click.option(
+    "--steps", type=click.IntRange(18), default=240, show_default=True, help="Steps of each run."
+)
+@click.option(
+    "--at", type=click.IntRange(2), help="First bad step; default: two thirds of the steps."
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Number of steps with bad samples.",
+)
+@plot_option("Draw loss, dev loss and events of the runs as PNG.")
+@click.option(
+    "--runs",
+    "keep_path",
+    type=click.Path(file_okay=False),
+    help="Keep the runs in this new folder.",
+)
+@json_option()
+@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+def spike_check_command(
+    model: str | None,
+    config: str | None,
+    steps: int,
+    at: int | None,
+    windows: int,
+    plot_path: str | None,
+    keep_path: str | None,
+    json_path: str | None,
+    words: tuple[str, ...],
+) -> None:
+    """Check the recovery from a loss spike.
+
+    Plants bad samples and trains with the watchdog, without the skipped samples, and through the
+    bad samples. If the watchdog finds no spike, only the first run is trained.
+
+    Exit status: 0 found and recovered to the bit, 1 not, 2 wrong usage.
+    """
+    every = max(1, steps // 8)
+    at = at or steps * 2 // 3
+    given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
+    if model:
+        given.append(f"model={model}")
+    console = Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
+
+    with contextlib.ExitStack() as stack:
+        if keep_path:
+            folder = Path(keep_path)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spike-check-")))
+        if folder.exists() and any(folder.iterdir()):
+            raise UnusableInput(f"{folder} is not empty: give a new folder")
+        try:
+            settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
+            check_settings(settings, at=at, num_windows=windows)
+            load_workload(settings.model)  # a wrong model is reported before a missing package
+            if plot_path:
+                _require_matplotlib()
+            facts = provenance(choose_device(settings.device))
+            watch = stack.enter_context(_progress(steps))
+            result = spike_check(
+                folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
+            )
+            if plot_path:
+                _draw(result, folder, plot_path)
+        except (ValueError, RunError) as error:
+            raise UnusableInput(
+                "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
+            ) from error
+
+    for line in describe_spike_check(result):
+        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+    if plot_path:
+        console.print(f"drawn as {plot_path}", markup=False)
+    if json_path:
+        write_json(json_path, facts | result.to_json())
+    sys.exit(0 if result.held else 1)
+
+
+def describe_spike_check(found: SpikeCheck) -> Iterator[str]:
+    """Describe the result in lines."""
+    first, last = found.planted
+    yield f"planted: bad samples in steps {first} to {last} of {found.steps}"
+    if found.missed is not None:
+        yield from _describe_missed(found.missed, last - first + 1)
+        return
+    skipped = ", ".join(f"{start} to {stop - 1}" for start, stop in found.skipped)
+    yield f"found {found.found_after} steps after the first, with patience {found.patience}"
+    times = "once" if found.rollbacks == 1 else f"{found.rollbacks} times"
+    yield f"went back to step {found.back_to}, {times}, without the samples at positions {skipped}"
+    for name, words in (
+        (RECOVERED_RUN_NAME, "recovered"),
+        (WITHOUT_RUN_NAME, "never saw them"),
+        (THROUGH_RUN_NAME, "trained through"),
+    ):
+        dev = found.dev_losses[name]
+        dev_loss = "" if dev is None else f", dev loss {dev:.4f}"
+        yield f"{words:>15}: loss {found.losses[name]:.4f}{dev_loss}"
+    if found.difference is None:
+        yield "equal to the bit to the run that never saw them"
+    else:
+        yield f"NOT equal to the run that never saw them: {found.difference}"
+
+
+def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
+    limit = missed.limit
+    rises = ", ".join(f"{rise:+.3g}" for rise in missed.rises[:num_bad][:MOST_RISES])
+    if num_bad > MOST_RISES:
+        rises += ", ..."
+    steps = "bad step" if num_bad == 1 else f"{num_bad} bad steps"
+    long_enough = " for long enough" if missed.in_a_row else ""
+    yield f"NOT found: the loss did not rise enough{long_enough}"
+    yield f"it rose by {rises} in the {steps}, over a level of {limit.level:.4g}"
+    yield (
+        f"needed: more than {limit.rise:+.3g} in {missed.patience} steps in a row "
+        f"(spike.patience); there were {missed.in_a_row}"
+    )
+    drift = f", plus {limit.drift:.2g} by which it was already rising" if limit.drift else ""
+    yield (
+        f"that is the larger of {missed.threshold:g} times the noise (spike.threshold), "
+        f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
+        f"(spike.least_rise), {limit.by_level:.2g}{drift}"
+    )
+    yield f"to find it: {missed.advice}"
+
+
+def _require_matplotlib() -> None:
+    try:
+        require_matplotlib()
+    except RuntimeError as error:
+        raise UnusableInput(str(error)) from error
+
+
+def _draw(found: SpikeCheck, folder: Path, path: str) -> None:
+    """Draw all three runs, or the first one if no spike was found."""
+    first, last = found.planted
+    names: tuple[str, ...] = (RECOVERED_RUN_NAME,)
+    outcome = "not found: one run, through them"
+    if found.rollbacks:
+        names = (THROUGH_RUN_NAME, WITHOUT_RUN_NAME, RECOVERED_RUN_NAME)
+        outcome = "found: three runs"
+    histories = [read_history(folder / f"{name}-001", name=name) for name in names]
+    plot_runs(histories, path, title=f"bad samples in steps {first} to {last}, {outcome}")
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Watch]:
+    """Print an estimate of the total time, then show a bar, or a line per run off a terminal."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = (
+        BarColumn(12),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=3 * steps)
+        steps_before = 0
+
+        @contextlib.contextmanager
+        def watch(run: TrainingRun) -> Iterator[Hook]:
+            nonlocal steps_before
+            began = time.perf_counter()
+            after_first = 0.0
+
+            def advance(report: StepReport) -> None:
+                nonlocal after_first
+                if report.step == 1:
+                    # The estimate leaves out the first step, which takes much longer.
+                    after_first = time.perf_counter()
+                elif report.step == NUM_TIMED_STEPS and not steps_before:
+                    step_seconds = (time.perf_counter() - after_first) / (NUM_TIMED_STEPS - 1)
+                    total = clock(3 * steps * step_seconds)
+                    console.print(f"three trainings of {steps} steps, about {total} in all")
+                completed = steps_before + report.step
+                progress.update(task, completed=completed, description=run.folder.name)
+
+            yield advance
+            steps_before += steps
+            if not console.is_terminal:
+                console.print(
+                    f"{run.folder.name}: {steps} steps in {clock(time.perf_counter() - began)}"
+                )
+
+        yield watch

@@ -1,0 +1,262 @@
+"""Render a pytest file in which every gate is a test of the user's model.
+
+    recipe = Recipe("my_model:build", out=Path("tests/test_gates.py"))
+    text = render(recipe, script="scripts/gen_checkpoint_tests.py")
+
+The text depends on the recipe alone, so a file can be compared with a fresh one.
+Proof: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
+"""
+
+import difflib
+import fnmatch
+import importlib
+import json
+import os
+import re
+import shlex
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePath
+from string import Template
+
+from .. import __version__
+from ..core.blocks import find_blocks
+from ..gates.verdict import no_such_gate
+from ..workloads.load import load_workload
+from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.workload import Case, WorkloadError
+
+DEFAULT_PACKAGE_NAME = "curry_train"
+GENERATED_FILE_MARK = "Written by gen_checkpoint_tests.py of curry-train"
+SCRIPT_PATTERN = re.compile(r"python '?[^\n]*?gen_checkpoint_tests\.py'?")
+GENERATED_LINE_WIDTH = 88  # formatters leave lines up to this length unchanged by default
+DEVICE_EXPRESSIONS = {
+    "auto": 'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+    "cpu": 'torch.device("cpu")',
+    "cuda": 'torch.device("cuda")',
+}
+WITHOUT_CUDA = '    if not torch.cuda.is_available():\n        pytest.skip("no CUDA device")\n'
+
+TEST_FILE_TEMPLATE = Template('''\
+r"""The gates of $package, one test each, on
+$model
+
+$mark $version.
+Change the command instead of this file: it renders the file again, and with --check it
+says whether the file is still what it renders.
+
+$command
+"""
+
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+
+$paths
+from $package.core import Case, load_workload
+from $package.gates import discover
+
+MODEL = $literal
+PATTERNS = $patterns
+
+
+def is_chosen(gate):
+    return any(fnmatch(gate.name, pattern) for pattern in PATTERNS)
+
+
+GATES = {gate.name: gate for gate in discover() if is_chosen(gate)}
+
+
+@pytest.fixture(scope="module")
+def case():
+${skip}    return Case(
+        load_workload(MODEL),
+        device=$device,
+        dtype=torch.$dtype,
+        batch_size=$batch_size,
+        seed=$seed,
+        blocks=$blocks,
+    )
+
+
+def test_gates_are_found():
+    assert GATES, f"no gate of $package matches {PATTERNS}"
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gate_holds(name, case):
+    verdict = GATES[name].run(case)
+    if verdict.passed is None:
+        pytest.skip(verdict.hint)
+    said = [
+        f"{name} does not hold for {MODEL}",
+        f"measured: {verdict.measured}",
+        f"required: {verdict.required}",
+        f"what to do: {verdict.hint}",
+    ]
+    if not verdict.passed:
+        pytest.fail("\\n".join(said), pytrace=False)
+''')
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Model, gates and settings of a test file; the options are those of the command `gates`."""
+
+    model: str
+    out: Path
+    package: str = DEFAULT_PACKAGE_NAME
+    gates: tuple[str, ...] = ()
+    blocks: str | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    batch_size: int = 4
+    seed: int = 0
+
+    def words(self) -> list[str]:
+        """Return the command-line options of this recipe, without those at their default."""
+        out = PurePath(os.path.relpath(self.out)).as_posix()
+        words = ["--model", self.model, "--out", out]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("model", "out") or value == field.default:
+                continue
+            option = "--gate" if field.name == "gates" else "--" + field.name.replace("_", "-")
+            for word in value if isinstance(value, tuple) else [value]:
+                words += [option, str(word)]
+        return words
+
+
+def render(recipe: Recipe, *, script: str) -> str:
+    """Return the text of the test file.
+
+    The model and gates are loaded and run once first; a ValueError names what is wrong.
+    """
+    workload = load_workload(recipe.model)
+    if recipe.blocks is not None:
+        find_blocks(Case(workload).build(), recipe.blocks)
+    patterns = _checked_patterns(recipe)
+    roots = {Path.cwd().resolve(), *filter(None, map(import_root, _imported(recipe)))}
+    return TEST_FILE_TEMPLATE.substitute(
+        package=recipe.package,
+        model=recipe.model,
+        mark=GENERATED_FILE_MARK,
+        version=__version__,
+        command=_wrapped(["python", script, *recipe.words()]),
+        paths="".join(_path_line(root, recipe.out) for root in sorted(roots)),
+        literal=_literal(recipe.model),
+        patterns=_tuple(patterns),
+        skip=WITHOUT_CUDA if recipe.device == "cuda" else "",
+        device=DEVICE_EXPRESSIONS[recipe.device],
+        dtype=recipe.dtype,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        blocks="None" if recipe.blocks is None else _literal(recipe.blocks),
+    )
+
+
+def is_rendered(text: str) -> bool:
+    """Whether a file was rendered by this module and may be overwritten."""
+    return GENERATED_FILE_MARK in text
+
+
+def differences(found: str, expected: str) -> list[str]:
+    """Return a diff from `found` to `expected`, ignoring the path of the script."""
+    before, after = (
+        SCRIPT_PATTERN.sub("python gen_checkpoint_tests.py", text).splitlines()
+        for text in (found, expected)
+    )
+    return list(difflib.unified_diff(before, after, "the file", "rendered now", lineterm="", n=1))
+
+
+def import_root(name: str) -> Path | None:
+    """Return the folder that a module is imported from; None if the environment installed it."""
+    top = sys.modules[name.partition(".")[0]]
+    locations = list(getattr(top, "__path__", [])) or [top.__file__]
+    if locations[0] is None:
+        return None
+    root = Path(locations[0]).resolve().parent
+    installed = {
+        Path(sysconfig.get_path(kind)).resolve()
+        for kind in ("purelib", "platlib", "stdlib", "platstdlib")
+    }
+    return None if root in installed else root
+
+
+def _imported(recipe: Recipe) -> Iterator[str]:
+    if recipe.model not in BUILTIN_WORKLOADS:
+        yield recipe.model.partition(":")[0]
+    # Our own package is installed or on PYTHONPATH wherever the file is used.
+    if recipe.package != DEFAULT_PACKAGE_NAME:
+        yield recipe.package
+
+
+def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
+    """Return globs over gate names; a technique becomes all of its gates.
+
+    A pattern that matches no gate is an error.
+    """
+    try:
+        discover = importlib.import_module(f"{recipe.package}.gates").discover
+    except ModuleNotFoundError as error:
+        raise WorkloadError(
+            f"can't import {recipe.package}.gates ({error}): --package names the package that "
+            "scaffold.py add filled, such as mylib.training; run from the folder that holds it"
+        ) from None
+    names = [gate.name for gate in discover()]
+
+    def is_technique(gate: str) -> bool:
+        return any(name.startswith(f"{gate}/") for name in names)
+
+    patterns = [f"{gate}/*" if is_technique(gate) else gate for gate in recipe.gates]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise WorkloadError(no_such_gate(pattern, names))
+    return tuple(patterns) or ("*",)
+
+
+def _path_line(root: Path, out: Path) -> str:
+    """Return the statement that makes modules in `root` importable from a file at `out`.
+
+    The path is relative, so both can move together.
+    """
+    names = PurePath(os.path.relpath(root, out.resolve().parent)).parts
+    folder = f"Path(__file__).resolve().parents[{names.count('..')}]"
+    below = PurePath(*[name for name in names if name != ".."]).as_posix()
+    if below != ".":
+        folder += f" / {_literal(below)}"
+    line = f"sys.path.insert(0, str({folder}))\n"
+    return (
+        line
+        if len(line) <= GENERATED_LINE_WIDTH
+        else f"sys.path.insert(\n    0,\n    str({folder}),\n)\n"
+    )
+
+
+def _wrapped(words: Sequence[str]) -> str:
+    """Wrap a shell command; the script has the first line, so its path does not move the rest."""
+    lines = [shlex.join(words[:2])]
+    for word, following in zip(words[2::2], words[3::2], strict=True):
+        pair = shlex.join([word, following])
+        if len(lines) > 1 and len(lines[-1]) + len(pair) + 11 <= GENERATED_LINE_WIDTH:
+            lines[-1] += f" {pair}"
+        else:
+            lines.append(pair)
+    return textwrap.indent(" \\\n    ".join(lines), "    ")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _tuple(texts: Sequence[str]) -> str:
+    """Write a tuple as formatters leave it: several texts stand on a line each."""
+    if len(texts) == 1:
+        return f"({_literal(texts[0])},)"
+    return "(\n" + "".join(f"    {_literal(text)},\n" for text in texts) + ")"

@@ -1,0 +1,277 @@
+"""The validate command: measure every gate on a model, with its table.
+
+Proof: `python -m pytest tests/cli/test_cli.py tests/plan/test_timeline.py`.
+"""
+
+import fnmatch
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..core.blocks import NoBlocks, find_blocks
+from ..core.random import heap_kept
+from ..core.wording import provenance, write_json
+from ..gates.run import GateRow, discover, measure_rows
+from ..gates.verdict import Gate, Verdict, no_such_gate
+from ..workloads.load import load_workload
+from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.workload import Case, Workload
+from .options import (
+    DEFAULT_BATCH_SIZE,
+    DTYPES,
+    UnusableInput,
+    choose_device,
+    model_option,
+    run_options,
+)
+
+# ------------------------------------------------------------------------------
+# Terminal tables of gate results: a line per technique or per gate.
+# ------------------------------------------------------------------------------
+
+VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
+
+
+def print_summary(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, str]) -> None:
+    """Print a line for each technique, and all details of the gates that failed.
+
+    A line counts the gates that held, failed and do not apply, with the reason.
+    """
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
+        table.add_row(f"[bold]{escape(workload)}[/]", f"[dim]{escape(blocks[workload])}[/]")
+        by_technique: dict[str, list[Verdict]] = {}
+        for row in of_workload:
+            by_technique.setdefault(row.verdict.gate.split("/")[0], []).append(row.verdict)
+        for technique, verdicts in by_technique.items():
+            table.add_row(f"  {technique}", _counted(verdicts))
+    console.print(table)
+    _print_end(console, rows, more="; --figures shows what each measured")
+
+
+def _counted(verdicts: Sequence[Verdict]) -> str:
+    counts = Counter(verdict.passed for verdict in verdicts)
+    counted = ", ".join(
+        f"{counts[passed]} {mark}" for passed, mark in VERDICT_MARKS.items() if counts[passed]
+    )
+    reasons = dict.fromkeys(verdict.hint for verdict in verdicts if verdict.passed is None)
+    if len(reasons) > 1:
+        return f"{counted} for {len(reasons)} reasons"
+    return f"{counted}: {escape(next(iter(reasons)))}" if reasons else counted
+
+
+def print_figures(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, str]) -> None:
+    """Print a line for each gate with its figures, and all details of the gates that failed."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    last_workload = None
+    for group in _together(rows):
+        row = group[0]
+        if row.workload != last_workload:
+            table.add_row(
+                f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]"
+            )
+        name = row.verdict.gate
+        if len(group) > 1:
+            name = f"{row.verdict.gate.split('/')[0]}: {len(group)} gates"
+        table.add_row(f"  {name}", VERDICT_MARKS[row.verdict.passed], escape(_short(row.verdict)))
+        last_workload = row.workload
+    console.print(table)
+    _print_end(console, rows, more="")
+
+
+def _together(rows: Sequence[GateRow]) -> Iterator[list[GateRow]]:
+    """Group the rows of a technique that do not apply for the same reason; others stay single."""
+
+    def reason(row: GateRow) -> tuple[Any, ...]:
+        technique, name = row.verdict.gate.split("/", 1)
+        return row.workload, technique, row.verdict.hint if row.verdict.passed is None else name
+
+    for _, group in itertools.groupby(rows, key=reason):
+        yield list(group)
+
+
+def _short(verdict: Verdict) -> str:
+    return verdict.hint if verdict.passed is None else verdict.measured
+
+
+def _print_end(console: Console, rows: Sequence[GateRow], *, more: str) -> None:
+    for row in rows:
+        if row.verdict.passed is False:
+            _print_detail(console, row)
+    failed = sum(row.verdict.passed is False for row in rows)
+    skipped = sum(row.verdict.passed is None for row in rows)
+    held = len(rows) - failed - skipped
+    console.print(f"\n{held} held, {failed} failed, {skipped} not applicable{more}")
+
+
+def _print_detail(console: Console, row: GateRow) -> None:
+    verdict = row.verdict
+    console.print(f"\n{row.workload}, {verdict.gate}: {VERDICT_MARKS[verdict.passed]}")
+    facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
+    for label, text in facts.items():
+        console.print(f"  {label}: {escape(text)}")
+
+
+# ------------------------------------------------------------------------------
+# Command line of a project.
+# ------------------------------------------------------------------------------
+
+
+def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
+    """Return the gates that match any pattern; without patterns, all gates.
+
+    A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
+    """
+    gates = discover()
+    if not patterns:
+        return tuple(gates)
+
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matching = [gate.name for gate in gates if _matches(gate, pattern)]
+        if not matching:
+            raise UnusableInput(no_such_gate(pattern, [gate.name for gate in gates]))
+        chosen.update(matching)
+    return tuple(gate for gate in gates if gate.name in chosen)
+
+
+def _matches(gate: Gate, pattern: str) -> bool:
+    return fnmatch.fnmatch(gate.name, pattern) or gate.name.startswith(f"{pattern}/")
+
+
+@click.command("validate")
+@model_option("models", multiple=True, more="Repeatable; default: every built-in workload.")
+@click.option(
+    "--gate",
+    "patterns",
+    multiple=True,
+    metavar="PATTERN",
+    help="Run only these gates: a technique or a glob. Repeatable.",
+)
+@run_options
+@click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
+@click.option("--list", "list_only", is_flag=True, help="List the gates and exit.")
+def validate_command(
+    models: tuple[str, ...],
+    patterns: tuple[str, ...],
+    blocks: str | None,
+    device: str,
+    dtype: str,
+    batch_size: int | None,
+    seed: int,
+    json_path: str | None,
+    figures: bool,
+    list_only: bool,
+) -> None:
+    """Measure every gate on a model.
+
+    Exit status: 0 all gates held, 1 a gate failed, 2 wrong usage or no gate applies, 3 device
+    not available.
+    """
+    gates = choose_gates(patterns)
+    place = choose_device(device)
+    batch_size = batch_size or DEFAULT_BATCH_SIZE
+    if list_only:
+        click.echo("\n".join(gate.name for gate in gates))
+        return
+
+    try:
+        workloads = [load_workload(spec) for spec in models or BUILTIN_WORKLOADS]
+        cases = [
+            Case(workload, place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
+            for workload in _told_apart(workloads)
+        ]
+        blocks_by_workload = {case.workload.name: _blocks(case) for case in cases}
+    except ValueError as error:
+        raise UnusableInput(str(error)) from error
+
+    console = Console(stderr=json_path == "-", highlight=False)
+    facts = provenance(place)
+    console.print(
+        f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}",
+        style="dim",
+    )
+    start = time.perf_counter()
+    with heap_kept():
+        rows = list(_measure(cases, gates))
+    settings = {
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "seed": seed,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+    show = print_figures if figures or patterns else print_summary
+    show(console, rows, blocks=blocks_by_workload)
+    if json_path:
+        results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
+        write_json(json_path, facts | settings | {"results": results})
+
+    if any(row.verdict.passed is False for row in rows):
+        sys.exit(1)
+    if not any(row.verdict.passed for row in rows):
+        raise UnusableInput(_why_nothing_was_checked(rows, patterns))
+
+
+def _why_nothing_was_checked(rows: Sequence[GateRow], patterns: Sequence[str]) -> str:
+    """Explain in one line why no gate applied, because that counts as wrong usage."""
+    reasons: dict[str, dict[str, None]] = {}
+    for row in rows:
+        reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
+    models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
+    return (
+        f"nothing was checked: of {', '.join(patterns) or 'all gates'} no gate applies to {models}"
+    )
+
+
+def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
+    """Rename workloads that share a name to the spec that the user typed."""
+    occurrences = Counter(workload.name for workload in workloads)
+    return [
+        replace(workload, name=workload.spec) if occurrences[workload.name] > 1 else workload
+        for workload in workloads
+    ]
+
+
+def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[GateRow]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=len(cases) * len(gates))
+        names = [f"{case.workload.name}: {gate.name}" for case in cases for gate in gates]
+        rows = measure_rows(cases, gates)
+        for name in names:
+            progress.update(task, description=name)
+            yield next(rows)
+            progress.advance(task)
+
+
+def _blocks(case: Case) -> str:
+    """Describe the blocks in a few words, or the reason why the model has none.
+
+    A pattern that matches no module is an error (ValueError).
+    """
+    try:
+        names = list(find_blocks(case.build(), case.blocks))
+    except NoBlocks as error:
+        return error.in_short
+    if len(names) == 1:
+        return f"1 block, {names[0]}"
+    return f"{len(names)} blocks, {names[0]} to {names[-1]}"

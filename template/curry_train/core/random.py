@@ -1,0 +1,164 @@
+"""Save and restore generators, modes and buffers around a step that must leave no trace.
+
+Proof: `python -m pytest tests/core tests/primitives`.
+"""
+
+import contextlib
+import gc
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+# ------------------------------------------------------------------------------
+# Run a module and restore its buffers, its gradients and every random generator afterwards.
+# ------------------------------------------------------------------------------
+
+# Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
+unwatched = torch._C.DisableTorchFunction
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
+    numpy = sys.modules.get("numpy")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with unwatched():
+        torch_state = torch.get_rng_state()
+        cuda_states = [torch.cuda.get_rng_state(device) for device in devices]
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        with unwatched():
+            torch.set_rng_state(torch_state)
+            for device, state in zip(devices, cuda_states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def generator_states(module: nn.Module) -> list[torch.Tensor]:
+    """Return the states of torch's generators that a module's operations may draw from."""
+    devices: set[torch.device] = set()
+    if torch.cuda.is_initialized():
+        devices = {parameter.device for parameter in module.parameters()}
+    with unwatched():
+        return [
+            torch.get_rng_state(),
+            *(torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"),
+        ]
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed every generator inside the context, and restore them on exit."""
+    with generators_kept():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        yield
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore every buffer on exit: its value, and the tensor itself if forward replaced it."""
+    owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
+    before = [(owner, name, owner._buffers[name]) for owner, name in owners]
+    values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in before]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (owner, name, buffer), value in zip(before, values, strict=True):
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+                owner._buffers[name] = buffer
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Start without gradients; on exit restore buffers and generators and drop the gradients."""
+    module.zero_grad(set_to_none=True)
+    try:
+        with generators_kept(), buffers_kept(module):
+            yield
+    finally:
+        module.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def heap_kept() -> Iterator[None]:
+    """Exclude existing objects from garbage collection, which every measurement runs first."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# ------------------------------------------------------------------------------
+# Random generator states, saved and restored so that a function draws the same numbers.
+# ------------------------------------------------------------------------------
+
+
+class Generators:
+    """A snapshot of the current generator states.
+
+    The tensors among `values` give the devices whose generators are included.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = {value.device: value for value in values if isinstance(value, Tensor)}
+        numpy = sys.modules.get("numpy")
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state(legacy=False) if numpy else None
+        self._devices, self._states = get_device_states(*self._values.values())
+
+    def moved(self) -> bool:
+        """Return whether a generator was used since the snapshot."""
+        return not self.are_as(Generators(list(self._values.values())))
+
+    def are_as(self, other: "Generators") -> bool:
+        if self._python != other._python or not torch.equal(self._torch, other._torch):
+            return False
+        if self._devices != other._devices or not all(
+            map(torch.equal, self._states, other._states)
+        ):
+            return False
+        return _same_numpy(self._numpy, other._numpy)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Use these states inside the context, and restore the current ones afterwards."""
+        with generators_kept():
+            torch.set_rng_state(self._torch)
+            random.setstate(self._python)
+            if self._numpy is not None:
+                sys.modules["numpy"].random.set_state(self._numpy)
+            if self._devices:
+                kind = next(device.type for device in self._values if device.type != "cpu")
+                set_device_states(self._devices, self._states, device_type=kind)
+            yield
+
+
+def _same_numpy(one: Any, other: Any) -> bool:
+    """Compare two numpy states: nested dicts of numbers and arrays, None if not loaded."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_same_numpy(one[key], other[key]) for key in one)
+    if hasattr(one, "tobytes") and other is not None:
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)

@@ -1,0 +1,161 @@
+"""Format and parse what people read and type: sizes, suggested names, provenance, log levels.
+
+Proof: `python -m pytest tests/cli tests/core`.
+"""
+
+import datetime
+import difflib
+import json
+import logging
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# ------------------------------------------------------------------------------
+# Parse and format memory sizes such as `24GiB` or `512MB`.
+# ------------------------------------------------------------------------------
+
+SIZE_UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
+_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in SIZE_UNITS.items()}
+_SIZE_PATTERN = re.compile(r"(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)", re.ASCII)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size such as `24GiB` (2**30 each), `24GB` (10**9 each), `1.5 MiB` or `512B`.
+
+    The result is in whole bytes.
+    """
+    found = _SIZE_PATTERN.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"{text!r} is not a memory size: write a number and a unit, such as 24GiB or 512MiB"
+        )
+    number, unit = found["number"], found["unit"]
+    if not unit and Fraction(number) > 0:
+        raise ValueError(
+            f"{text!r} has no unit: write {number}GiB (2**30 bytes each) or {number}GB (10**9)"
+        )
+    if unit and unit.lower() not in _BY_LOWER_CASE:
+        raise ValueError(f"{text!r} has the unit {unit!r}: use one of {', '.join(SIZE_UNITS)}")
+    size = int(Fraction(number) * _BY_LOWER_CASE.get(unit.lower(), 1))
+    if size < 1:
+        raise ValueError(
+            f"{text!r} is not a memory size: it must be at least 1 byte, such as 24GiB or 512MiB"
+        )
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """Format a size to at least three digits in the largest binary unit: `1.50 GiB`, `512 MiB`."""
+    number = float(size)
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024:
+            break
+        number /= 1024
+        unit = larger
+
+    if unit == "B" or abs(number) >= 100:
+        digits = 0
+    elif abs(number) >= 10:
+        digits = 1
+    else:
+        digits = 2
+    return f"{number:.{digits}f} {unit}"
+
+
+# ------------------------------------------------------------------------------
+# Suggest the closest known name for a misspelled one.
+# ------------------------------------------------------------------------------
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the closest known name, or None; case and the kind of dash do not count."""
+    by_plain_name = {_plain(known_name): known_name for known_name in known}
+    matches = difflib.get_close_matches(_plain(name), by_plain_name, n=1)
+    return by_plain_name[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Return the end of an unknown-name error.
+
+    It suggests the closest known name. If there is none, it is `otherwise`, or lists all names.
+    """
+    known = list(known)
+    meant = nearest(name, known)
+    if meant is not None:
+        return f"did you mean {meant!r}?"
+    return f"there are {', '.join(known) or 'none'}" if otherwise is None else otherwise
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(" ", "-")
+
+
+# ------------------------------------------------------------------------------
+# Temporarily silence loggers.
+# ------------------------------------------------------------------------------
+
+
+@contextmanager
+def unheard(*names: str) -> Iterator[None]:
+    """Disable these loggers inside the context."""
+    loggers = [logging.getLogger(name) for name in names]
+    were_disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+            logger.disabled = was_disabled
+
+
+# ------------------------------------------------------------------------------
+# Provenance of recorded figures: command, date, device and versions, for each JSON file.
+# ------------------------------------------------------------------------------
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return the facts that are needed to compare a figure with another."""
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})"
+    return {
+        "command": shlex.join(["python", *_as_typed(sys.orig_argv[1:])]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": name,
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def write_json(path: str, data: dict[str, Any]) -> None:
+    """Write JSON to a file, or to standard output if the path is `-`."""
+    text = json.dumps(data, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+
+
+def _as_typed(arguments: list[str]) -> list[str]:
+    """Make absolute paths below the current folder relative to it."""
+    here = Path.cwd()
+    paths = (Path(argument) for argument in arguments)
+    return [
+        str(path.relative_to(here)) if path.is_absolute() and here in path.parents else str(path)
+        for path in paths
+    ]

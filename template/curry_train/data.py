@@ -1,0 +1,589 @@
+"""Serve samples by position: an order without a table, tokens from files, shared by ranks.
+
+Proof: `python -m pytest tests/trainer`.
+"""
+
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from .config import DataConfig
+from .core.random import seeded
+from .workloads.load import load_object
+from .workloads.workload import IGNORED_TARGET, Batch, Case, WorkloadError
+
+# ------------------------------------------------------------------------------
+# The dataset interface: a length, and batches of chosen samples.
+# ------------------------------------------------------------------------------
+
+
+class Dataset(Protocol):
+    """A number of samples, and batches of any of them."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, samples: Sequence[int]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A map-style dataset, such as one of torch's, whose samples `default_collate` stacks."""
+
+    source: Any
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, samples: Sequence[int]) -> Any:
+        return default_collate([self.source[int(sample)] for sample in samples])
+
+
+@dataclass(frozen=True)
+class DatasetSlice:
+    """The samples from `start` up to `stop` of a dataset, for a train and test split."""
+
+    dataset: Dataset
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= len(self.dataset):
+            raise ValueError(
+                f"samples {self.start} to {self.stop} are not a range of a dataset of "
+                f"{len(self.dataset)}: start must be at least 0, below stop, and stop at most "
+                f"{len(self.dataset)}"
+            )
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def batch(self, samples: Sequence[int]) -> Any:
+        return self.dataset.batch([self.start + int(sample) for sample in samples])
+
+
+# ------------------------------------------------------------------------------
+# Lay out tokens and targets as the batch that a model takes, copied from an example batch.
+# ------------------------------------------------------------------------------
+
+# Makes a batch from tokens, targets, and a mask of the tokens that are not padding.
+Layout = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+def layout_of(example: Any) -> tuple[Layout, int]:
+    """Return a layout for batches like `example`, and the length of its sequences.
+
+    It supports batches of `tokens` and `targets`, and Hugging Face's `input_ids` and `labels`,
+    which the model shifts itself.
+    """
+    keys = set(example) if isinstance(example, Mapping) else set()
+    if {"tokens", "targets"} <= keys:
+
+        def tokens_and_targets(tokens: Tensor, targets: Tensor, present: Tensor) -> dict[str, Any]:
+            return {"tokens": tokens, "targets": targets}
+
+        return tokens_and_targets, example["tokens"].shape[1]
+
+    if not {"input_ids", "labels"} <= keys:
+        batch = f"a {type(example).__name__}"
+        if keys:
+            batch = f"a mapping of {', '.join(map(str, example))}"
+        raise ValueError(
+            f"text needs a model whose batches hold tokens and targets, or input_ids and labels; "
+            f"this one takes {batch}: use data.source=workload, or your own data with "
+            f"data.source=pkg.module:factory"
+        )
+
+    settings = {key: value for key, value in example.items() if not isinstance(value, Tensor)}
+
+    def hugging_face(tokens: Tensor, targets: Tensor, present: Tensor) -> dict[str, Any]:
+        labels = torch.cat(
+            [torch.full_like(targets[:, :1], IGNORED_TARGET), targets[:, :-1]], dim=1
+        )
+        mask = {"attention_mask": present.long()} if "attention_mask" in keys else {}
+        return settings | {"input_ids": tokens, "labels": labels} | mask
+
+    return hugging_face, example["input_ids"].shape[1]
+
+
+# ------------------------------------------------------------------------------
+# Training text without a download: the sources of Python's standard library, as bytes.
+# ------------------------------------------------------------------------------
+
+
+def read_library_text(folder: Path | None = None) -> NDArray[numpy.uint8]:
+    """Read the top-level modules of the standard library, joined in the order of their names.
+
+    Another version of Python has different text.
+    """
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)
+    if not text:
+        raise RuntimeError(
+            f"{folder} holds no Python sources to train on (this interpreter has its library in an "
+            "archive, or without sources): name a token file with data.source=tokens data.path=FILE"
+        )
+    return numpy.frombuffer(text, dtype=numpy.uint8)
+
+
+# ------------------------------------------------------------------------------
+# Sample order: a pure function of seed and position, reshuffled each epoch.
+# ------------------------------------------------------------------------------
+
+# Three rounds are the least that mix in a Feistel network; a test measures the order after four.
+FEISTEL_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order with every sample once in each epoch; `shuffle=False` keeps the dataset's order."""
+
+    num_samples: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
+
+    def __call__(self, positions: Sequence[int] | NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+        """Return the samples at these positions, which count from 0 across epochs."""
+        wanted = numpy.asarray(positions, dtype=numpy.int64)
+        if wanted.size and wanted.min() < 0:
+            raise ValueError(f"positions count from 0, got {wanted.min()}")
+        epochs, places = numpy.divmod(wanted, self.num_samples)
+        if not self.shuffle:
+            return places
+        samples = numpy.empty_like(places)
+        for epoch in numpy.unique(epochs):
+            inside = epochs == epoch
+            keys = _round_keys(self.seed, int(epoch))
+            samples[inside] = permute(places[inside], self.num_samples, keys=keys)
+        return samples
+
+
+def permute(
+    places: NDArray[numpy.int64], size: int, *, keys: NDArray[numpy.uint64]
+) -> NDArray[numpy.int64]:
+    """Return the values at these places of a permutation of `range(size)`."""
+    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
+    values = places.astype(numpy.uint64)
+    outside = numpy.ones(values.shape, dtype=bool)
+
+    # At most three of four values are outside of the range. The loop ends, because the network is
+    # a permutation: applied again and again, it returns to the place inside the range.
+    while outside.any():
+        values[outside] = _feistel(values[outside], half, keys)
+        outside = values >= size
+    return values.astype(numpy.int64)
+
+
+def _feistel(
+    values: NDArray[numpy.uint64], half: int, keys: NDArray[numpy.uint64]
+) -> NDArray[numpy.uint64]:
+    bits = numpy.uint64(half)
+    mask = numpy.uint64((1 << half) - 1)
+    left = values >> bits
+    right = values & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right + key) & mask)
+    return (left << bits) | right
+
+
+def _round_keys(seed: int, epoch: int) -> NDArray[numpy.uint64]:
+    """Return one key for each round, different for every seed and epoch."""
+    start = _mixed(numpy.array([seed % 2**64], dtype=numpy.uint64))
+    start = _mixed(start + numpy.uint64(epoch))
+    return _mixed(start + numpy.array(range(1, FEISTEL_ROUNDS + 1), dtype=numpy.uint64))
+
+
+def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+    """Mix all bits of each value with the finalizer of the splitmix64 generator."""
+    values = values + numpy.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return values ^ (values >> numpy.uint64(31))
+
+
+# ------------------------------------------------------------------------------
+# The stream of microbatches on one rank, which resumes from one integer position.
+# ------------------------------------------------------------------------------
+
+# The positions from the first one up to, but not including, the second.
+Range = tuple[int, int]
+
+
+class Stream:
+    """An endless iterable over the microbatches of one rank.
+
+    Ranks take the microbatches of a window in turns, so another number of ranks trains on the same
+    samples. Positions inside a range of `skipped` are left out; later samples keep their positions.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        microbatch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+        skipped: Sequence[Range] = (),
+        position: int = 0,
+    ) -> None:
+        if microbatch < 1 or ranks < 1 or batch_size < 1 or batch_size % (microbatch * ranks):
+            raise ValueError(
+                f"a window of {batch_size} samples can't be cut into microbatches of {microbatch} "
+                f"on {ranks} ranks: make batch_size a multiple of {microbatch} x {ranks} = "
+                f"{microbatch * ranks}"
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is not one of {ranks} ranks, which count from 0")
+        if position < 0:
+            raise ValueError(f"position must be at least 0, got {position}")
+        self.dataset = dataset
+        self.order = Order(len(dataset), seed=seed, shuffle=shuffle)
+        self.batch_size = batch_size
+        self.microbatch = microbatch
+        self.rank = rank
+        self.ranks = ranks
+        self.skipped = _merged(skipped)
+        self.position = position
+
+    @property
+    def microbatches_per_window(self) -> int:
+        """The number of microbatches of this rank in a window."""
+        return self.batch_size // (self.microbatch * self.ranks)
+
+    @property
+    def epoch(self) -> float:
+        """The number of passes over the data so far."""
+        return self.position / len(self.dataset)
+
+    def window(self, position: int) -> tuple[NDArray[numpy.int64], int]:
+        """Return the positions in the window at `position`, and the start of the next window.
+
+        The positions are those of all ranks.
+        """
+        stretches: list[NDArray[numpy.int64]] = []
+        missing = self.batch_size
+        for start, stop in [*self.skipped, (None, None)]:
+            if stop is not None and stop <= position:
+                continue
+            length = missing if start is None else max(0, min(missing, start - position))
+            stretches.append(numpy.arange(position, position + length))
+            missing -= length
+            position += length
+            if not missing:
+                break
+            if stop is not None:
+                position = max(position, stop)
+        return numpy.concatenate(stretches), position
+
+    def after(self, position: int, *, windows: int) -> int:
+        """Return the start of the window that is `windows` windows after the one at `position`."""
+        for _ in range(windows):
+            position = self.window(position)[1]
+        return position
+
+    def skip(self, start: int, stop: int) -> None:
+        """Leave out the positions from `start` up to `stop`, from the next window on."""
+        self.skipped = _merged([*self.skipped, (start, stop)])
+
+    def samples_between(self, start: int, stop: int) -> list[int]:
+        """Return the samples at the positions from `start` up to `stop` that are not skipped."""
+        positions = []
+        for position in range(start, stop):
+            if not any(first <= position < end for first, end in self.skipped):
+                positions.append(position)
+        return [int(sample) for sample in self.order(positions)]
+
+    def samples(self, position: int) -> NDArray[numpy.int64]:
+        """Return the samples of all ranks in the window that starts at `position`."""
+        return self.order(self.window(position)[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield microbatches without end; `position` moves with the last one of a window."""
+        while True:
+            positions, after = self.window(self.position)
+            mine = self.order(positions).reshape(-1, self.ranks, self.microbatch)[:, self.rank]
+            for number, samples in enumerate(mine, start=1):
+                batch = self.dataset.batch(samples)
+                if number == len(mine):
+                    self.position = after
+                yield batch
+
+
+def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Return the ranges in order, with adjacent and overlapping ones merged."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if not 0 <= start < stop:
+            raise ValueError(
+                f"can't skip positions {start} to {stop}: the first must be at least 0 and below "
+                f"the second"
+            )
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+# ------------------------------------------------------------------------------
+# Token datasets: fixed-length stretches of text, or documents, from memory or files.
+# ------------------------------------------------------------------------------
+
+Array = NDArray[Any]
+# The dtype of a .bin file; an .npy file records its own.
+BIN_FILE_DTYPE = numpy.dtype("uint16")
+
+
+class Tokens:
+    """A dataset over arrays of tokens; no sample spans two arrays.
+
+    `documents` holds the start positions of the documents in each array; a long document becomes
+    several samples. `masks` holds a 1 for every token of each array that counts in the loss.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        *,
+        length: int,
+        layout: Layout,
+        documents: Sequence[Array] | None = None,
+        masks: Sequence[Array] | None = None,
+        vocabulary: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if length < 1:
+            raise ValueError(f"length must be at least 1 token, got {length}")
+        self.arrays = list(arrays)
+        self.length = length
+        self.layout = layout
+        self.masks = masks
+        self.vocabulary = vocabulary
+        self.names = list(names or (f"array {number}" for number in range(len(self.arrays))))
+        for number, name in enumerate(self.names):
+            if masks is not None and len(masks[number]) != len(self.arrays[number]):
+                raise ValueError(
+                    f"{name} has {len(self.arrays[number])} tokens, but its mask has "
+                    f"{len(masks[number])}: write a mask of the same length"
+                )
+
+        starts = [self._starts(number, documents) for number in range(len(self.arrays))]
+        self._starts_of = starts
+        self._ends = numpy.cumsum([len(begin) for begin, _ in starts])
+        if not len(self):
+            sizes = ", ".join(
+                f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True)
+            )
+            raise ValueError(
+                f"no array is long enough for a sample of {length} tokens and a target: "
+                f"{sizes or 'no files'}; use more text or a shorter length"
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def batch(self, samples: Sequence[int]) -> Any:
+        """Return a batch of these samples, padded to the longest of them."""
+        rows = [self._sample(int(sample)) for sample in samples]
+        longest = max(len(tokens) for tokens, _ in rows) - 1
+        inputs = torch.zeros(len(rows), longest, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORED_TARGET)
+        present = torch.zeros_like(inputs, dtype=torch.bool)
+
+        for row, (tokens, learned) in enumerate(rows):
+            sequence = torch.from_numpy(tokens.astype(numpy.int64))
+            size = len(sequence) - 1
+            inputs[row, :size] = sequence[:-1]
+            present[row, :size] = True
+            row_targets = sequence[1:]
+            if learned is not None:
+                row_targets = row_targets.masked_fill(~learned, IGNORED_TARGET)
+            targets[row, :size] = row_targets
+        return self.layout(inputs, targets, present)
+
+    def _starts(
+        self, number: int, documents: Sequence[Array] | None
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the start of every sample of an array, and the end of its last target."""
+        size = len(self.arrays[number])
+        if documents is None:
+            count = max(0, (size - 1) // self.length)
+            begins = range(0, count * self.length, self.length)
+            return begins, range(self.length + 1, (count + 1) * self.length + 1, self.length)
+
+        edges = numpy.append(numpy.asarray(documents[number], dtype=numpy.int64), size)
+        if edges[0] < 0 or (numpy.diff(edges) < 0).any():
+            raise ValueError(
+                f"the documents of {self.names[number]} must begin in rising order inside its "
+                f"{size} tokens"
+            )
+
+        # The number of samples of each document: its targets divided by the length, rounded up.
+        counts = numpy.maximum(0, -((1 - numpy.diff(edges)) // self.length))
+        first: Array = numpy.repeat(edges[:-1], counts)
+        within = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+        starts: Any = first + within * self.length
+        return starts, numpy.minimum(starts + self.length + 1, numpy.repeat(edges[1:], counts))
+
+    def _sample(self, sample: int) -> tuple[Array, torch.Tensor | None]:
+        number = int(numpy.searchsorted(self._ends, sample, side="right"))
+        begins, ends = self._starts_of[number]
+        place = sample - (int(self._ends[number - 1]) if number else 0)
+        span = slice(int(begins[place]), int(ends[place]))
+        tokens = self.arrays[number][span]
+        if self.vocabulary is not None and (largest := int(tokens.max())) >= self.vocabulary:
+            raise ValueError(
+                f"{self.names[number]} has token {largest} at "
+                f"{span.start + int(tokens.argmax())}, but the model's vocabulary has "
+                f"{self.vocabulary} tokens: use text that was tokenized for this model"
+            )
+        if self.masks is None:
+            return tokens, None
+        return tokens, torch.from_numpy(self.masks[number][span][1:].astype(bool))
+
+
+def open_tokens(
+    pattern: str,
+    *,
+    length: int,
+    layout: Layout,
+    documents: bool = False,
+    mask: bool = False,
+    **options: Any,
+) -> Tokens:
+    """Open the token files that match a glob, memory-mapped.
+
+    They are `.npy` files, or `.bin` files of unsigned 16-bit numbers. With `documents` and `mask`,
+    `a.documents.npy` and `a.mask.npy` are opened with `a.npy`. `options` are those of `Tokens`.
+    """
+    root = Path(Path(pattern).anchor or ".")
+    matches = sorted(root.glob(str(Path(pattern).relative_to(root))))
+    paths = [path for path in matches if not _beside(path)]
+    if not paths:
+        raise ValueError(
+            f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)"
+        )
+
+    arrays = [_mapped(path) for path in paths]
+    document_starts = None
+    if documents:
+        document_starts = [_mapped(path.with_suffix(".documents.npy")) for path in paths]
+    masks = None
+    if mask:
+        masks = [_mapped(path.with_suffix(".mask.npy")) for path in paths]
+    return Tokens(
+        arrays,
+        length=length,
+        layout=layout,
+        documents=document_starts,
+        masks=masks,
+        names=[str(path) for path in paths],
+        **options,
+    )
+
+
+def _beside(path: Path) -> bool:
+    return path.name.endswith((".documents.npy", ".mask.npy"))
+
+
+def _mapped(path: Path) -> Array:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: write it next to its token file")
+    array: Array
+    try:
+        if path.suffix == ".bin":
+            array = numpy.memmap(path, dtype=BIN_FILE_DTYPE, mode="r")
+        else:
+            array = numpy.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} holds no array that can be mapped ({error}): write it with numpy.save"
+        ) from error
+    if array.ndim != 1 or array.dtype.kind not in "uib":
+        raise ValueError(
+            f"{path} holds {array.dtype} of shape {array.shape}: tokens must be a one-dimensional "
+            f"array of whole numbers"
+        )
+    return array
+
+
+# ------------------------------------------------------------------------------
+# Open the configured data and split it into training and dev samples.
+# ------------------------------------------------------------------------------
+
+BYTE_VOCABULARY_SIZE = 256  # vocabulary of text, where each byte is a token
+DRAWN_DATASET_LENGTH = 1 << 20  # length of a dataset whose batches the workload draws itself
+
+
+@dataclass(frozen=True)
+class MadeSamples:
+    """Batches drawn by a workload, the same batch for the same first sample."""
+
+    case: Case
+
+    def __len__(self) -> int:
+        return DRAWN_DATASET_LENGTH
+
+    def batch(self, samples: Any) -> Batch:
+        first = int(samples[0])
+        return replace(self.case, seed=self.case.seed + first).batch(len(samples))
+
+
+def open_datasets(
+    config: DataConfig, case: Case, *, vocabulary: int | None = None
+) -> tuple[Dataset, Dataset | None]:
+    """Return the training samples, and the dev samples at the end (None without any)."""
+    whole = _open(config, case, vocabulary)
+    num_dev = round(len(whole) * config.dev_fraction)
+    if config.dev_fraction and not 0 < num_dev < len(whole):
+        raise ValueError(
+            f"data.dev_fraction={config.dev_fraction} of {len(whole)} samples leaves none to train "
+            "on or to measure: use more data, shorter samples (data.length), or data.dev_fraction=0"
+        )
+    num_trained = len(whole) - num_dev
+    dev = DatasetSlice(whole, num_trained, len(whole)) if num_dev else None
+    return DatasetSlice(whole, 0, num_trained), dev
+
+
+def _open(config: DataConfig, case: Case, vocabulary: int | None) -> Dataset:
+    if config.source == "workload":
+        return MadeSamples(case)
+    if ":" in config.source:
+        dataset = load_object(config.source)
+        return dataset if hasattr(dataset, "batch") else Samples(dataset)
+
+    with seeded(case.seed):
+        layout, own_length = layout_of(case.workload.batch(1))
+    length = config.length or own_length
+    if config.source == "tokens":
+        assert config.path is not None
+        return open_tokens(
+            config.path,
+            length=length,
+            layout=layout,
+            vocabulary=vocabulary,
+            documents=config.documents,
+            mask=config.mask,
+        )
+    if vocabulary is not None and vocabulary < BYTE_VOCABULARY_SIZE:
+        raise WorkloadError(
+            f"text needs a vocabulary of {BYTE_VOCABULARY_SIZE} bytes, and {case.workload.name} has {vocabulary} "
+            "tokens"
+        )
+    text: numpy.ndarray[Any, Any] = read_library_text()
+    return Tokens([text], length=length, layout=layout, names=["the library's text"])

@@ -1,0 +1,518 @@
+"""Measure what each option of a block costs in bytes and seconds.
+
+Proof: `python -m pytest tests/plan/test_menu.py`.
+"""
+
+import contextlib
+import functools
+import gc
+import itertools
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from ..core.blocks import match_inside
+from ..core.measure import LiveStorages, operation_flops, tensors_in
+from ..core.random import seeded
+from ..primitives import sac
+from .device import DeviceProfile
+from .estimate import Sketch, StepEstimate, operation_cost
+from .saved import (
+    FULL_KIND,
+    NONE_KIND,
+    OFFLOAD_KIND,
+    REGIONS_KIND,
+    SAC_KIND,
+    Option,
+    apply_options,
+    remove_options,
+)
+from .timeline import ASKS_FOR_DEVICE
+
+# ------------------------------------------------------------------------------
+# Costs of one block under each option: held bytes, transient bytes and operations.
+# ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Costs of a block under one option."""
+
+    held: int  # bytes held after forward
+    transient: int  # the most bytes beside the held ones during backward
+    flops: Any  # of each operation of forward and backward
+    moved: Any  # bytes read and written by each operation
+    again: Any  # 1 for operations of forward and recompute, which selective recompute slows down
+    moved_away: int = 0  # bytes that offload moves to the host
+
+    def seconds(self, option: Option, profile: DeviceProfile, dtype: str) -> float:
+        """Predict the time of forward and backward; views, which move no bytes, take none."""
+        extra = {SAC_KIND: profile.sac_seconds, REGIONS_KIND: profile.regions_seconds}.get(
+            option.kind, 0.0
+        )
+        times = profile.operation_seconds(
+            self.flops, self.moved, dtype=dtype, extra_seconds=extra * self.again
+        )
+        return float(times[self.moved > 0].sum())
+
+
+class BlockLives(LiveStorages):
+    """Record the storages, FLOPs and bytes moved of one block's forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: list[tuple[int, int, bool]] = []
+        self.forward = True
+        # Family, bytes of the output and FLOPs of each expensive call of the forward.
+        self.calls: list[tuple[str, int, int]] = []
+        # Path of the module that is running, if it is one of those to recompute.
+        self.again: str | None = None
+        # Storages of that module's buffers.
+        self.remembered: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
+        if self.again is not None:
+            self._check_again(func, args, kwargs or {})
+
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        flops, moved = operation_cost(func, args, kwargs or {}, out)
+        self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
+
+        family = sac.family_of(func) if isinstance(func, sac.Operation) else None
+        if self.forward and family:
+            self._add_call(family, func, args, kwargs or {}, out)
+        return out
+
+    def _add_call(self, family: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        made = sum(
+            value.untyped_storage().nbytes()
+            for value in tree_iter(out)
+            if isinstance(value, Tensor)
+        )
+        flops = operation_flops(func, args, kwargs, out)
+        # A call that draws random numbers must not be kept: with 0 FLOPs, keeping it gains nothing.
+        drawn = sac.draws(func, args, kwargs)
+        self.calls.append((family, 0, 0) if drawn else (family, made, flops))
+
+    def watch(self, path: str, module: nn.Module) -> list[Any]:
+        """Check that a module can be recomputed: it draws no random numbers, changes no buffer.
+
+        Return the handles of the hooks that are set.
+        """
+
+        def enter(*_: Any) -> None:
+            self.again = path
+            self.remembered = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
+
+        def leave(*_: Any) -> None:
+            self.again = None
+
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+    def _check_again(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if sac.draws(func, args, kwargs):
+            raise ValueError(
+                f"{self.again} draws random numbers, and would draw others the second time"
+            )
+        written = [args[0]] if args and sac.writes_in_place(func) else []
+        if any(
+            isinstance(value, Tensor) and value.untyped_storage()._cdata in self.remembered
+            for value in written
+        ):
+            raise ValueError(f"{self.again} changes a buffer, and would change it a second time")
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A group of blocks that cost the same, with one of them to measure."""
+
+    block: nn.Module
+    args: tuple[Any, ...]  # of the first call of the block
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]  # of all blocks of the kind
+
+    @functools.cached_property
+    def plain(self) -> tuple[Measured, list[tuple[str, int, int]]]:
+        """The costs of the block without recompute, and the expensive calls of its forward."""
+        return self.run(Option(NONE_KIND))
+
+    def run(self, option: Option) -> tuple[Measured, list[tuple[str, int, int]]]:
+        """Run forward and backward of the block under an option, which is removed afterwards.
+
+        Return the costs, and the expensive calls of the forward.
+        """
+        holder = nn.ModuleList([self.block])
+        trained = [p for p in self.block.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = None
+        leaves = tree_map(_leaf, (self.args, self.kwargs))
+        handles = list[Any]()
+
+        try:
+            with drop_saved() as drop:
+                apply_options(holder, {"0": option}, offload=drop)
+                gc.collect()
+                with seeded(0), torch.enable_grad(), BlockLives() as lives:
+                    for path in option.also:
+                        handles += lives.watch(path, self.block.get_submodule(path))
+                    args, kwargs = tree_map(_passed_on, leaves)
+                    output = holder[0](*args, **kwargs)
+                    # Without a reference from here, inputs count only if the block holds them, and
+                    # outputs only if the block holds them for its own backward.
+                    del args, kwargs
+                    outputs = [
+                        tensor.clone() for tensor in tensors_in(output) if tensor.requires_grad
+                    ]
+                    made = {
+                        life for tensor in tensors_in(output) for life in lives.lives_of(tensor)
+                    }
+                    del output
+                    beside = sum(tensor.nbytes for tensor in outputs)
+
+                    # An output that stays alive is the input that the next block holds, and is
+                    # counted there.
+                    passed_on = sum(life.nbytes for life in made if life.died is None)
+                    held = lives.bytes_alive - beside - passed_on
+
+                    lives.forward = False
+                    lives.bytes_peak = lives.bytes_alive
+                    if outputs:
+                        torch.autograd.backward(
+                            outputs, [torch.empty_like(tensor) for tensor in outputs]
+                        )
+        finally:
+            for handle in handles:
+                handle.remove()
+            remove_options(holder)
+            for parameter in trained:
+                parameter.grad = None
+
+        flops, moved, again = (
+            numpy.array(column, dtype=numpy.float64) for column in zip(*lives.costs, strict=True)
+        )
+        transient = lives.bytes_peak - beside - held
+        return Measured(held, transient, flops, moved, again, drop.bytes_away), lives.calls
+
+
+class Drop:
+    """Stand in for offload on tensors without values: saved tensors are freed until backward."""
+
+    def __init__(self) -> None:
+        self.bytes_away = 0
+        # By address, which a later storage may reuse once the first one is freed.
+        self.known: dict[int, weakref.ref[Any]] = {}
+        self.changed: list[nn.Module] = []
+
+    def __call__(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Wrap the forward of the named blocks."""
+        for name in names:
+            block = model.get_submodule(name)
+            parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+            block.forward = self._dropping(block.forward, parameters)
+            self.changed.append(block)
+
+    def _dropping(self, forward: Callable[..., Any], parameters: set[int]) -> Callable[..., Any]:
+        """Return the forward with saved tensors replaced by their shape, stride, dtype and device.
+
+        Parameters are saved as they are.
+        """
+
+        def pack(tensor: Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            if storage._cdata in parameters or isinstance(tensor, nn.Parameter):
+                return tensor
+            before = self.known.get(storage._cdata)
+            if before is None or before() is None:
+                self.known[storage._cdata] = weakref.ref(storage)
+                self.bytes_away += storage.nbytes()
+            return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            shape, stride, dtype, device = packed
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(pack, unpack):
+                return forward(*args, **kwargs)
+
+        return run
+
+
+@contextlib.contextmanager
+def drop_saved() -> Iterator[Drop]:
+    """Provide a stand-in for `offload_blocks`, undone at the end of the context."""
+    drop = Drop()
+    try:
+        yield drop
+    finally:
+        for block in drop.changed:
+            del block.forward
+
+
+def _passed_on(value: Any) -> Any:
+    """Return a tensor as the previous block would pass it: no leaf, which autograd would hold."""
+    return value.clone() if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _leaf(value: Any) -> Any:
+    """Detach a tensor from its graph."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    return value
+
+
+# ------------------------------------------------------------------------------
+# Menus of options: group blocks that cost the same, and measure one block of each group.
+# ------------------------------------------------------------------------------
+
+MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes that are measured
+Menu = tuple[tuple[Option, tuple[Measured, ...]], ...]
+
+# Family and index of an expensive call, its bytes and its FLOPs.
+Named = tuple[tuple[str, int], int, int]
+
+MOST_SETS = 12  # policies measured for each kind of block
+
+# Up to this many calls, all sets of calls are considered; beyond it, only sets that keep the calls
+# with the most FLOPs per byte.
+MOST_CALLS = 10
+
+
+class Operations(TorchDispatchMode):
+    """Record the operations of each block.
+
+    Two blocks of the same class, with equal shapes, may still compute different things.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block: str | None = None
+        self.made: defaultdict[str, list[Any]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
+        out = func(*args, **(kwargs or {}))
+        if self.block is not None:
+            self.made[self.block].append((str(func), _shapes(out)))
+        return out
+
+
+def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[BlockKind]:
+    """Group the blocks that are called by kind, with the inputs of their first call."""
+    module = sketch.build()
+    batch = sketch.batch(batch_size)
+    blocks = {
+        name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
+    }
+    inputs: dict[str, tuple[Any, Any]] = {}
+    record = Operations()
+    handles = []
+    for name, block in blocks.items():
+
+        def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            inputs.setdefault(name, tree_map(_kept, (args, kwargs)))
+            record.block = name
+
+        def leave(*_: Any) -> None:
+            record.block = None
+
+        handles += [
+            block.register_forward_pre_hook(enter, with_kwargs=True),
+            block.register_forward_hook(leave),
+        ]
+    try:
+        with seeded(0), torch.enable_grad(), record:
+            sketch.case.workload.mean_loss(module, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    groups: dict[Any, list[str]] = {}
+    for name, block in blocks.items():
+        figures = step.blocks[name]
+        shapes = (_shapes(dict(block.named_parameters())), _shapes(inputs[name]))
+        key = (type(block), shapes, figures.held, figures.calls, record.made[name])
+        groups.setdefault(repr(key), []).append(name)
+    return [
+        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in groups.values()
+    ]
+
+
+def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
+    """List the options worth measuring: those that no other option beats on paper.
+
+    On paper, keeping the output of a call costs its bytes, recomputing it costs its FLOPs, and the
+    last call is never recomputed. `also`: names of modules that regions may recompute.
+    """
+    _, calls = kind.plain
+    places: Counter[str] = Counter()
+    named: list[Named] = []
+    for family, made, flops in calls:
+        named.append(((family, places[family]), made, flops))
+        places[family] += 1
+    if named:
+        last, made, _ = named[-1]
+        named[-1] = (last, made, 0)
+
+    options = [Option(NONE_KIND), Option(REGIONS_KIND), Option(FULL_KIND)]
+    if offload:
+        options.append(Option(OFFLOAD_KIND))
+    if replayed := _replayed(kind, also):
+        options.append(Option(REGIONS_KIND, also=replayed))
+    return options + [Option(SAC_KIND, frozenset(keep)) for keep in _unbeaten(named) if keep]
+
+
+def _replayed(kind: BlockKind, also: Collection[str]) -> tuple[str, ...]:
+    """Return the modules of a block that `also` names, by their path in the block.
+
+    Raise an error if `also` names a module in some blocks of the kind and not in others.
+    """
+    paths = []
+    for path, _ in kind.block.named_modules():
+        if any(f"{name}.{path}" in also for name in kind.names):
+            paths.append(path)
+    for name, path in itertools.product(kind.names, paths):
+        if f"{name}.{path}" not in also:
+            raise ValueError(
+                f"also names {path} of some blocks and not of {name}, which is the same kind of "
+                f"block: name *.{path}"
+            )
+    return tuple(paths)
+
+
+def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
+    """Return the sets of calls that trade bytes kept for FLOPs recomputed best.
+
+    At most `MOST_SETS` of them, evenly spread from the fewest bytes to the most.
+    """
+    if len(calls) <= MOST_CALLS:
+        sets = [
+            keep
+            for number in range(len(calls) + 1)
+            for keep in itertools.combinations(calls, number)
+        ]
+    else:
+        by_value = sorted(calls, key=lambda call: -call[2] / max(1, call[1]))
+        sets = [tuple(by_value[:number]) for number in range(len(calls) + 1)]
+
+    total_flops = sum(flops for _, _, flops in calls)
+    points = []
+    for index, keep in enumerate(sets):
+        kept_bytes = sum(made for _, made, _ in keep)
+        kept_flops = sum(flops for _, _, flops in keep)
+        points.append((kept_bytes, total_flops - kept_flops, index))
+
+    best = []
+    least = total_flops + 1
+    for _, recomputed, index in sorted(points):
+        if recomputed < least:
+            best.append(index)
+            least = recomputed
+
+    spread = numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))
+    places = sorted({round(place) for place in spread})
+    return [_names_of_calls(sets[best[place]]) for place in places]
+
+
+def _names_of_calls(calls: Sequence[Named]) -> tuple[tuple[str, int], ...]:
+    return tuple(name for name, _, _ in calls)
+
+
+def measure_menus(
+    sketch: Sketch,
+    steps: Sequence[StepEstimate],
+    *,
+    offload: bool,
+    without: Sequence[str] = (),
+    also: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda message: None,
+) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
+    """Measure the menu of each kind of block.
+
+    Return pairs of block names and menu, and the options that could not run, with the reason.
+    """
+    replayed = match_inside(sketch.blocks(sketch.build()), also, option="also")
+    small, large = (
+        find_kinds(sketch, step, size)
+        for step, size in zip(steps, MEASURED_MICROBATCH_SIZES, strict=True)
+    )
+    kinds = []
+    left_out = []
+    for kind in large:
+        same = next(other for other in small if kind.names[0] in other.names)
+        menu: dict[Option, tuple[Measured, ...]] = {}
+        for option in candidates(kind, offload=offload, also=replayed):
+            if option.kind in without and option.kind not in (NONE_KIND, FULL_KIND):
+                continue
+            if option.kind == SAC_KIND and Option(FULL_KIND) not in menu:
+                continue  # full recompute failed, and the reason is in left_out
+            tell(f"measuring {kind.names[0]} with {option}")
+            try:
+                found, _ = kind.plain if option.kind == NONE_KIND else kind.run(option)
+                if option.kind == SAC_KIND:
+                    smaller = _smaller(found, menu[Option(NONE_KIND)], menu[Option(FULL_KIND)])
+                else:
+                    smaller, _ = same.run(option)
+                menu[option] = (smaller, found)
+            except (ValueError, RuntimeError) as error:
+                # Raised by the block's own code, which may not suit every technique.
+                if option.kind == NONE_KIND:
+                    raise
+                left_out.append(
+                    f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}"
+                )
+        allowed = [
+            (option, measured)
+            for option, measured in menu.items()
+            if option.kind not in {*without} - {NONE_KIND}
+        ]
+        kinds.append((kind.names, tuple(allowed)))
+    return tuple(kinds), tuple(left_out)
+
+
+def _smaller(found: Measured, plain: tuple[Measured, ...], full: tuple[Measured, ...]) -> Measured:
+    """Derive the costs of a policy at the smaller size from those at the larger one.
+
+    The part of the held bytes that does not grow with the size is taken from the plain block, and
+    that of the transient bytes from full recompute. This halves the number of measurements.
+    """
+    scale = MEASURED_MICROBATCH_SIZES[0] / MEASURED_MICROBATCH_SIZES[1]
+    held = round(found.held * scale + plain[0].held - plain[1].held * scale)
+    transient = round(found.transient * scale + full[0].transient - full[1].transient * scale)
+    return Measured(
+        max(0, held), max(0, transient), found.flops * scale, found.moved * scale, found.again
+    )
+
+
+def _kept(value: Any) -> Any:
+    """Copy a tensor out of its graph."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
+
+
+def _shapes(value: Any) -> Any:
+    """Replace each tensor by its shape, dtype and requires_grad, and other values by their type."""
+    if isinstance(value, Mapping):
+        return {key: _shapes(item) for key, item in value.items()}
+    return tree_map(_shape, value)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return type(value)

@@ -1,0 +1,460 @@
+"""Describe a device: bandwidth, product rates and dispatch time, measured or known.
+
+Each measurement takes well under a second. Each figure is the fastest of several runs after a
+warm-up, because other load only makes a run longer, and threads that wait for each other make most
+runs longer. The random generators of torch are left untouched.
+
+Proof: `python -m pytest tests/plan/test_device_profile.py tests/bench/test_bench_steps.py`.
+"""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from ..core.wording import nearest
+
+# ------------------------------------------------------------------------------
+# Time a device: matrix products, elementwise operations, host copies and dispatch.
+# ------------------------------------------------------------------------------
+
+TIMED_RUNS = 7
+LONG_PRODUCT_SECONDS = 0.01  # seconds; a larger product would not change the rate
+PRODUCT_SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+MANY_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # size of one tensor, far beyond any cache
+TINY_OPERATIONS = 300
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure the FLOP/s of square matrix products, up to the largest that runs in short time."""
+    rate = 0.0
+    before = float("inf")
+    for side in PRODUCT_SIDES[device.type]:
+        left = _random(side, device, dtype)
+        right = _random(side, device, dtype)
+        seconds = _least_seconds(device, partial(torch.matmul, left, right))
+        rate = max(rate, 2 * side**3 / seconds)
+        # A long time that did not grow with the size is threads waiting for each other: go on.
+        if seconds > max(LONG_PRODUCT_SECONDS, 2 * before):
+            break
+        before = seconds
+    return rate
+
+
+def elementwise_rate(device: torch.device) -> float:
+    """Measure the bytes read and written per second by the sum of two large tensors."""
+    first = torch.ones(MANY_BYTES[device.type] // 4, device=device)
+    second = torch.ones_like(first)
+    out = torch.empty_like(first)
+    seconds = _least_seconds(device, lambda: torch.add(first, second, out=out))
+    return 3 * MANY_BYTES[device.type] / seconds
+
+
+def copy_rate(device: torch.device) -> float:
+    """Measure the bytes per second between pinned host memory and the device.
+
+    The figure is the slower of the two directions.
+    """
+    on_device = torch.ones(MANY_BYTES["cuda"], dtype=torch.uint8, device=device)
+    on_host = torch.empty_like(on_device, device="cpu", pin_memory=True)
+    to_host = _least_seconds(device, lambda: on_host.copy_(on_device, non_blocking=True))
+    to_device = _least_seconds(device, lambda: on_device.copy_(on_host, non_blocking=True))
+    return MANY_BYTES["cuda"] / max(to_host, to_device)
+
+
+def dispatch_seconds(device: torch.device) -> float:
+    """Measure the time of an operation on a tiny tensor in grad mode, where recompute runs too."""
+    start = torch.ones(8, device=device, requires_grad=True)
+
+    def chain() -> Tensor:
+        value = start
+        with torch.enable_grad():
+            for _ in range(TINY_OPERATIONS):
+                value = value * 1.0
+        return value
+
+    return _least_seconds(device, chain) / TINY_OPERATIONS
+
+
+def _random(side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a random square matrix.
+
+    Constant values take less power than those of a training, and so run faster on a GPU.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(side, side, generator=generator, dtype=torch.float32).to(device, dtype)
+
+
+def _least_seconds(device: torch.device, operation: Callable[[], object]) -> float:
+    """Time an operation and return the fastest run."""
+    seconds = []
+    with torch.no_grad():
+        for _ in range(1 + TIMED_RUNS):
+            _wait(device)
+            start = time.perf_counter()
+            operation()
+            _wait(device)
+            seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ------------------------------------------------------------------------------
+# Device profiles: rates from which a planner predicts the time of each operation.
+# ------------------------------------------------------------------------------
+
+PROFILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Fractions of the data sheet's peak that large operations typically reach.
+PRODUCT_EFFICIENCY = 0.7
+BANDWIDTH_EFFICIENCY = 0.85
+LINK_EFFICIENCY = 0.8
+
+# Extra host time of an eager operation under selective recompute, on one x86 core: measured on a
+# CPU, not yet on CUDA. The time of regions is scaled by the number of Python calls per step: 2,866
+# with regions and 23,690 with selective recompute, against 370 with neither.
+SAC_SECONDS = 26e-6
+REGIONS_SECONDS = SAC_SECONDS * (2866 - 370) / (23690 - 370)
+
+# Typical of a launch from Python in eager mode with autograd; not yet measured on CUDA.
+GPU_DISPATCH_SECONDS = 6e-6
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Rates that large operations reach, and the least time of any operation."""
+
+    name: str
+    flops_per_second: Mapping[str, float]  # of matrix products, by dtype
+    bytes_per_second: float  # read and written by elementwise operations
+    host_bytes_per_second: float | None  # link to host memory, one direction; None on the CPU
+    dispatch_seconds: float  # the least time of an operation
+    sac_seconds: float  # added to dispatch under selective recompute by policy
+    regions_seconds: float  # added to dispatch under regions
+    memory_bytes: int | None  # nominal size, of which the driver takes a part; None if unknown
+    source: str  # data sheet or measured
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
+            raise ValueError(
+                f"flops_per_second of the profile {self.name!r} must be a mapping of dtypes to "
+                f"rates, at least for float32, got {self.flops_per_second!r}"
+            )
+
+        rates = {
+            f"flops_per_second of {dtype}": rate for dtype, rate in self.flops_per_second.items()
+        }
+        rates |= {
+            "bytes_per_second": self.bytes_per_second,
+            "dispatch_seconds": self.dispatch_seconds,
+        }
+        if self.host_bytes_per_second is not None:
+            rates["host_bytes_per_second"] = self.host_bytes_per_second
+        if self.memory_bytes is not None:
+            rates["memory_bytes"] = self.memory_bytes
+        for what, value in rates.items():
+            if not _is_number(value) or value <= 0:
+                raise ValueError(
+                    f"{what} of the profile {self.name!r} must be a number above 0, got {value!r}"
+                )
+
+        for what in ("sac_seconds", "regions_seconds"):
+            value = getattr(self, what)
+            if not _is_number(value) or value < 0:
+                raise ValueError(
+                    f"{what} of the profile {self.name!r} must be a number of at least 0, "
+                    f"got {value!r}"
+                )
+
+    def operation_seconds(
+        self,
+        flops: ArrayLike,
+        bytes_moved: ArrayLike,
+        *,
+        dtype: str,
+        extra_seconds: ArrayLike = 0.0,
+    ) -> NDArray[numpy.float64]:
+        """Predict the time of each operation from its FLOPs, bytes moved and dispatch.
+
+        The longest of the three counts. `extra_seconds` are added to the dispatch time, which
+        overlaps with the device's work: `sac_seconds`, for example.
+        """
+        if dtype not in self.flops_per_second:
+            raise ValueError(
+                f"the profile {self.name!r} has no rate for the dtype {dtype!r}: use one of "
+                f"{', '.join(self.flops_per_second)}, or measure_profile on the device"
+            )
+        products = numpy.asarray(flops, dtype=numpy.float64) / self.flops_per_second[dtype]
+        moves = numpy.asarray(bytes_moved, dtype=numpy.float64) / self.bytes_per_second
+        dispatch = self.dispatch_seconds + numpy.asarray(extra_seconds, dtype=numpy.float64)
+        return numpy.asarray(numpy.maximum(numpy.maximum(products, moves), dispatch))
+
+    def to_json(self) -> str:
+        """Write the profile as JSON text."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "DeviceProfile":
+        """Read a profile that `to_json` wrote."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the profile is not JSON ({error}): give the text that to_json wrote"
+            ) from error
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            found = sorted(values) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(
+                f"a profile has the fields {sorted(names)}, got {found}: give the text that "
+                "to_json wrote"
+            )
+        return cls(**values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _from_data_sheet(
+    name: str, *, float32: float, half: float, bandwidth: float, link: float, memory_gib: int
+) -> DeviceProfile:
+    """Build a profile from published peaks in FLOP/s and bytes/s.
+
+    `half` is the dense rate of bfloat16 and float16 with float32 accumulation.
+    """
+    peaks = {"float32": float32, "bfloat16": half, "float16": half}
+    return DeviceProfile(
+        name=name,
+        flops_per_second={dtype: peak * PRODUCT_EFFICIENCY for dtype, peak in peaks.items()},
+        bytes_per_second=bandwidth * BANDWIDTH_EFFICIENCY,
+        host_bytes_per_second=link * LINK_EFFICIENCY,
+        dispatch_seconds=GPU_DISPATCH_SECONDS,
+        sac_seconds=SAC_SECONDS,
+        regions_seconds=REGIONS_SECONDS,
+        memory_bytes=memory_gib * 2**30,
+        source="data sheet",
+    )
+
+
+# Bytes/s of sixteen lanes in one direction.
+PCIE4_BYTES_PER_SECOND = 32e9
+PCIE5_BYTES_PER_SECOND = 64e9
+
+# Peaks as published: without sparsity, and float32 without TF32.
+PROFILES = {
+    "h100": _from_data_sheet(
+        "h100",
+        float32=67e12,
+        half=989e12,
+        bandwidth=3.35e12,
+        link=PCIE5_BYTES_PER_SECOND,
+        memory_gib=80,
+    ),  # SXM
+    "h200": _from_data_sheet(
+        "h200",
+        float32=67e12,
+        half=989e12,
+        bandwidth=4.8e12,
+        link=PCIE5_BYTES_PER_SECOND,
+        memory_gib=141,
+    ),  # SXM
+    "a100": _from_data_sheet(
+        "a100",
+        float32=19.5e12,
+        half=312e12,
+        bandwidth=2.039e12,
+        link=PCIE4_BYTES_PER_SECOND,
+        memory_gib=80,
+    ),  # SXM
+    "l4": _from_data_sheet(
+        "l4",
+        float32=30.3e12,
+        half=121e12,
+        bandwidth=300e9,
+        link=PCIE4_BYTES_PER_SECOND,
+        memory_gib=24,
+    ),
+    "rtx4090": _from_data_sheet(
+        "rtx4090",
+        float32=82.6e12,
+        half=165e12,
+        bandwidth=1008e9,
+        link=PCIE4_BYTES_PER_SECOND,
+        memory_gib=24,
+    ),
+    # From measure_profile on two cores of an AMD EPYC with AVX2, without half-precision products.
+    "cpu": DeviceProfile(
+        name="cpu",
+        flops_per_second={"float32": 165e9, "bfloat16": 3.1e9, "float16": 3.6e9},
+        bytes_per_second=20e9,
+        host_bytes_per_second=None,
+        dispatch_seconds=4.5e-6,
+        sac_seconds=SAC_SECONDS,
+        regions_seconds=REGIONS_SECONDS,
+        memory_bytes=None,
+        source="measured",
+    ),
+}
+
+# Only exact matches: other cards of these families (H100 PCIe, A100 with 40 GB, L40S, parts of a
+# card) have other rates, and are measured.
+PROFILE_OF_CARD = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+}
+
+
+def find_profile(name: str) -> DeviceProfile:
+    """Return the profile of a name, ignoring case and punctuation.
+
+    "measured" measures the current GPU, or the CPU if there is no GPU.
+    """
+    key = _plain(name)
+    if key in {"measured", "measure"}:
+        return measure_profile()
+    if key not in PROFILES:
+        known = [*PROFILES, "measured"]
+        meant = nearest(key, known)
+        hint = f"Did you mean {meant!r}? " if meant else ""
+        raise ValueError(f"there is no profile {name!r}. {hint}Use one of: {', '.join(known)}")
+    return PROFILES[key]
+
+
+def profile_of(device: torch.device | str) -> DeviceProfile:
+    """Return the profile of a device: from the data sheet if there is one, or measured.
+
+    The CPU is always measured, because processors differ too much for one figure. For plans that
+    are the same on every machine use `find_profile("cpu")`. A device is measured once per process.
+    """
+    device = _checked(device)
+    if device.type == "cuda":
+        card = torch.cuda.get_device_name(device)
+        if card in PROFILE_OF_CARD:
+            return PROFILES[PROFILE_OF_CARD[card]]
+    return _measured_once(device, torch.get_num_threads())
+
+
+def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
+    """Measure a device with the current settings of torch, such as TF32 and threads.
+
+    The default is the GPU, or the CPU if there is no GPU. What selective recompute adds to an
+    operation is not measured: `sac_seconds` and `regions_seconds` are this module's constants.
+    """
+    device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cuda = device.type == "cuda"
+    on_cpu = f"cpu, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if cuda else on_cpu
+    return DeviceProfile(
+        name=name,
+        flops_per_second={
+            name: product_rate(device, dtype) for name, dtype in PROFILE_DTYPES.items()
+        },
+        bytes_per_second=elementwise_rate(device),
+        host_bytes_per_second=copy_rate(device) if cuda else None,
+        dispatch_seconds=dispatch_seconds(device),
+        sac_seconds=SAC_SECONDS,
+        regions_seconds=REGIONS_SECONDS,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        source="measured",
+    )
+
+
+@functools.cache
+def _measured_once(device: torch.device, _num_threads: int) -> DeviceProfile:
+    """Cache the measured profile by device and number of threads."""
+    return measure_profile(device)
+
+
+def _checked(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type not in {"cpu", "cuda"}:
+        raise ValueError(
+            f"there is no profile of the device {str(device)!r}: give 'cpu' or 'cuda', "
+            "or a DeviceProfile"
+        )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"torch sees no GPU for the device {str(device)!r}: use 'cpu', or find_profile('h100')"
+        )
+    return device
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+# ------------------------------------------------------------------------------
+# Peak FLOP/s of a device, as the reference for MFU and HFU.
+# ------------------------------------------------------------------------------
+
+MEASURED_PEAK = "measured"
+
+
+@dataclass(frozen=True)
+class PeakRate:
+    """FLOP/s of dense matrix products, and the source of the figure."""
+
+    flops_per_second: float | None  # None if unknown
+    source: str  # the reason, if unknown
+
+
+def peak_rate(
+    device: torch.device, dtype: torch.dtype, *, given: float | str | None = None
+) -> PeakRate:
+    """Return the peak of a device, by the name of the card unless one is given.
+
+    `given` is a peak in FLOP/s, or "measured" for the rate that large products reach.
+    """
+    if isinstance(given, int | float):
+        if not given > 0:
+            raise ValueError(f"the peak must be above 0 FLOP/s, got {given}")
+        return PeakRate(float(given), "as given")
+    name = str(dtype).removeprefix("torch.")
+    on_data_sheet = device.type == "cuda" and torch.cuda.get_device_name(device) in PROFILE_OF_CARD
+    if given == MEASURED_PEAK and not on_data_sheet:
+        rate = profile_of(device).flops_per_second.get(name)
+        if rate:
+            return PeakRate(rate, f"large products in {name}, measured here")
+        return PeakRate(rate, f"no rate was measured in {name}")
+    if given not in (None, MEASURED_PEAK):
+        raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED_PEAK!r}")
+    if device.type != "cuda":
+        return PeakRate(
+            None,
+            f"no peak of this processor is known: --peak {MEASURED_PEAK} uses the rate that large "
+            "products reach",
+        )
+
+    card = torch.cuda.get_device_name(device)
+    if card not in PROFILE_OF_CARD:
+        return PeakRate(
+            None, f"no peak of the {card} is known: give --peak, in TFLOP/s, from its data sheet"
+        )
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return PeakRate(
+            None, "products in float32 run as TF32 here: give --peak, in TFLOP/s, for TF32"
+        )
+
+    rate = PROFILES[PROFILE_OF_CARD[card]].flops_per_second.get(name)
+    if rate is None:
+        return PeakRate(
+            None, f"the data sheet of the {card} has no peak in {name}: give --peak, in TFLOP/s"
+        )
+    return PeakRate(rate / PRODUCT_EFFICIENCY, f"data sheet of the {card}, dense {name}")

@@ -1,0 +1,401 @@
+"""A plan as a file: options of each block, fingerprint of the model, and applying it.
+
+Proof: `python -m pytest tests/plan/test_menu.py tests/plan/test_plan.py`.
+"""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .. import primitives
+from ..core.blocks import Derived, NoBlocks, find_blocks
+from ..core.wording import format_bytes
+
+# ------------------------------------------------------------------------------
+# Options: the ways to run one block that a plan chooses from.
+# ------------------------------------------------------------------------------
+
+NONE_KIND = "none"
+REGIONS_KIND = "regions"
+SAC_KIND = "sac"
+OFFLOAD_KIND = "offload"
+FULL_KIND = "full"
+OPTION_KINDS = (NONE_KIND, REGIONS_KIND, SAC_KIND, OFFLOAD_KIND, FULL_KIND)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a block."""
+
+    kind: str  # one of KINDS
+
+    # For `sac`: the calls whose outputs are kept, by family and index among the block's calls of
+    # that family.
+    keep: frozenset[tuple[str, int]] = frozenset()
+
+    # For `regions`: the modules to recompute, by their names in the block.
+    also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in OPTION_KINDS:
+            raise ValueError(
+                f"a block is run as one of {', '.join(OPTION_KINDS)}, got {self.kind!r}"
+            )
+        if (self.kind == SAC_KIND) != bool(self.keep):
+            raise ValueError(
+                f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' needs keep, and other kinds "
+                "take none"
+            )
+        if self.also and self.kind != REGIONS_KIND:
+            raise ValueError(
+                f"{self.kind!r} with also={list(self.also)}: only 'regions' takes modules to "
+                "recompute"
+            )
+
+    def __str__(self) -> str:
+        if self.kind != SAC_KIND:
+            return f"{self.kind}+{','.join(self.also)}" if self.also else self.kind
+        families: dict[str, list[int]] = {}
+        for family, index in sorted(self.keep):
+            families.setdefault(family, []).append(index)
+        calls = [f"{family} {_places(indices)}" for family, indices in families.items()]
+        return f"sac({'; '.join(calls)})"
+
+    def to_json(self) -> dict[str, Any]:
+        if self.kind == SAC_KIND:
+            keep = [[family, index] for family, index in sorted(self.keep)]
+            return {"kind": self.kind, "keep": keep}
+        if self.also:
+            return {"kind": self.kind, "also": list(self.also)}
+        return {"kind": self.kind}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Option":
+        if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
+            raise ValueError(
+                f"a block's option must be a mapping with a kind, got {data!r}: make the plan again"
+            )
+
+        pairs = data.get("keep", [])
+        if not isinstance(pairs, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in pairs
+        ):
+            raise ValueError(
+                "keep of a block's option must be a list of pairs of family and index, "
+                f"got {pairs!r}: make the plan again"
+            )
+
+        also = data.get("also", [])
+        if not isinstance(also, list) or not all(isinstance(path, str) for path in also):
+            raise ValueError(
+                f"also of a block's option must be a list of module names, got {also!r}: "
+                "make the plan again"
+            )
+        return cls(
+            data["kind"],
+            frozenset((str(family), int(index)) for family, index in pairs),
+            tuple(also),
+        )
+
+
+def _places(indices: list[int]) -> str:
+    return ",".join(map(str, indices))
+
+
+def apply_options(
+    model: nn.Module, options: Mapping[str, Option], *, offload: Callable[..., Any] | None = None
+) -> list[str]:
+    """Apply an option to each named block, in place; return the names of the changed blocks.
+
+    Call it before DDP, `fully_shard` and `torch.compile`. `offload` replaces `offload_blocks` where
+    tensors have no values.
+    """
+    names_of: dict[Option, list[str]] = {}
+    for name, option in options.items():
+        if option.kind != NONE_KIND:
+            names_of.setdefault(option, []).append(name)
+    for option, names in names_of.items():
+        if option.kind == OFFLOAD_KIND and offload is not None:
+            offload(model, names)
+        else:
+            _APPLY_BY_KIND[option.kind](model, names, option)
+    return _in_order(options, names_of.values())
+
+
+def remove_options(model: nn.Module) -> list[str]:
+    """Undo `apply_options`; return the names of the modules that were changed."""
+    return [
+        *primitives.remove_regions(model),
+        *primitives.remove_sac(model),
+        *primitives.remove_recompute(model),
+        *primitives.remove_offload(model),
+    ]
+
+
+def _in_order(options: Mapping[str, Option], groups: Iterable[list[str]]) -> list[str]:
+    changed = {name for group in groups for name in group}
+    return [name for name in options if name in changed]
+
+
+def _sac(model: nn.Module, names: list[str], option: Option) -> None:
+    primitives.apply_sac(model, primitives.sac.Policy(str(option), calls=option.keep), blocks=names)
+
+
+def _regions(model: nn.Module, names: list[str], option: Option) -> None:
+    also = [f"{name}.{path}" for name in names for path in option.also]
+    primitives.apply_regions(model, blocks=names, also=also)
+
+
+_APPLY_BY_KIND: dict[str, Callable[[nn.Module, list[str], Option], Any]] = {
+    REGIONS_KIND: _regions,
+    SAC_KIND: _sac,
+    OFFLOAD_KIND: lambda model, names, option: primitives.offload_blocks(
+        model, blocks=names, keep_last=0
+    ),
+    FULL_KIND: lambda model, names, option: primitives.recompute_blocks(model, blocks=names),
+}
+
+
+# ------------------------------------------------------------------------------
+# Plan files: the option of each block, the microbatches, and the predicted peak and time.
+# ------------------------------------------------------------------------------
+
+PLAN_VERSION = 1
+
+
+class PlanMismatch(ValueError):
+    """Raised when a plan was made for another model."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One microbatch size that was considered, with the best options found for it."""
+
+    microbatch: int
+    steps: int  # microbatches in a window
+    chunked_loss: bool
+    peak_bytes: int
+    step_seconds: float | None  # of the optimizer step; None if it does not fit
+    options: Mapping[str, Option] = field(default_factory=dict)
+    checked: bool = False  # the peak is that of the whole step, not of the chain
+    flops: float | None = None  # of the whole window, if it was checked
+
+    def within(self, budget_bytes: int) -> "Candidate":
+        """Drop the time if the peak is above the budget."""
+        return self if self.peak_bytes <= budget_bytes else replace(self, step_seconds=None)
+
+    def summary(self) -> str:
+        """Count equal options, such as `30 regions, 2 none`."""
+        counts: dict[str, int] = {}
+        for option in self.options.values():
+            counts[str(option)] = counts.get(str(option), 0) + 1
+        items = ["chunked loss"] if self.chunked_loss else []
+        items += [f"{number} {name}" for name, number in counts.items()]
+        return ", ".join(items) or "as it is"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one model, budget and global batch."""
+
+    workload: str
+    budget_bytes: int  # per rank
+    microbatch: int
+    steps: int  # microbatches in a window
+    ranks: int
+    chunk_tokens: int | None  # of the chunked loss, if it is used
+    options: Mapping[str, Option]  # by block
+    peak_bytes: int
+    step_seconds: float  # predicted time of the optimizer step
+    plain_seconds: float  # the same with all activations held
+    flops: float  # of the whole window
+    plain_flops: float  # the same without recompute
+    fingerprint: Mapping[str, str]  # class and parameter shapes of each block
+    settings: Mapping[str, Any]
+    why: str  # why this candidate won
+    candidates: tuple[Candidate, ...] = ()  # best first
+
+    def apply(self, model: nn.Module) -> list[str]:
+        """Apply the plan to a model in place, and return the names of the changed modules.
+
+        The names, state dict and source of the model stay the same. Raises `PlanMismatch` for a
+        model with other blocks.
+        """
+        self.check(model)
+        changed = apply_options(model, self.options)
+        if self.chunk_tokens is None:
+            return changed
+        return changed + primitives.apply_chunked_loss(model, chunk_tokens=self.chunk_tokens)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `PlanMismatch` if the blocks differ from the plan's, or are changed already.
+
+        The error names the first difference.
+        """
+        modules = dict(model.named_modules())
+        class_name = type(model).__name__
+        advice = "make a plan for this model"
+        for name in self.fingerprint:
+            if name not in modules:
+                raise PlanMismatch(
+                    f"the plan is for a model with a block {name}, which {class_name} does not "
+                    f"have: {advice}"
+                )
+
+        for name, module in modules.items():
+            if isinstance(module, Derived):
+                raise PlanMismatch(
+                    f"{name or 'the model'} is changed already, it is a {type(module).__name__}: "
+                    "apply the plan to a model as it was built, before other techniques, DDP, "
+                    "fully_shard and torch.compile"
+                )
+
+        for name, planned in self.fingerprint.items():
+            found = fingerprint(modules[name])
+            if found != planned:
+                ours, theirs = _first_difference(found, planned)
+                raise PlanMismatch(
+                    f"block {name} is {ours}, and the plan is for {theirs}: {advice}"
+                )
+
+        for name in _names(model, self.settings.get("blocks")):
+            if name not in self.fingerprint:
+                raise PlanMismatch(
+                    f"{class_name} has a block {name}, which the plan does not have: {advice}"
+                )
+
+    def explain(self, *, most: int | None = None) -> str:
+        """Format the candidates, the options by block and the reason, in 80 columns.
+
+        At most `most` candidates are shown, or all of them.
+        """
+        first = f"{self.workload}: {self.steps} x {self.microbatch} samples"
+        if self.ranks > 1:
+            first += f" on each of {self.ranks} ranks"
+        first += (
+            f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
+            f"{1e3 * self.step_seconds:,.1f} ms"
+        )
+        lines = textwrap.wrap(first, 80)
+
+        shown = self.candidates[:most]
+        if shown:
+            lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
+        for candidate in shown:
+            seconds = "too large"
+            if candidate.step_seconds is not None:
+                seconds = f"{1e3 * candidate.step_seconds:,.1f} ms"
+            peak = format_bytes(candidate.peak_bytes)
+            lines.append(
+                _cut(
+                    f"{candidate.microbatch:>10} {candidate.steps:>6} {peak:>11} "
+                    f"{seconds:>12}  {candidate.summary()}"
+                )
+            )
+
+        nothing = "no block is repeated: name some with --blocks to plan for them"
+        lines += ["", *(_blocks(self.options) or [nothing]), "", *textwrap.wrap(self.why, 80)]
+        for reason in self.settings.get("left_out", ()):
+            lines += textwrap.wrap(f"left out: {reason}", 80)
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        del data["options"], data["candidates"]
+
+        candidates = []
+        for candidate in self.candidates:
+            row = asdict(candidate)
+            del row["options"]
+            candidates.append({**row, "summary": candidate.summary()})
+        return {
+            **data,
+            "version": PLAN_VERSION,
+            "options": {name: option.to_json() for name, option in self.options.items()},
+            "candidates": candidates,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
+        if not isinstance(data, Mapping) or data.get("version") != PLAN_VERSION:
+            found = data.get("version") if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(
+                f"this is not a plan of version {PLAN_VERSION}, its version is {found!r}: "
+                "make the plan again"
+            )
+
+        wanted = set(cls.__dataclass_fields__) - {"candidates"}
+        if missing := sorted(wanted - data.keys()):
+            raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
+        fields = {name: data[name] for name in wanted}
+        for name in ("options", "fingerprint", "settings"):
+            if not isinstance(fields[name], Mapping):
+                raise ValueError(
+                    f"{name} of the plan must be a mapping, got {fields[name]!r}: "
+                    "make the plan again"
+                )
+        fields["options"] = {
+            name: Option.from_json(option) for name, option in data["options"].items()
+        }
+        return cls(**fields)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise ValueError(
+                f"can't read the plan {path}: {error.strerror}; write one with plan_memory.py"
+            ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} is not a complete plan, its JSON can't be read: {error}"
+            ) from error
+
+
+def fingerprint(block: nn.Module) -> str:
+    """Return the class and the parameter shapes of a block, as text."""
+    shapes = [f"{name}{list(parameter.shape)}" for name, parameter in block.named_parameters()]
+    return f"{type(block).__name__}: {'; '.join(shapes)}"
+
+
+def _first_difference(found: str, planned: str) -> tuple[str, str]:
+    """Describe the first difference between two fingerprints: the class, or a parameter."""
+    found_class = found.split(": ")[0]
+    planned_class = planned.split(": ")[0]
+    if found_class != planned_class:
+        return f"a {found_class}", f"a {planned_class}"
+
+    found_shapes = found.partition(": ")[2].split("; ")
+    planned_shapes = planned.partition(": ")[2].split("; ")
+    pairs = zip_longest(found_shapes, planned_shapes)
+    ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+    return f"a {found_class} with {ours or 'no more parameters'}", f"one with {theirs or 'no more'}"
+
+
+def _names(model: nn.Module, pattern: str | None) -> list[str]:
+    try:
+        return list(find_blocks(model, pattern))
+    except NoBlocks:
+        return []
+
+
+def _blocks(options: Mapping[str, Option]) -> list[str]:
+    """Format runs of blocks with the same option, one per line."""
+    lines = []
+    for option, run in groupby(options.items(), key=lambda item: item[1]):
+        names = [name for name, _ in run]
+        shown = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+        what = "as it is" if option.kind == NONE_KIND else str(option)
+        lines.append(_cut(f"{shown}: {what}"))
+    return lines
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= 80 else f"{line[:78]}.."

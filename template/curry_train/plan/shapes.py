@@ -1,0 +1,484 @@
+"""Run operations on shapes alone with the bytes that the real kernels hold.
+
+with KernelsAsTheyRun(allow_non_fake_inputs=True):
+        ...
+
+The differences are those of torch 2.11 and 2.13. Each correction has a test that fails when it is
+no longer needed.
+
+Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py`.
+"""
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from ..core.random import seeded
+from ..workloads.workload import Case, map_tensors
+
+# ------------------------------------------------------------------------------
+# Corrections of fake tensor kernels that differ from the real ones.
+# ------------------------------------------------------------------------------
+
+NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+LIFT_OPERATION = torch.ops.aten.lift_fresh.default
+GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
+# Alignment in bytes of the rows of a grouped matrix product.
+ROW_ALIGNMENT_BYTES = 16
+
+
+class KernelsAsTheyRun(FakeTensorMode):
+    """Fake tensor mode with outputs like those of the real kernels.
+
+    Views of real tensors stay real, the backward of layer norm returns contiguous tensors, and
+    grouped matrix products accept the kernel's dtypes, which on the CPU are more than bfloat16.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            args
+            and (getattr(func, "is_view", False) or func is LIFT_OPERATION)
+            and _kernel_has_values(args[0])
+        ):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is NORM_BACKWARD and not args[0].is_contiguous():
+            with self:
+                contiguous = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+            args = (contiguous, *args[1:])
+        if func is GROUPED_MM_OPERATION and args[0].dtype is not torch.bfloat16:
+            return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+        return super().dispatch(func, types, args, kwargs)
+
+    def _grouped(self, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+        """Allocate the output of a grouped matrix product, with aligned rows."""
+        if a.dim() == 2 or b.dim() == 2:
+            groups = [ends.shape[0]] if ends is not None and a.dim() == b.dim() == 2 else []
+            size = [*groups, a.shape[-2], b.shape[-1]]
+        else:
+            size = [*a.shape[:2], b.shape[-1]]
+
+        step = ROW_ALIGNMENT_BYTES // a.dtype.itemsize
+        row = -(-size[-1] // step) * step
+        strides = [size[1] * row, row, 1][-len(size) :]
+        with self:
+            return torch.empty_strided(size, strides, dtype=a.dtype, device=a.device)
+
+
+def _kernel_has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+# ------------------------------------------------------------------------------
+# Stand-ins on fake CPU tensors for CUDA's attention, RMS norm and autocast.
+# ------------------------------------------------------------------------------
+
+HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Choose the attention kernel as CUDA does.
+
+    Half precision without a mask runs flash attention; all else runs the memory-efficient kernel.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        # Autocast does not apply to the operations called below.
+        dtype = torch.get_autocast_dtype("cpu")
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+
+    if query.dim() != 4:
+        return _PLAIN_ATTENTION(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    if query.dtype in HALF_PRECISION_DTYPES and attn_mask is None and query.shape[-1] <= 256:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        output: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return output
+
+    if key.shape[1] != query.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), -torch.inf
+            )
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    outputs = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
+    result: Tensor = outputs[0]
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm that saves its input and one number per row, as CUDA's fused kernel does.
+
+    The CPU's RMS norm saves the result of every operation that it consists of.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
+        rows = (*x.shape[: x.dim() - num_dims], *[1] * num_dims)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        statistic = x.new_empty(rows, dtype=dtype)
+        ctx.save_for_backward(x, weight, statistic)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    output: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape))
+    return output
+
+
+_PLAIN_ATTENTION = F.scaled_dot_product_attention
+STAND_INS: Mapping[Any, Callable[..., Any]] = {
+    _PLAIN_ATTENTION: _attention,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
+_FLOAT32_LAYER_FUNCTIONS = (
+    "layer_norm",
+    "group_norm",
+    "softmax",
+    "log_softmax",
+    "softplus",
+    "cosine_similarity",
+    "normalize",
+)
+_FLOAT32_MATH_FUNCTIONS = (
+    "exp",
+    "log",
+    "log1p",
+    "pow",
+    "rsqrt",
+    "reciprocal",
+    "sum",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "norm",
+    "logsumexp",
+)
+# Functions that autocast runs in float32 on CUDA, and in half precision on the CPU.
+FLOAT32_FUNCTIONS = frozenset(
+    getattr(space, name)
+    for space in (torch, Tensor, F)
+    for name in (*_FLOAT32_LAYER_FUNCTIONS, *_FLOAT32_MATH_FUNCTIONS)
+    if hasattr(space, name)
+) | {Tensor.__pow__}
+
+
+def in_float32(value: Any) -> Any:
+    """Convert tensors of half precision to float32."""
+    return (
+        value.float()
+        if isinstance(value, Tensor) and value.dtype in HALF_PRECISION_DTYPES
+        else value
+    )
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Patch torch's attention with the stand-in, and apply autocast for CUDA to CPU tensors."""
+    original = torch.autocast.__init__
+
+    def autocast(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type = "cpu"
+            dtype = dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, enabled, **kwargs)
+
+    F.scaled_dot_product_attention = _attention
+    torch.autocast.__init__ = autocast  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = _PLAIN_ATTENTION
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------
+# Fake models, whose tensors have shapes but no values, to count bytes without memory.
+# ------------------------------------------------------------------------------
+
+
+class NeedsValues(RuntimeError):
+    """An operation needs values, or its memory does not follow from shapes."""
+
+    def __init__(
+        self, func: Any, why: str = "it needs values, which an estimate from shapes does not have"
+    ) -> None:
+        self.func = func
+        self.why = why
+        super().__init__(f"{func}: {why}")
+
+
+KERNEL_DEVICES = ("cpu", "cuda")
+# Functions that make tensors of numbers, whose values are kept.
+NUMBER_FACTORIES = (
+    torch.arange,
+    torch.linspace,
+    torch.logspace,
+    torch.randint,
+    torch.randperm,
+    torch.tensor,
+    torch.as_tensor,
+)
+# Python types that may be passed as dtype.
+DTYPE_OF_PYTHON_TYPE: dict[Any, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float32,
+}
+NEEDS_VALUES_ERRORS = (
+    NeedsValues,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+@contextlib.contextmanager
+def pretended(
+    *, mode: FakeTensorMode | None = None, kernels: str = "cpu"
+) -> Iterator[FakeTensorMode]:
+    """Make all new tensors fake, and map CUDA devices to the CPU.
+
+    Only tensors of the same `mode` can be used together.
+    """
+    if kernels not in KERNEL_DEVICES:
+        raise ValueError(f"kernels must be one of {KERNEL_DEVICES}, got {kernels!r}")
+    mode = mode or KernelsAsTheyRun(allow_non_fake_inputs=True)
+
+    # torch logs every error that it raises for fake tensors; silence that.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log_was_disabled = log.disabled
+    log.disabled = True
+
+    original_apply = nn.Module._apply
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
+    # In torch 2.13 this redraws until all values are in range, which never ends without values.
+    original_trunc_normal = torch.nn.init._no_grad_trunc_normal_
+    torch.nn.init._no_grad_trunc_normal_ = _as_it_is
+    try:
+        with (
+            mode,
+            as_on_cuda() if kernels == "cuda" else contextlib.nullcontext(),
+            _Here(cuda=kernels == "cuda"),
+        ):
+            yield mode
+    finally:
+        nn.Module._apply = original_apply  # type: ignore[method-assign]
+        torch.nn.init._no_grad_trunc_normal_ = original_trunc_normal
+        log.disabled = log_was_disabled
+
+
+def _as_it_is(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
+
+
+class PretendedCase(Case):
+    """A case with fake modules and batches, for use inside `pretended`; integers stay real."""
+
+    def build(self) -> nn.Module:
+        with seeded(self.seed):
+            module = _without_real(self.workload.build())
+            return module.to(self.device, self.dtype).train()
+
+    def batch(self, size: int | None = None) -> Any:
+        return map_tensors(
+            super().batch(size),
+            lambda tensor: _without_values(tensor) if tensor.is_floating_point() else tensor,
+        )
+
+
+def _without_real(module: nn.Module) -> nn.Module:
+    """Return a copy with fake tensors if the factory used real weights; those stay unchanged."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return module
+    replacements = {id(tensor): _without_values(tensor) for tensor in tensors}
+    return copy.deepcopy(module, replacements)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a fake tensor of the same shape, or the tensor itself if it is fake."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    fake_tensor: Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return fake_tensor
+
+
+def _apply(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Replace `Module._apply`, since torch 2.11 to 2.13 refuses to swap fake parameters."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            parameter.data = function(parameter.data)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+class _Here(TorchFunctionMode):
+    """Function mode that maps CUDA to the CPU, and can replace kernels by CUDA's stand-ins.
+
+    Without it, a torch build without CUDA would raise an error where a model names that device.
+    """
+
+    def __init__(self, *, cuda: bool) -> None:
+        super().__init__()
+        self.cuda = cuda
+        self.stand_ins: Mapping[Any, Callable[..., Any]] = STAND_INS if cuda else {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # The most frequent case first: one fake tensor, and nothing that names a device.
+        if (
+            not kwargs
+            and len(args) == 1
+            and isinstance(args[0], FakeTensor)
+            and function not in REPLACED_METHODS
+        ):
+            return self._run(function, args, {})
+
+        args = tuple(map(_on_cpu, args))
+        kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
+
+        if function in IDENTITY_METHODS:
+            return args[0]
+        if function in FAKE_METHODS and any(
+            isinstance(leaf, FakeTensor) for leaf in tree_iter(args)
+        ):
+            return FAKE_METHODS[function](*args, **kwargs)
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if _has_values(function, args, kwargs):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+        return self._run(function, args, kwargs)
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self.cuda:
+            if function in FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+                args = tuple(map(in_float32, args))
+                kwargs = {name: in_float32(value) for name, value in kwargs.items()}
+            function = self.stand_ins.get(function, function)
+        return function(*args, **kwargs)
+
+
+def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether to run a function on real tensors, as for positions, masks and token ids.
+
+    A model's own code may read their values.
+    """
+    if args and isinstance(args[0], FakeTensor):
+        return False
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if tensors:
+        return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    dtype = DTYPE_OF_PYTHON_TYPE.get(kwargs.get("dtype"), kwargs.get("dtype"))
+    return function in NUMBER_FACTORIES or (
+        dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+    )
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Deep-copy a fake tensor; torch would read its address and warn that it has none."""
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied)
+        copied.requires_grad_(tensor.requires_grad)
+        # Attributes that the model has set on its parameter.
+        for name, value in vars(tensor).items():
+            vars(copied).setdefault(name, copy.copy(value))
+        memo[id(tensor)] = copied
+    result: Tensor = memo[id(tensor)]
+    return result
+
+
+def _address(tensor: Tensor) -> int:
+    """Return an address that is unique for each storage, for code that looks for shared ones."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
+
+
+def _refuse(func: str, *why: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NeedsValues(func, *why)
+
+    return refuse
+
+
+# Methods that return the tensor itself.
+IDENTITY_METHODS = {Tensor.cuda, Tensor.pin_memory}
+# Replacements for methods of fake tensors.
+FAKE_METHODS: Mapping[Any, Callable[..., Any]] = {
+    Tensor.__deepcopy__: _copied,
+    Tensor.data_ptr: _address,
+    Tensor.numpy: _refuse("Tensor.numpy"),
+    Tensor.__array__: _refuse("numpy.array"),
+    **{
+        getattr(torch._VF, name): _refuse(
+            name, "its kernel keeps a state whose size does not follow from shapes"
+        )
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
+}
+REPLACED_METHODS = {*IDENTITY_METHODS, *FAKE_METHODS}

@@ -1,0 +1,387 @@
+"""Set the compiler's activation memory budget safely, and check what it computes.
+
+The budget is set while `Compiled` compiles a graph, which one thread does at a time, and applies to
+that graph. Under a budget, torch 2.11 and 2.13 may recompute a random operation in backward without
+the generator's state, and so with other random numbers; here its output is always saved. Importing
+this module takes seconds. Private names of torch's compiler are used in this module only.
+
+Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
+"""
+
+import contextlib
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import TorchDynamoException
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.measure_compiled import (
+    BudgetUnsafe,
+    CompileFailed,
+    warnings_of_the_compiler_ignored,
+    with_own_code,
+)
+from ..core.parity import StepRecord, compare, record_step
+from ..core.random import seeded, untouched
+from .sac import EXPENSIVE_OPERATIONS, draws
+
+# ------------------------------------------------------------------------------
+# Compile functions under an activation memory budget, recomputing no random operation.
+# ------------------------------------------------------------------------------
+
+BUDGET_BACKENDS = ("inductor", "aot_eager")
+
+# At a budget of exactly 0.0, torch saves only the inputs, whichever nodes are marked to be saved.
+SMALLEST_BUDGET = 1e-6
+
+GraphPair = tuple[GraphModule, GraphModule]
+
+
+class Compiled:
+    """Compiled function whose graphs each save at most a share `budget` of their usual bytes.
+
+    `name` is the function's name in messages. `num_graphs` counts the graphs compiled so far.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, budget: float, backend: str, name: str
+    ) -> None:
+        if backend not in BUDGET_BACKENDS:
+            raise ValueError(
+                f"backend must be one of {', '.join(BUDGET_BACKENDS)}, which support budgets; got "
+                f"{backend!r}"
+            )
+        self.function = function
+        self.budget = budget
+        self.backend = backend
+        self.name = name
+        self.num_graphs = 0
+        self._run = torch.compile(with_own_code(function, name=name), backend=self._compile_graph)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # After a call under a dispatch mode, torch 2.11 and 2.13 would never run this code compiled
+        # again.
+        if torch._C._len_torch_dispatch_stack():
+            return self.function(*args, **kwargs)
+        try:
+            return self._run(*args, **kwargs)
+        except TorchDynamoException as failure:
+            cause = getattr(failure, "inner_exception", failure)
+            if isinstance(cause, BudgetUnsafe):
+                raise cause from failure
+            raise self._explained(cause) from failure
+
+    def _compile_graph(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        with functorch_config.patch(activation_memory_budget=self.budget):
+            if self.backend == "inductor":
+                with inductor_config.patch(custom_partitioner_fn=DrawingOnce()):
+                    return lookup_backend("inductor")(graph, inputs)
+            options = {
+                "fw_compiler": boxed_nop,
+                "bw_compiler": boxed_nop,
+                "keep_inference_input_mutations": True,
+            }
+            return aot_autograd(partition_fn=partition, **options)(graph, inputs)
+
+    def _explained(self, cause: Exception) -> CompileFailed:
+        first_line = (str(cause).strip().splitlines() or ["no message"])[0]
+        return CompileFailed(
+            f"{self.backend} can't compile {self.name}: {type(cause).__name__}: {first_line}; "
+            "leave the block out with blocks=, or use recompute_blocks, which needs no compiler"
+        )
+
+
+class DrawingOnce(CustomPartitionerFn):
+    """Adapter that passes `partition` to inductor."""
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> GraphPair:
+        return partition(gm, joint_inputs, **options)
+
+    def uuid(self) -> str:
+        """Return the part of the compiler's cache key that identifies this partitioner."""
+        return _fingerprint()
+
+
+@functools.cache
+def _fingerprint() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> GraphPair:
+    """Split a joint graph into forward and backward under the budget that is set.
+
+    Raise `BudgetUnsafe` if a random operation ends up in both.
+    """
+    budget = functorch_config.activation_memory_budget
+    drawing = keep_what_draws(joint)
+    if drawing and budget < 1:
+        budget = 1.0 if _is_a_tuple_alone(joint, drawing) else max(budget, SMALLEST_BUDGET)
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+
+    in_forward = {node.name for node in drawing_nodes(forward)}
+    in_backward = {node.name for node in drawing_nodes(backward)}
+    recomputed = (in_forward & in_backward) | _drawing_within(backward)
+    if recomputed:
+        raise BudgetUnsafe(
+            f"at budget {budget:g} the compiler runs {', '.join(sorted(recomputed))} again in "
+            "backward with other random numbers, and gradients would be wrong; move the random "
+            "operations out of the blocks, or use recompute_blocks"
+        )
+    return forward, backward
+
+
+def keep_what_draws(joint: GraphModule) -> list[Node]:
+    """Mark every random operation to be saved, and return these nodes.
+
+    Those in regions that the user recomputes are not marked: torch restores the generator's state
+    for them.
+    """
+    drawing = [node for node in drawing_nodes(joint) if node.meta.get("recompute") is None]
+    for node in drawing:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return drawing
+
+
+def drawing_nodes(graph: GraphModule) -> list[Node]:
+    """List the nodes that draw random numbers."""
+    return [
+        node
+        for node in graph.graph.nodes
+        if _is_call(node) and draws(node.target, node.args, node.kwargs)
+    ]
+
+
+def _drawing_within(backward: GraphModule) -> set[str]:
+    """Return the random operations in nested compile regions, which torch partitions by itself."""
+    regions = [
+        submodule
+        for name, submodule in backward.named_modules()
+        if name and isinstance(submodule, GraphModule)
+    ]
+    return {node.name for region in regions for node in drawing_nodes(region)}
+
+
+def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:
+    """Return whether a saved random operation has several outputs and no other choice exists.
+
+    Torch 2.11 and 2.13 fail on such a graph. It has no expensive operation, so a budget would save
+    nothing in it.
+    """
+    has_several_outputs = any(isinstance(node.meta.get("val"), tuple | list) for node in drawing)
+    return has_several_outputs and not any(
+        _is_call(node) and node.target in EXPENSIVE_OPERATIONS for node in joint.graph.nodes
+    )
+
+
+def _is_call(node: Node) -> bool:
+    return bool(node.op == "call_function")
+
+
+# ------------------------------------------------------------------------------
+# Compile blocks with a memory budget: the compiler chooses which activations to recompute.
+# ------------------------------------------------------------------------------
+
+BUDGET_ATTRIBUTE = "_budget"
+# Rounding in half precision stays below this. A different random number also shows as a generator
+# in a different state.
+HALF_PRECISION_TOLERANCE = 0.05
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How a block is compiled; stored on the block, and copied with it."""
+
+    share: float
+    backend: str
+    # Blocks of the same kind share their compiled code.
+    kind: str
+
+
+class Budgeted(Derived):
+    """A block that runs compiled with its budget in training, also inside a compiled model."""
+
+    runs_compiled_code = True
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether a forward would run compiled now."""
+        return bool(self.training and torch.is_grad_enabled())
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="the block is compiled by itself, with its memory budget"
+    )
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.runs_compiled:
+            return super().forward(*args, **kwargs)
+        return _compiled(_bare_forward(self), self.__dict__[BUDGET_ATTRIBUTE])(
+            self, *args, **kwargs
+        )
+
+
+def _bare_forward(block: nn.Module) -> Callable[..., Any]:
+    """Return the forward of the block's original class."""
+    forward: Any = super(Budgeted, block).forward  # type: ignore[misc]
+    return forward.__func__
+
+
+@functools.cache
+def _compiled(forward: Callable[..., Any], budget: Budget) -> Compiled:
+    return Compiled(forward, budget=budget.share, backend=budget.backend, name=budget.kind)
+
+
+def memory_budget(
+    model: nn.Module,
+    budget: float,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    backend: str = "inductor",
+    batch: Any = None,
+    loss: Loss | None = None,
+) -> list[str]:
+    """Compile the blocks of a model with a memory budget, in place, and return their names.
+
+    `budget` is a share of the bytes that a compiled block saves by default, between 0.0 (only the
+    block's inputs) and 1.0; the saved bytes fall with it in steps. Random numbers are drawn once at
+    every budget. `blocks` is a glob over module names, or several; without it these are the blocks
+    that the model repeats. Call this before DDP and `fully_shard`.
+
+    With `batch` and `loss` one step compiles the blocks now and drops its gradients. If the blocks
+    draw random numbers, that step is compared with the same code at budget 1.0, and a difference
+    raises `BudgetUnsafe`.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        raise ValueError(
+            f"the budget is a share of the saved bytes between 0 and 1, got {budget!r}"
+        )
+    if backend not in BUDGET_BACKENDS:
+        raise ValueError(
+            f"backend must be one of {', '.join(BUDGET_BACKENDS)}, which support budgets; got {backend!r}"
+        )
+    if (batch is None) != (loss is None):
+        raise ValueError("give batch and loss both, to compile and check now, or neither")
+
+    found = find_blocks(model, blocks)
+    with contextlib.ExitStack() as undo:
+        for name, block in found.items():
+            if not isinstance(type(block).forward, types.FunctionType):
+                raise ValueError(
+                    f"{name} is a {type(block).__name__}, which torch.compile can't trace: "
+                    "leave it out"
+                )
+            become(
+                Budgeted, block, **{BUDGET_ATTRIBUTE: Budget(float(budget), backend, _kind(block))}
+            )
+            undo.callback(restore, block, BUDGET_ATTRIBUTE)
+        if loss is not None:
+            _check(model, list(found.values()), batch, loss)
+        undo.pop_all()
+    return list(found)
+
+
+def remove_memory_budget(model: nn.Module) -> list[str]:
+    """Undo `memory_budget` and return the names of the blocks that were compiled."""
+    names = [name for name, module in model.named_modules() if isinstance(module, Budgeted)]
+    for name in names:
+        restore(model.get_submodule(name), BUDGET_ATTRIBUTE)
+    return names
+
+
+def _kind(block: nn.Module) -> str:
+    """Name a block by its class, tensor shapes and dtypes, which decide its compiled code."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    return f"{type(block).__name__}_{hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"
+
+
+def _check(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> None:
+    """Compile by running one step, and check it if the blocks draw random numbers."""
+    bounded = _recorded(model, batch, loss)
+    for block in blocks:
+        code = _compiled(_bare_forward(block), block.__dict__[BUDGET_ATTRIBUTE])
+        if not code.num_graphs:
+            raise CompileFailed(
+                f"{code.name} produced no compiled graph: check that the forward runs it in "
+                "training mode"
+            )
+
+    drawn = _drawn(model, blocks, batch, loss)
+    if not drawn:
+        return
+
+    before = {block: block.__dict__[BUDGET_ATTRIBUTE] for block in blocks}
+    try:
+        for block, budget in before.items():
+            block.__dict__[BUDGET_ATTRIBUTE] = replace(budget, share=1.0)
+        found = compare(_recorded(model, batch, loss), bounded, tolerance=HALF_PRECISION_TOLERANCE)
+    finally:
+        for block, budget in before.items():
+            block.__dict__[BUDGET_ATTRIBUTE] = budget
+    if not found.holds:
+        share = next(iter(before.values())).share
+        raise BudgetUnsafe(
+            f"with budget {share:g} a step differs from the same code at 1.0: {found.describe()}; "
+            f"the blocks draw random numbers ({', '.join(sorted(drawn))}): "
+            "take those out of the blocks, or use recompute_blocks"
+        )
+
+
+def _recorded(model: nn.Module, batch: Any, loss: Loss) -> StepRecord:
+    with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
+        return record_step(model, batch, loss)
+
+
+class _Draws(TorchDispatchMode):
+    """Record operations that draw random numbers; under it compiled code runs uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = 0
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth and draws(func, args, kwargs or {}):
+            self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _drawn(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> set[str]:
+    """List the operations in the blocks that draw random numbers on this batch."""
+    draws_mode = _Draws()
+
+    def enter(*_: Any) -> None:
+        draws_mode.depth += 1
+
+    def leave(*_: Any) -> None:
+        draws_mode.depth -= 1
+
+    handles = [block.register_forward_pre_hook(enter) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    try:
+        with untouched(model), draws_mode:
+            loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return draws_mode.names

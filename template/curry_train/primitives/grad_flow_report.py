@@ -1,0 +1,645 @@
+"""Turn the probed figures of a step into a table, findings and text.
+
+Proof: `python -m pytest tests/gates/test_grad_flow.py tests/primitives/test_grad_flow_findings.py`.
+"""
+
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .grad_flow_probe import SUM_NAMES, Activations, Layer, ParameterSums
+
+# ------------------------------------------------------------------------------
+# Records of one probed step: counts, norms and weight updates of each layer.
+# ------------------------------------------------------------------------------
+
+AFTER_BACKWARD = "after backward"
+AT_THE_STEP = "at the optimizer's step"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpread:
+    """Counts of a tensor's elements and the sum of their squares."""
+
+    elements: int
+    # Elements that are exactly 0.
+    zeros: int
+    # Elements that are inf or nan.
+    nonfinite: int
+    # The sum of squares.
+    squares: float
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares)
+
+    @property
+    def rms(self) -> float:
+        """Return the root mean square, which is comparable between layers of different size."""
+        return math.sqrt(self.squares / self.elements) if self.elements else 0.0
+
+    @property
+    def zero(self) -> float:
+        """Return the fraction of elements that are exactly 0."""
+        return self.zeros / self.elements if self.elements else 0.0
+
+    @property
+    def bad(self) -> float:
+        """Return the fraction of elements that are inf or nan."""
+        return self.nonfinite / self.elements if self.elements else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "elements": plain(self.elements),
+            "zeros": plain(self.zeros),
+            "nonfinite": plain(self.nonfinite),
+            "norm": plain(self.norm),
+            "rms": plain(self.rms),
+            "zero": self.zero,
+            "bad": self.bad,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Change of a layer's weights in one optimizer step."""
+
+    # Norm of the weights before the step.
+    weight_norm: float
+    # Norm of the change.
+    distance: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the relative change, or None if all weights were 0, as in a new bias."""
+        return self.distance / self.weight_norm if self.weight_norm else None
+
+    def to_json(self) -> dict[str, Any]:
+        ratio = self.ratio
+        return {
+            "weight_norm": plain(self.weight_norm),
+            "distance": plain(self.distance),
+            "ratio": None if ratio is None else plain(ratio),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFlow:
+    """One layer in one step; values that were not observed are None, which differs from 0."""
+
+    # None if forward did not call the layer.
+    activation: ValueSpread | None
+    # Calls in all microbatches together.
+    calls: int
+    # None if no parameter got a gradient.
+    gradient: ValueSpread | None
+    # None if the optimizer did not step.
+    update: Update | None
+    # Trainable parameters that have no gradient.
+    without_gradient: tuple[str, ...] = ()
+    # Parameters that count for an earlier layer.
+    tied: tuple[str, ...] = ()
+    # Parameters that require no gradient.
+    frozen: tuple[str, ...] = ()
+    # Whether it is one of the model's repeated blocks.
+    is_block: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "activation": None if self.activation is None else self.activation.to_json(),
+            "gradient": None if self.gradient is None else self.gradient.to_json(),
+            "update": None if self.update is None else self.update.to_json(),
+            "calls": self.calls,
+            "without_gradient": list(self.without_gradient),
+            "tied": list(self.tied),
+            "frozen": list(self.frozen),
+        }
+
+
+@dataclass(frozen=True)
+class StepFlow:
+    """One probed step."""
+
+    # The step's number, counted from the `first_step` that GradFlow was given.
+    step: int
+    # Whether the optimizer stepped; False if the step was skipped.
+    stepped: bool
+    # All probed layers by name.
+    layers: Mapping[str, LayerFlow]
+    # Layers in the order in which their forwards ended, inner layers before outer ones.
+    order: tuple[str, ...]
+    # Forwards of the whole model.
+    forwards: int
+    # Gradient of the whole model, with each parameter once.
+    gradient: ValueSpread | None
+    # When it was read: `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`.
+    gradients_read: str
+    # Factor by which clipping or a scaler multiplied it afterwards, None if unknown.
+    scaled: float | None
+    # Ranks whose batches are included.
+    ranks: int = 1
+    # Limits of this record, for the user.
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def nonfinite(self) -> bool:
+        """Return whether any activation or gradient was inf or nan."""
+        spreads = [
+            spread
+            for layer in self.layers.values()
+            for spread in (layer.activation, layer.gradient)
+        ]
+        return any(spread is not None and spread.nonfinite for spread in [*spreads, self.gradient])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "stepped": self.stepped,
+            "forwards": self.forwards,
+            "gradient": None if self.gradient is None else self.gradient.to_json(),
+            "gradients_read": self.gradients_read,
+            "scaled": None if self.scaled is None else plain(self.scaled),
+            "ranks": self.ranks,
+            "notes": list(self.notes),
+            "order": list(self.order),
+            "layers": {name: layer.to_json() for name, layer in self.layers.items()},
+        }
+
+
+def plain(value: float) -> float | str:
+    """Return a number for JSON, or "inf", "-inf" or "nan", which `float` reads back."""
+    return value if math.isfinite(value) else str(value)
+
+
+# ------------------------------------------------------------------------------
+# Conversion of the sums on devices to a step's record, with one transfer per device.
+# ------------------------------------------------------------------------------
+
+NUM_SUMS = len(SUM_NAMES)
+
+
+def make_record(
+    layers: Sequence[Layer],
+    activations: Activations,
+    parameters: ParameterSums,
+    *,
+    step: int,
+    stepped: bool,
+    read_at: str,
+    overflowed: Sequence[Tensor],
+    ranks: Any,
+    notes: tuple[str, ...],
+) -> StepFlow:
+    """Make the record of a step; this waits for the device once."""
+    tables = [table.clone() for table in activations.tables()]
+    if ranks is not None:
+        for table in tables:
+            dist.all_reduce(table, group=ranks)
+    activation_rows = _add_up(tables, len(layers))
+    rows = _add_up(parameters.tables(), len(parameters.names))
+
+    by_name = dict(zip(parameters.names, rows, strict=True))
+    has = dict(zip(parameters.names, parameters.has_gradient or [], strict=True))
+    moved = dict(zip(parameters.names, parameters.moved, strict=True))
+    # A fused optimizer's step is always called, and does nothing if the scaler found an overflow.
+    stepped = stepped and not any(bool(value.item()) for value in overflowed)
+
+    flows = {}
+    for layer, sums, calls in zip(layers, activation_rows, activations.calls, strict=True):
+        names = layer.parameters
+        flows[layer.name] = LayerFlow(
+            activation=_spread([sums]) if calls else None,
+            calls=calls,
+            gradient=_spread([by_name[name] for name in names if has[name]]),
+            update=_update([by_name[name] for name in names if moved[name]]) if stepped else None,
+            without_gradient=tuple(name for name in names if not has[name]),
+            tied=layer.tied,
+            frozen=layer.frozen,
+            is_block=layer.is_block,
+        )
+
+    counted_rows = [
+        row
+        for name, row, met in zip(parameters.names, rows, parameters.met, strict=True)
+        if has[name] and met
+    ]
+    return StepFlow(
+        step=step,
+        stepped=stepped,
+        layers=flows,
+        order=tuple(layers[index].name for index in activations.order),
+        forwards=activations.num_forwards,
+        gradient=_spread([row for name, row in by_name.items() if has[name]]),
+        gradients_read=read_at,
+        scaled=_gradient_scaling(counted_rows),
+        ranks=1 if ranks is None else dist.get_world_size(ranks),
+        notes=notes,
+    )
+
+
+def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
+    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
+    read = sum(row[NUM_SUMS - 1] for row in rows)
+    at_step = sum(row[NUM_SUMS + 2] for row in rows)
+    return (at_step / read) ** 0.5 if read else None
+
+
+def _add_up(tables: Sequence[Tensor], num_rows: int) -> list[list[float]]:
+    """Sum the tables of all devices, and return their rows."""
+    if not tables:
+        return [[0.0] * (NUM_SUMS + 3)] * num_rows
+    first, *others = [table.cpu() for table in tables]
+    rows: list[list[float]] = sum(others, first).tolist()
+    return rows
+
+
+def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
+    if not rows:
+        return None
+    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
+    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
+
+
+def _update(rows: Sequence[Sequence[float]]) -> Update | None:
+    if not rows:
+        return None
+    weights = sum(row[NUM_SUMS] for row in rows)
+    distances = sum(row[NUM_SUMS + 1] for row in rows)
+    return Update(weights**0.5, distances**0.5)
+
+
+# ------------------------------------------------------------------------------
+# Faults that grad-flow finds in its records, worst first.
+# ------------------------------------------------------------------------------
+
+# Bound on the RMS gradient of the first block relative to the last; its inverse means exploding.
+VANISHING_RATIO = 1e-3
+# Fraction of an activation's elements that are exactly 0.
+DEAD_ZERO_FRACTION = 0.9
+# Expected size of one step's update relative to the norm of the weights.
+UPDATE_RATIO_RANGE = (1e-4, 1e-2)
+# Number of latest records that are judged together, since one step may have an unusual batch.
+NUM_RECENT_RECORDS = 5
+# Minimum number of layers to compare for vanishing and exploding gradients.
+SHORTEST_CHAIN = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault of the training, with the layers that have it."""
+
+    # nonfinite, skipped, no-gradient, vanishing, exploding, dead, update or scaled.
+    kind: str
+    # The layers with this fault, worst first; empty if it concerns the whole model.
+    layers: tuple[str, ...]
+    # The step of the record in which it was found.
+    step: int
+    # The figure of the worst layer.
+    value: float
+    # The message for the user.
+    said: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"layers": list(self.layers), "value": plain(self.value)}
+
+
+def find(records: Sequence[StepFlow]) -> list[Finding]:
+    """Return all faults: the first nonfinite step, and those of the latest probed steps."""
+    if not records:
+        return []
+    found = _nonfinite(records) + _skipped(records)
+    recent = [record for record in records if record.stepped and not record.nonfinite][
+        -NUM_RECENT_RECORDS:
+    ]
+    if recent:
+        found += [
+            *_no_gradient(recent),
+            *_vanishing(recent),
+            *_dead(recent),
+            *_updates(recent),
+            *_scaled(recent),
+        ]
+    return found
+
+
+def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
+    record = next((record for record in records if record.nonfinite), None)
+    if record is None:
+        return []
+
+    first = _first_bad(record.order, lambda layer: layer.activation, record)
+    if first is not None:
+        spread = record.layers[first].activation
+        kind = "activations"
+        position = "the first layer in forward order"
+    else:
+        # Forward was finite, so the fault arose in backward, which reaches the last layer first.
+        uncalled = [name for name in record.layers if name not in record.order]
+        inner = [name for name in [*uncalled, *record.order] if not _holds_another(name, record)]
+        first = _first_bad(inner[::-1], lambda layer: layer.gradient, record)
+        if first is None:
+            message = "a gradient outside of the probed layers is inf or nan"
+            return [Finding("nonfinite", (), record.step, float("nan"), message)]
+        spread = record.layers[first].gradient
+        kind = "gradients"
+        position = "the first layer in backward order; all activations were finite"
+
+    assert spread is not None
+    message = f"{spread.bad:.1%} of its {kind} are inf or nan, {position}"
+    weights = [
+        name
+        for name, layer in record.layers.items()
+        if layer.update and not _finite(layer.update.weight_norm)
+    ]
+    if weights:
+        message += (
+            f"; weights are too, starting with {weights[0]}: an earlier step broke them, "
+            "so probe with every=1"
+        )
+    return [Finding("nonfinite", (first,), record.step, spread.bad, message)]
+
+
+def _first_bad(
+    names: Sequence[str], select: Callable[[LayerFlow], Any], record: StepFlow
+) -> str | None:
+    """Return the first layer whose selected elements include inf or nan."""
+    for name in names:
+        spread = select(record.layers[name])
+        if spread is not None and spread.nonfinite:
+            return name
+    return None
+
+
+def _holds_another(name: str, record: StepFlow) -> bool:
+    """Return whether other probed layers are inside this one."""
+    return any(other.startswith(f"{name}.") for other in record.layers)
+
+
+def _skipped(records: Sequence[StepFlow]) -> list[Finding]:
+    skipped = [record for record in records if not record.stepped]
+    if not skipped:
+        return []
+    message = (
+        f"{len(skipped)} of {len(records)} probed steps were skipped: "
+        "the optimizer did not use their gradients"
+    )
+    return [Finding("skipped", (), skipped[0].step, len(skipped) / len(records), message)]
+
+
+def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
+    """Find trainable parameters without gradient, or with a gradient of 0, in all these steps.
+
+    Parameters that get a gradient in some steps, such as those of an expert, are not reported.
+    """
+    last = recent[-1]
+    reasons: dict[str, str] = {}
+    for name, layer in last.layers.items():
+        if _holds_another(name, last):
+            continue
+        history = [record.layers[name] for record in recent]
+        never = [
+            parameter
+            for parameter in layer.without_gradient
+            if _always_without_gradient(parameter, history)
+        ]
+        if never:
+            reasons[name] = f"{never[0]} gets no gradient at all"
+        elif all(flow.gradient is not None and not flow.gradient.squares for flow in history):
+            reasons[name] = "its gradient is exactly 0"
+    if not reasons:
+        return []
+    first_reason = next(iter(reasons.values()))
+    message = f"{first_reason}, and it is not frozen{_more(len(reasons))}"
+    return [Finding("no-gradient", tuple(reasons), last.step, 0.0, message)]
+
+
+def _always_without_gradient(parameter: str, history: Sequence[LayerFlow]) -> bool:
+    return all(parameter in flow.without_gradient for flow in history)
+
+
+def _more(number: int) -> str:
+    """Return a suffix for findings of several layers, of which the message names one."""
+    if number == 1:
+        return ""
+    layers = "layer" if number == 2 else "layers"
+    return f"; the same in {number - 1} more {layers}"
+
+
+def _vanishing(recent: Sequence[StepFlow]) -> list[Finding]:
+    chain = gradient_chain(recent[-1])
+    if len(chain) < SHORTEST_CHAIN:
+        return []
+    first = chain[0]
+    last = chain[-1]
+    ratios = [_rms(record, first) / _rms(record, last) for record in recent if _rms(record, last)]
+    ratio = statistics.median(ratios) if ratios else 1.0
+    if VANISHING_RATIO <= ratio <= 1 / VANISHING_RATIO:
+        return []
+    kind = "vanishing" if ratio < 1 else "exploding"
+    message = f"its RMS gradient is {ratio:.1e} times that of {last}"
+    return [Finding(kind, (first,), recent[-1].step, ratio, message)]
+
+
+def gradient_chain(record: StepFlow) -> list[str]:
+    """Return comparable layers in forward order: the blocks, or else the innermost layers.
+
+    Layers without a gradient are left out.
+    """
+    position = {name: index for index, name in enumerate(record.order)}
+    candidates = [name for name, layer in record.layers.items() if layer.is_block]
+    if len(candidates) < SHORTEST_CHAIN:
+        candidates = [name for name in record.layers if not _holds_another(name, record)]
+    chain = [name for name in candidates if record.layers[name].gradient is not None]
+    return sorted(chain, key=lambda name: position.get(name, len(position)))
+
+
+def _rms(record: StepFlow, name: str) -> float:
+    gradient = record.layers[name].gradient
+    return 0.0 if gradient is None else gradient.rms
+
+
+def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
+    dead: dict[str, float] = {}
+    for name in recent[-1].layers:
+        activations = [record.layers[name].activation for record in recent]
+        fractions = [spread.zero for spread in activations if spread is not None]
+        if fractions and statistics.median(fractions) > DEAD_ZERO_FRACTION:
+            dead[name] = statistics.median(fractions)
+    if not dead:
+        return []
+    names = sorted(dead, key=lambda name: -dead[name])
+    worst = dead[names[0]]
+    message = f"{worst:.1%} of its activations are exactly 0{_more(len(names))}"
+    return [Finding("dead", tuple(names), recent[-1].step, worst, message)]
+
+
+def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
+    """Find layers whose weights move too far, and layers whose weights hardly move."""
+    last = recent[-1]
+    ratios: dict[str, float] = {}
+    for name in last.layers:
+        updates = [record.layers[name].update for record in recent]
+        known = [
+            update.ratio for update in updates if update is not None and update.ratio is not None
+        ]
+        if known and not _holds_another(name, last):
+            ratios[name] = statistics.median(known)
+
+    far = sorted(
+        (name for name in ratios if ratios[name] > UPDATE_RATIO_RANGE[1]),
+        key=lambda name: -ratios[name],
+    )
+    near = sorted(
+        (name for name in ratios if ratios[name] < UPDATE_RATIO_RANGE[0]),
+        key=lambda name: ratios[name],
+    )
+    findings = []
+    for names, movement in ((far, "moves far"), (near, "hardly moves")):
+        if not names:
+            continue
+        ratio = ratios[names[0]]
+        if not ratio:
+            movement = "does not move"
+        message = (
+            f"{movement}: {ratio:.1e} of its weights' norm per step, "
+            f"expected 1e-4 to 1e-2{_more(len(names))}"
+        )
+        findings.append(Finding("update", tuple(names), last.step, ratio, message))
+    return findings
+
+
+def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
+    factors = [record.scaled for record in recent if record.scaled is not None]
+    factor = statistics.median(factors) if factors else 1.0
+    if 0.1 <= factor <= 1.001 or recent[-1].gradients_read != AFTER_BACKWARD:
+        return []
+    message = (
+        f"gradients were multiplied by {factor:.1e} between backward and the step: "
+        "by clipping, or by a GradScaler that was not passed as scaler="
+    )
+    return [Finding("scaled", (), recent[-1].step, factor, message)]
+
+
+def _finite(value: float) -> bool:
+    return abs(value) < float("inf")
+
+
+# ------------------------------------------------------------------------------
+# Text report of grad-flow: findings, then a table of layers, in at most 80 columns.
+# ------------------------------------------------------------------------------
+
+TEXT_WIDTH = 80
+# Width of the column of layer names.
+LAYER_NAME_WIDTH = 31
+FLOW_TABLE_HEAD = (
+    f"{'layer':<{LAYER_NAME_WIDTH}} {'activation':>19}  {'gradient':>17}  {'update':>7}"
+)
+FLOW_TABLE_SUBHEAD = (
+    f"{'':<{LAYER_NAME_WIDTH}} {'rms':>8} {'zero':>5} {'bad':>4}  "
+    f"{'norm':>7} {'zero':>5} {'bad':>3}  {'ratio':>7}"
+)
+
+
+def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
+    """Return the report with at most `most` layers, preferring layers with a finding."""
+    if not records:
+        return "no step was probed: the first record is made after the optimizer's first step"
+    last = records[-1]
+    findings = find(records)
+    lines = [_opening(records), *_said(findings), "", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
+    flagged = {finding.layers[0] for finding in findings if finding.layers}
+    names = list(last.layers)
+    if len(names) > most:
+        inner = {name for name in names if _is_inside_another(name, names)}
+        ranked = sorted(names, key=lambda name: (name not in flagged, name in inner))
+        shown = set(ranked[:most])
+        names = [name for name in names if name in shown]
+
+    lines += [_row(name, last.layers[name]) for name in names]
+    num_hidden = len(last.layers) - len(names)
+    if num_hidden:
+        lines.append(f"... and {num_hidden} more layers: choose with layers=, all are in to_json()")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _is_inside_another(name: str, names: Sequence[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in names)
+
+
+def _opening(records: Sequence[StepFlow]) -> str:
+    last = records[-1]
+    norm = "none" if last.gradient is None else f"{last.gradient.norm:.3g}"
+    unscaled = last.scaled is None or not math.isfinite(last.scaled) or 0.999 < last.scaled < 1.001
+    scaling = "" if unscaled else f", then multiplied by {last.scaled:.2g}"
+    ranks = f", {last.ranks} ranks" if last.ranks > 1 else ""
+    text = (
+        f"{len(records)} steps probed, the last is {last.step}: {last.forwards} forwards{ranks}, "
+        f"gradient norm {norm} {last.gradients_read}{scaling}"
+    )
+    notes = [textwrap.fill(note, TEXT_WIDTH) for note in last.notes]
+    return "\n".join([textwrap.fill(text, TEXT_WIDTH), *notes])
+
+
+def _said(findings: Sequence[Finding]) -> list[str]:
+    if not findings:
+        return ["nothing is wrong: all finite, no layer dead, updates 1e-4 to 1e-2 of the weights"]
+    lines = []
+    for finding in findings:
+        where = f"{finding.layers[0]}: " if finding.layers else ""
+        text = f"{finding.kind:<11} {where}{finding.said} (step {finding.step})"
+        lines += textwrap.wrap(text, TEXT_WIDTH, subsequent_indent=" " * 12, break_long_words=False)
+    return lines
+
+
+def _row(name: str, layer: LayerFlow) -> str:
+    short = name if len(name) <= LAYER_NAME_WIDTH else f"...{name[3 - LAYER_NAME_WIDTH :]}"
+    return (
+        f"{short:<{LAYER_NAME_WIDTH}} {_activation(layer)}  {_gradient(layer)}  {_ratio(layer):>7}"
+    )
+
+
+def _activation(layer: LayerFlow) -> str:
+    if layer.activation is None:
+        return f"{'not called':>19}"
+    spread = layer.activation
+    return f"{spread.rms:>8.1e} {_share(spread.zero):>5} {_bad(spread):>4}"
+
+
+def _gradient(layer: LayerFlow) -> str:
+    spread = layer.gradient
+    if spread is not None:
+        return f"{spread.norm:>7.1e} {_share(spread.zero):>5} {_bad(spread):>3}"
+
+    if layer.without_gradient:
+        reason = "none"
+    elif layer.tied:
+        reason = "tied"
+    elif layer.frozen:
+        reason = "frozen"
+    else:
+        reason = "-"
+    return f"{reason:>17}"
+
+
+def _ratio(layer: LayerFlow) -> str:
+    if layer.update is None:
+        return "-"
+    return "new" if layer.update.ratio is None else f"{layer.update.ratio:.1e}"
+
+
+def _share(fraction: float) -> str:
+    """Format a fraction as a percentage of at most five characters."""
+    if fraction == 0:
+        return "0"
+    return f"{fraction:.1%}" if fraction < 0.9995 else f"{fraction:.0%}"
+
+
+def _bad(spread: ValueSpread) -> str:
+    """Format the percentage of nonfinite elements, at least 1% if there are any."""
+    return "0" if spread.nonfinite == 0 else f"{max(spread.bad, 0.01):.0%}"

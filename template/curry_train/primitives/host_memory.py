@@ -1,0 +1,260 @@
+"""Host memory for offloaded activations: available bytes, reusable buffers, device copies.
+
+Proof: `python -m pytest tests/primitives/test_host_memory.py`.
+"""
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.wording import format_bytes
+
+PAGE_BYTES = 4096
+HOST_MEMORY_ADVICE = (
+    "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, "
+    "use a smaller batch, or give the machine or its control group more memory"
+)
+
+# A buffer that is up to this many times too large is still reused, so that batches of other
+# lengths need no new buffers.
+LOOSEST_FIT = 4
+
+
+class HostMemoryShort(RuntimeError):
+    """The host has less memory available than an offload needs."""
+
+
+def available_host_bytes(system: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process may still allocate.
+
+    This is the kernel's `MemAvailable`, or what a control group leaves if that is less. None if
+    the system reports neither, as on macOS.
+    """
+    found = [*_kernel_bytes(system / "proc/meminfo"), *_group_bytes(system)]
+    return min(found, default=None)
+
+
+def require_host_memory(needed: int) -> None:
+    """Raise if less than `needed` bytes of host memory are available."""
+    available = available_host_bytes()
+    if available is not None and needed > available:
+        raise HostMemoryShort(
+            f"offload needs {format_bytes(needed)} more of host memory and "
+            f"{format_bytes(max(0, available))} is available: {HOST_MEMORY_ADVICE}"
+        )
+
+
+def _kernel_bytes(meminfo: Path) -> Iterator[int]:
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                yield int(value.split()[0]) * 1024
+
+
+def _group_bytes(system: Path) -> Iterator[int]:
+    """Yield the bytes left under the limit of each control group above this process.
+
+    File pages that the kernel can drop do not count as used.
+    """
+    membership = system / "proc/self/cgroup"
+    if not membership.is_file():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = "sys/fs/cgroup"
+            limit = "memory.max"
+            used = "memory.current"
+            droppable = "inactive_file"
+        elif "memory" in controllers.split(","):
+            root = "sys/fs/cgroup/memory"
+            limit = "memory.limit_in_bytes"
+            used = "memory.usage_in_bytes"
+            droppable = "total_inactive_file"
+        else:
+            continue
+
+        # In a container only the root group may be visible.
+        folder = Path(path.strip("/"))
+        for group in dict.fromkeys([folder, *folder.parents, Path()]):
+            group_path = system / root / group
+            if not (group_path / limit).is_file() or not (group_path / used).is_file():
+                continue
+            limit_text = (group_path / limit).read_text().strip()
+            if limit_text != "max":
+                used_bytes = int((group_path / used).read_text())
+                droppable_bytes = _statistic(group_path / "memory.stat", droppable)
+                yield int(limit_text) - used_bytes + droppable_bytes
+
+
+def _statistic(path: Path, name: str) -> int:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+class HostPool:
+    """Pool of flat byte buffers on the host, pinned for CUDA, reused from step to step.
+
+    `give` takes no lock, because it may be called anywhere, even during garbage collection.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self.pinned = pinned
+        self.reserved_bytes = 0
+        self._idle: dict[int, list[Tensor]] = {}
+        self._returned: deque[Tensor] = deque()
+        self._lock = threading.Lock()
+
+    def capacity(self, nbytes: int) -> int:
+        """Return the size of the buffer that is allocated for `nbytes`.
+
+        Torch allocates pinned memory in powers of two; other memory comes in pages.
+        """
+        return (
+            1 << (nbytes - 1).bit_length() if self.pinned else -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        )
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Allocate buffers for all of these sizes, or raise before any is allocated."""
+        with self._lock:
+            self._settle()
+            spare = {capacity: len(idle) for capacity, idle in self._idle.items()}
+            missing = []
+            for capacity in map(self.capacity, sizes):
+                if spare.get(capacity, 0):
+                    spare[capacity] -= 1
+                else:
+                    missing.append(capacity)
+            require_host_memory(sum(missing))
+
+            for capacity in missing:
+                # Writing zeros makes the kernel back the buffer with pages now.
+                buffer = self._allocate(capacity).zero_()
+                self._idle.setdefault(capacity, []).append(buffer)
+
+    def take(self, nbytes: int) -> Tensor:
+        """Return a buffer of at least `nbytes`."""
+        with self._lock:
+            self._settle()
+            wanted = self.capacity(nbytes)
+            fitting = [
+                size
+                for size, idle in self._idle.items()
+                if idle and wanted <= size <= LOOSEST_FIT * wanted
+            ]
+            if fitting:
+                return self._idle[min(fitting)].pop()
+            self._drop_idle(wanted)
+            require_host_memory(wanted)
+            return self._allocate(wanted)
+
+    def give(self, buffer: Tensor) -> None:
+        self._returned.append(buffer)
+
+    def clear(self) -> None:
+        """Free all buffers that are not in use."""
+        with self._lock:
+            self._settle()
+            self._drop_idle(self.reserved_bytes)
+
+    def _settle(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._idle.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _drop_idle(self, nbytes: int) -> None:
+        """Free `nbytes` of idle buffers, so that the pool does not grow with every batch size."""
+        for size in sorted(self._idle, reverse=True):
+            while self._idle[size] and nbytes > 0:
+                self._idle[size].pop()
+                nbytes -= size
+                self.reserved_bytes -= size
+            if not self._idle[size]:
+                del self._idle[size]
+
+    def _allocate(self, capacity: int) -> Tensor:
+        kind = "pinned memory" if self.pinned else "memory"
+        try:
+            if self.pinned:
+                buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu", pin_memory=True)
+            else:
+                # No torch operation creates this buffer, so that an instrument which measures a
+                # CPU in place of a device does not count it as memory of that device.
+                buffer = torch.frombuffer(mmap.mmap(-1, capacity), dtype=torch.uint8)
+        except (OSError, RuntimeError) as error:
+            # CUDA raises its out-of-memory error for host memory too.
+            raise HostMemoryShort(
+                f"the host gave no {format_bytes(capacity)} of {kind} ({error}): {HOST_MEMORY_ADVICE}"
+            ) from error
+        self.reserved_bytes += capacity
+        return buffer
+
+
+class HostCopies:
+    """Copies between one device and the host, in call order, beside the computation on CUDA.
+
+    On CUDA all copies run in one stream of their own. Because they run in the order of the calls,
+    a host buffer can be reused at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._leaving_bytes = 0
+
+    def out(self, source: Tensor, host: Tensor, *, most_bytes: int) -> None:
+        """Start a copy to the host, and keep the source alive until the copy is done.
+
+        At most `most_bytes` of sources are kept alive at a time.
+        """
+        done = self._copy(host[: source.nbytes], source)
+        if done is not None:
+            self._leaving.append((done, source))
+            self._leaving_bytes += source.nbytes
+            self._let_go(most_bytes)
+
+    def back(self, host: Tensor, nbytes: int) -> tuple[Tensor, Any]:
+        """Start a copy to the device; return the target and the event to pass to `wait` first."""
+        self._let_go(self._leaving_bytes)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return target, self._copy(target, host[:nbytes])
+
+    def wait(self, done: Any) -> None:
+        """Make the computation stream wait for a copy, without blocking the host."""
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    def _let_go(self, most_bytes: int) -> None:
+        """Release sources whose copies are done, until at most `most_bytes` are held.
+
+        Over that limit, the computation waits for the oldest copy. Memory that is freed after the
+        wait is not overwritten before the copy is done.
+        """
+        while self._leaving:
+            done, source = self._leaving[0]
+            if not done.query():
+                if self._leaving_bytes <= most_bytes:
+                    return
+                self.wait(done)
+            self._leaving.popleft()
+            self._leaving_bytes -= source.nbytes
+
+    def _copy(self, target: Tensor, source: Tensor) -> Any:
+        """Start a copy and return the event that marks its end, or None if it is done already."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+
+        # The computation stream made the source, and may still be using the target.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()

@@ -1,0 +1,652 @@
+"""Write and read checkpoint files: hashed while written, read without running pickles.
+
+The hash needs no second read. Every rank records its part: the names, sizes and hashes of its
+files, and the positions of its tensors in them. Private names of torch's checkpoint code are used
+only in this module and in safe_reader. Tests load the files written here with plain
+`torch.distributed.checkpoint`.
+
+Proof: `python -m pytest tests/runs`.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .files import Files
+from .layout import FileEntry, HashingStream, Manifest
+from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
+
+# ------------------------------------------------------------------------------
+# Write torch distributed checkpoints to any `Files`, hashing every file on the way.
+# ------------------------------------------------------------------------------
+
+METADATA_FILE_NAME = ".metadata"
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files and tensors that one rank wrote."""
+
+    files: Mapping[str, FileEntry]
+    # Name, offsets, number, file, position and length of each tensor.
+    items: tuple[tuple[Any, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "RankFiles":
+        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+        return cls(files, tuple(map(tuple, content["items"])))
+
+
+class HashingFolder:
+    """A folder whose new files are hashed while they are written, and synced when closed."""
+
+    def __init__(self, files: Files, folder: str, algorithm: str) -> None:
+        self.files = files
+        self.folder = folder
+        self.algorithm = algorithm
+        self.entries: dict[str, FileEntry] = {}
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[HashingStream]:
+        raw = self.files.create(f"{self.folder}/{name}")
+        stream = HashingStream(raw, self.algorithm)
+        try:
+            yield stream
+            self.files.finish(raw)
+        except BaseException as error:
+            self.files.abandon(raw)
+            if stream.failed is not None and isinstance(error, Exception):
+                raise stream.failed from error
+            raise
+        self.entries[name] = FileEntry(stream.num_bytes, stream.hexdigest())
+
+
+class _HashedTorchFiles(FileSystemBase):
+    """The file system interface of torch's checkpoint writer, on top of a HashingFolder."""
+
+    def __init__(self, folder: HashingFolder) -> None:
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with self._folder.create(os.fspath(path)) as stream:
+            yield stream
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        raise NotImplementedError("files of a checkpoint are never renamed")
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return path
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Do nothing: the store has already made the folder."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        raise NotImplementedError("files of a checkpoint are never removed one by one")
+
+
+class HashingWriter(FileSystemWriter):
+    """Torch's checkpoint writer over a HashingFolder.
+
+    `write` returns the part of this rank, and `write_metadata` joins the parts of all ranks.
+    """
+
+    def __init__(self, folder: HashingFolder) -> None:
+        # HashingFolder syncs its files. Torch would sync all file systems of the machine.
+        super().__init__("", sync_files=False)
+        self.fs: Any = _HashedTorchFiles(folder)
+        self.folder = folder
+
+    def write(self, plan: Any, planner: Any) -> RankFiles:
+        results = self.write_data(plan, planner).value()
+        return RankFiles(self.folder.entries, tuple(map(_item, results)))
+
+    def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> FileEntry:
+        """Write the index of all tensors; it contains no path of this machine."""
+        storage = dict(_place(item) for part in parts for item in part.items)
+        metadata = dataclasses.replace(
+            metadata, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
+        )
+        with self.folder.create(METADATA_FILE_NAME) as stream:
+            stream.write(pickle.dumps(metadata))
+        return self.folder.entries[METADATA_FILE_NAME]
+
+
+def _item(result: WriteResult) -> tuple[Any, ...]:
+    index = result.index
+    place = result.storage_data
+    offset = None if index.offset is None else list(index.offset)
+    return index.fqn, offset, index.index, place.relative_path, place.offset, place.length
+
+
+def _place(item: tuple[Any, ...]) -> tuple[MetadataIndex, _StorageInfo]:
+    name, offset, number, file, position, length = item
+    return MetadataIndex(name, offset, number), _StorageInfo(file, position, length)
+
+
+# ------------------------------------------------------------------------------
+# Read a distributed checkpoint without running code from its files.
+# ------------------------------------------------------------------------------
+
+# Errors that torch.load raises on forged bytes.
+FORGED_BYTES_ERRORS = (
+    IndexError,
+    KeyError,
+    ValueError,
+    TypeError,
+    EOFError,
+    AttributeError,
+)
+_CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
+ALLOWED_GLOBALS = {
+    *(
+        (f"{_CHECKPOINT_PACKAGE}.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (f"{_CHECKPOINT_PACKAGE}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Allowing(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED_GLOBALS:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise HostileCheckpoint(
+            f"{METADATA_FILE_NAME} names {module}.{name}, which no checkpoint needs: don't load it with "
+            f"other tools either"
+        )
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape and dtype of one saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def read_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
+    """Read and validate the index of a checkpoint."""
+    location = files.location(folder)
+    try:
+        metadata = _Allowing(io.BytesIO(files.read(f"{folder}/{METADATA_FILE_NAME}"))).load()
+        _check(metadata, manifest)
+    except HostileCheckpoint as error:
+        raise HostileCheckpoint(f"{location}: {error}") from error
+    # A pickle of allowed classes in the wrong places can raise any of these.
+    except (
+        pickle.UnpicklingError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        raise DamagedCheckpoint(
+            f"{location}: {METADATA_FILE_NAME} can't be read ({type(error).__name__}: {error})"
+        ) from error
+    checked: Metadata = metadata
+    return checked
+
+
+def _check(metadata: Any, manifest: Manifest) -> None:
+    if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
+        raise HostileCheckpoint(
+            f"{METADATA_FILE_NAME} holds a {type(metadata).__name__}, not the index of a checkpoint"
+        )
+    for name, entry in metadata.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata:
+            raise HostileCheckpoint(
+                f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded"
+            )
+        _check_entry(name, entry)
+
+    for index, place in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
+            raise HostileCheckpoint(
+                f"{METADATA_FILE_NAME} maps {index!r:.80} to {place!r:.80}, which are not a tensor's index "
+                f"and its place in a file"
+            )
+        file = manifest.files.get(place.relative_path)
+        if file is None:
+            raise HostileCheckpoint(
+                f"{index.fqn} is placed in {place.relative_path!r}, which is not a file of this "
+                f"checkpoint"
+            )
+        if getattr(place, "transform_descriptors", None):
+            raise HostileCheckpoint(
+                f"{index.fqn} requires {place.transform_descriptors} to be run on it"
+            )
+        if not 0 <= place.offset <= place.offset + place.length <= file.bytes:
+            raise HostileCheckpoint(f"{index.fqn} is placed outside of {place.relative_path}")
+
+
+def _check_entry(name: Any, entry: TensorStorageMetadata) -> None:
+    """Check the type of every field of an entry.
+
+    Torch reads their attributes later, where no error is caught.
+    """
+    if type(entry.chunks) is not list or any(
+        type(chunk) is not ChunkStorageMetadata for chunk in entry.chunks
+    ):
+        raise HostileCheckpoint(f"{name!r:.80} has invalid chunks: {entry.chunks!r:.80}")
+
+    sizes = [entry.size]
+    for chunk in entry.chunks:
+        sizes += [chunk.offsets, chunk.sizes]
+    if type(name) is not str or any(type(size) is not torch.Size for size in sizes):
+        raise HostileCheckpoint(f"{name!r:.80} has an invalid name or size: {sizes!r:.80}")
+
+    properties = entry.properties
+    if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
+        raise HostileCheckpoint(f"{name!r:.80} has no valid dtype: {properties!r:.80}")
+
+
+def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
+    """Return shape and dtype of every tensor, by name."""
+    return {
+        name: TensorFacts(tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+class _SafeTorchFiles:
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
+        with self._files.open(f"{self._folder}/{path}") as stream:
+            yield stream
+
+
+def read_tensors(
+    files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]
+) -> None:
+    """Fill the targets, in any sharding.
+
+    Each rank reads what it needs, and no rank waits for another.
+    """
+    reader: Any = FileSystemReader("")
+    reader.fs = _SafeTorchFiles(files, folder)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), metadata, False)
+    reader.set_up_storage_reader(metadata, False)
+    plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])[0]
+    try:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    except (
+        OSError,
+        RuntimeError,
+        AssertionError,
+        pickle.UnpicklingError,
+        *FORGED_BYTES_ERRORS,
+    ) as error:
+        raise DamagedCheckpoint(
+            f"{files.location(folder)}: tensors can't be read ({error})"
+        ) from error
+
+
+# ------------------------------------------------------------------------------
+# Types that a training state and the store exchange: snapshots, contents and load reports.
+# ------------------------------------------------------------------------------
+
+# The prefix of the model's own tensors; a best-K holds only these.
+MODEL_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A training state at one moment."""
+
+    # The live tensors. A name that exists on several ranks holds equal values or shards.
+    tensors: Mapping[str, Tensor]
+    # JSON of the first rank.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    # JSON of each rank.
+    rank_values: Mapping[str, Any] = field(default_factory=dict)
+    # The further names of a tensor, each with its first name.
+    ties: Mapping[str, str] = field(default_factory=dict)
+    # Only these change the tensors: a copy in the background has to end before their next step.
+    optimizers: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a checkpoint, without the values of its tensors."""
+
+    tensors: Mapping[str, TensorFacts]
+    values: Mapping[str, Any]
+    rank_values: Sequence[Mapping[str, Any]] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)
+    # True for a best-K.
+    model_only: bool = False
+
+
+@dataclass
+class LoadReport:
+    """The result of a load: how many tensors matched, and how the state differs from the save."""
+
+    matched: int = 0
+    # The number of tensors that are saved, or are in the state.
+    wanted: int = 0
+    # Names that the checkpoint lacks.
+    missing: list[str] = field(default_factory=list)
+    # Names that only the checkpoint has.
+    extra: list[str] = field(default_factory=list)
+    # Differences in shape, dtype, ties or optimizer.
+    different: list[str] = field(default_factory=list)
+    # Differences that do not prevent a load.
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return self.matched / self.wanted if self.wanted else 1.0
+
+    @property
+    def exact(self) -> bool:
+        return not (self.missing or self.extra or self.different)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A load that passed its checks: fill `targets`, then call `finish`."""
+
+    targets: Mapping[str, Tensor]
+    finish: Callable[[], None]
+    report: LoadReport
+
+
+class State(Protocol):
+    """The interface of a state that the store saves and loads."""
+
+    def snapshot(self) -> Snapshot: ...
+
+    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading: ...
+
+
+# ------------------------------------------------------------------------------
+# Best-K checkpoints: the parameters as one safetensors file that other tools can read.
+# ------------------------------------------------------------------------------
+
+SAFETENSORS_FILE_NAME = "model.safetensors"
+LONGEST_HEADER = 100 * 2**20
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+SAFETENSORS_DTYPE_CODES = {dtype: letters for letters, dtype in SAFETENSORS_DTYPES.items()}
+
+
+class SafetensorsLayout:
+    """The model's unsharded tensors, written by the first rank.
+
+    The widest dtypes come first, so that every tensor starts at a multiple of its item size.
+    """
+
+    def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
+        parameters = {
+            name.removeprefix(MODEL_PREFIX): tensor
+            for name, tensor in snapshot.tensors.items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        for name, tensor in parameters.items():
+            if tensor.dtype not in SAFETENSORS_DTYPE_CODES or tensor.layout is not torch.strided:
+                raise ValueError(
+                    f"safetensors can't hold {name}: {tensor.dtype}, {tensor.layout}; save the "
+                    f"model without it, or set best_k to 0"
+                )
+        self._names = sorted(parameters, key=lambda name: (-parameters[name].dtype.itemsize, name))
+        self._folder = folder
+        self._first = ranks.first
+        unsharded = [_whole(parameters[name], keep=ranks.first) for name in self._names]
+        self.tensors: list[Tensor] = [tensor for tensor in unsharded if tensor is not None]
+
+    def write(self, tensors: Sequence[Tensor]) -> RankFiles:
+        """Write these values in place of `self.tensors`."""
+        if not self._first:
+            return RankFiles({})
+
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name, tensor in zip(self._names, tensors, strict=True):
+            end = position + tensor.nbytes
+            header[name] = {
+                "dtype": SAFETENSORS_DTYPE_CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+
+        with self._folder.create(SAFETENSORS_FILE_NAME) as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors:
+                if tensor.numel():
+                    stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return RankFiles(self._folder.entries)
+
+    def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
+        return {}
+
+
+def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
+    """Gather a tensor that may be sharded; the rank with `keep` gets it, in host memory.
+
+    Every rank has to call this.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor if keep else None
+    full: Tensor = tensor.full_tensor()
+    return full.cpu() if keep else None
+
+
+class SafetensorsReader:
+    """Reads a safetensors file; the header is validated against the size of the file."""
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._key = f"{folder}/{SAFETENSORS_FILE_NAME}"
+        self._where = files.location(self._key)
+        with files.open(self._key) as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > LONGEST_HEADER:
+                raise DamagedCheckpoint(
+                    f"{self._where}: the header's length is {length:,} bytes, more than "
+                    f"{LONGEST_HEADER:,}"
+                )
+            text = stream.read(length)
+        self._start = 8 + length
+        num_bytes = files.size(self._key)
+
+        self._places: dict[str, tuple[TensorFacts, int]] = {}
+        try:
+            header = json.loads(text)
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                facts = TensorFacts(
+                    tuple(map(int, entry["shape"])), SAFETENSORS_DTYPES[entry["dtype"]]
+                )
+                begin, end = entry["data_offsets"]
+                size = math.prod(facts.shape) * facts.dtype.itemsize
+                if (
+                    min(facts.shape, default=0) < 0
+                    or begin < 0
+                    or end - begin != size
+                    or self._start + end > num_bytes
+                ):
+                    raise ValueError(f"{name} can't be at bytes {begin} to {end}")
+                self._places[name] = facts, begin
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedCheckpoint(f"{self._where}: the header can't be read ({error})") from error
+
+    def facts(self) -> dict[str, TensorFacts]:
+        """Return shape and dtype of each tensor, by its name in a state."""
+        return {MODEL_PREFIX + name: facts for name, (facts, _) in self._places.items()}
+
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill the targets, sharded or not."""
+        with self._files.open(self._key) as stream:
+            for name, target in sorted(targets.items(), key=lambda item: self._place(item[0])[1]):
+                _copy(self._value(stream, name), target.detach())
+
+    def _place(self, name: str) -> tuple[TensorFacts, int]:
+        return self._places[name.removeprefix(MODEL_PREFIX)]
+
+    def _value(self, stream: BinaryIO, name: str) -> Tensor:
+        facts, begin = self._place(name)
+        num_bytes = math.prod(facts.shape) * facts.dtype.itemsize
+        stream.seek(self._start + begin)
+        data = bytearray(stream.read(num_bytes))
+        if len(data) != num_bytes:
+            raise DamagedCheckpoint(f"{self._where} ends inside {name}")
+        if not num_bytes:
+            return torch.empty(facts.shape, dtype=facts.dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(facts.dtype).reshape(facts.shape)
+
+
+def _copy(value: Tensor, target: Tensor) -> None:
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(target, DTensor)
+        place = target.to_local().device
+        shard = distribute_tensor(
+            value.to(place), target.device_mesh, target.placements, src_data_rank=None
+        )
+        target.to_local().copy_(shard.to_local())
+    else:
+        target.copy_(value)
+
+
+# ------------------------------------------------------------------------------
+# Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
+# ------------------------------------------------------------------------------
+
+
+class ShardedLayout:
+    """The tensors that this rank writes, in order."""
+
+    def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
+        # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
+        # parallelism broadcasts from the first rank.
+        planner = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
+        self._writer = HashingWriter(folder)
+        self._metadata: Any = None
+
+        def local() -> Any:
+            planner.set_up_planner(dict(snapshot.tensors), is_coordinator=ranks.first)
+            self._writer.set_up_storage_writer(ranks.first, rank=ranks.rank, use_collectives=True)
+            return planner.create_local_plan()
+
+        def central(plans: list[Any]) -> list[Any]:
+            plans, self._metadata = planner.create_global_plan(plans)
+            return self._writer.prepare_global_plan(plans)
+
+        self._plan = planner.finish_plan(ranks.exchange(local, central))
+        self.tensors: list[Tensor] = [
+            _tensor(planner.resolve_data(item)) for item in self._plan.items
+        ]
+
+    def write(self, tensors: Sequence[Tensor]) -> RankFiles:
+        """Write these values in place of `self.tensors`."""
+        return self._writer.write(self._plan, _Given(self._plan.items, tensors))
+
+    def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
+        """Write the file that joins all parts; called on the first rank after they are written."""
+        entry = self._writer.write_metadata(self._metadata, parts)
+        return {".metadata": entry}
+
+
+class _Given:
+    """Replaces torch's planner during the write: returns the given value of each item."""
+
+    def __init__(self, items: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self._tensors = {item.index: tensor for item, tensor in zip(items, tensors, strict=True)}
+
+    def resolve_data(self, item: Any) -> Tensor:
+        return self._tensors[item.index]
+
+
+def _tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"only tensors and JSON can be saved, got a {type(value).__name__}")
+    return value.detach()

@@ -1,0 +1,347 @@
+"""Names, manifests and digests of the files of a run.
+
+Examples: `rollback/step-00000500.dcp`, `best-k/dev_loss-0.25-step-00000450.dcp`. Steps are compared
+as numbers, because text sorts step 10 before step 9. Metrics are compared by the value in the
+manifest.
+
+Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.py`.
+"""
+
+import difflib
+import hashlib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
+
+from .files import Files
+from .ranks import DamagedCheckpoint
+
+# ------------------------------------------------------------------------------
+# Names of the checkpoints in a run's folder.
+# ------------------------------------------------------------------------------
+
+CHECKPOINT_KINDS = ("rollback", "recovery", "best-k")
+RESUMABLE_KINDS = ("rollback", "recovery")
+BEST_KIND = "best-k"
+CHECKPOINT_SUFFIX = ".dcp"
+# Number of existing runs that an error about a missing run names.
+MOST_NAMED_RUNS = 10
+# Metric name of a rollback that holds only parameters; its value is the step.
+PARAMETERS_ONLY_METRIC = "rollback"
+
+_METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
+_STEP_PATTERN = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
+_BEST_PATTERN = re.compile(
+    r"(?P<metric>[A-Za-z]\w*)-(?P<value>-?\d[\d.]*(?:e[+-]\d+)?)-step-(?P<step>\d{8,18})\.dcp"
+)
+_LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The figure that ranks checkpoints, such as dev_loss."""
+
+    name: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if not _METRIC_PATTERN.fullmatch(self.name):
+            raise ValueError(
+                f"a metric's name is letters, digits and _, got {self.name!r}: rename it, "
+                f"for example to dev_loss"
+            )
+        if not math.isfinite(self.value):
+            raise ValueError(
+                f"{self.name} is {self.value}: a value that is not finite can't rank checkpoints, "
+                f"so don't save by it"
+            )
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """One committed checkpoint."""
+
+    kind: str
+    step: int
+    # Relative to the run's folder.
+    folder: str
+    # The path or URL that other tools open.
+    location: str
+    metric: Metric | None = None
+    num_bytes: int = 0
+
+    @property
+    def serves_as(self) -> str:
+        """The kind whose cadence and retention apply to this checkpoint.
+
+        A rollback of parameters only is stored like a best-K checkpoint, but serves as a rollback.
+        """
+        if self.metric is not None and self.metric.name == PARAMETERS_ONLY_METRIC:
+            return "rollback"
+        return self.kind
+
+
+def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
+    """Return the folder of a checkpoint, relative to the run's folder."""
+    if kind not in CHECKPOINT_KINDS:
+        raise ValueError(
+            f"there is no kind of checkpoint {kind!r}: take one of {', '.join(CHECKPOINT_KINDS)}"
+        )
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+        raise ValueError(f"a step is a whole number from 0, got {step!r}")
+    if (metric is None) == (kind == BEST_KIND):
+        raise ValueError(
+            f"{BEST_KIND} needs a metric, and other kinds take none: got {kind} with {metric}"
+        )
+    prefix = f"{metric.name}-{metric.value:.6g}-" if metric else ""
+    return f"{kind}/{prefix}step-{step:08d}{CHECKPOINT_SUFFIX}"
+
+
+def step_of(kind: str, name: str) -> int | None:
+    """Return the step in a folder's name, or None if it is not the name of a checkpoint."""
+    found = (_BEST_PATTERN if kind == BEST_KIND else _STEP_PATTERN).fullmatch(name)
+    return int(found["step"]) if found else None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a name is that of an uncommitted folder, or of one that is being removed."""
+    return _LEFTOVER_PATTERN.fullmatch(name) is not None
+
+
+def what_runs_there_are(name: str, there: Iterable[str], *, root: object) -> str:
+    """List the runs in `root`, the most similar first, for an error about a missing run."""
+    wanted = name.lower()
+    runs = sorted(there)
+    if not runs:
+        return f"{root} has no run"
+
+    runs.sort(key=lambda run: -difflib.SequenceMatcher(None, wanted, run.lower()).ratio())
+    shown = runs[:MOST_NAMED_RUNS]
+    num_more = len(runs) - MOST_NAMED_RUNS
+    others = f" and {num_more} more" if num_more > 0 else ""
+    if not difflib.get_close_matches(wanted, [shown[0].lower()]):
+        return f"{root} has {', '.join(shown)}{others}"
+    also = f" {root} also has {', '.join(shown[1:])}{others}" if shown[1:] else ""
+    return f"did you mean {shown[0]}?{also}"
+
+
+# ------------------------------------------------------------------------------
+# Hash files while they are written.
+# ------------------------------------------------------------------------------
+
+CHUNK_BYTES = 2**22
+DIGEST_ALGORITHMS = ("xxh3_128", "blake2b")
+
+
+def default_algorithm() -> str:
+    """Return the fastest installed algorithm; the manifest records its name."""
+    return "xxh3_128" if importlib.util.find_spec("xxhash") else "blake2b"
+
+
+def new_hash(algorithm: str) -> Any:
+    """Return a hash object with `update` and `hexdigest`."""
+    if algorithm == "blake2b":
+        return hashlib.blake2b(digest_size=16)
+    if algorithm != "xxh3_128":
+        raise DamagedCheckpoint(
+            f"hash {algorithm!r} is not one of {', '.join(DIGEST_ALGORITHMS)}: the manifest is damaged, "
+            f"or a newer version of this package wrote it"
+        )
+    try:
+        import xxhash
+    except ImportError as error:
+        raise RuntimeError(
+            "this checkpoint was hashed with xxhash, which is missing: pip install xxhash"
+        ) from error
+    return xxhash.xxh3_128()
+
+
+def hash_bytes(algorithm: str, data: bytes) -> str:
+    hasher = new_hash(algorithm)
+    hasher.update(data)
+    return str(hasher.hexdigest())
+
+
+def hash_stream(algorithm: str, stream: BinaryIO) -> tuple[int, str]:
+    """Return the number of bytes left in a stream, and their hash."""
+    hasher = new_hash(algorithm)
+    num_bytes = 0
+    while chunk := stream.read(CHUNK_BYTES):
+        hasher.update(chunk)
+        num_bytes += len(chunk)
+    return num_bytes, str(hasher.hexdigest())
+
+
+class HashingStream:
+    """A writable stream that passes bytes on to another one, and counts and hashes them."""
+
+    def __init__(self, stream: BinaryIO, algorithm: str) -> None:
+        self._stream = stream
+        self._hash = new_hash(algorithm)
+        self.num_bytes = 0
+        # The first error of a write. Torch's zip writer hides it behind "unexpected pos".
+        self.failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        written = 0
+        # An unbuffered stream may write only a part of the data.
+        while written < view.nbytes:
+            try:
+                written += self._stream.write(view[written:])
+            except OSError as error:
+                self.failed = self.failed or error
+                raise
+        self._hash.update(view)
+        self.num_bytes += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        """Do nothing: torch flushes after every tensor, but one sync at the end is enough."""
+
+    def close(self) -> None:
+        """Do nothing: the caller that opened the underlying stream syncs and closes it."""
+
+    def hexdigest(self) -> str:
+        return str(self._hash.hexdigest())
+
+
+# ------------------------------------------------------------------------------
+# Write, read and verify the manifest of a checkpoint.
+# ------------------------------------------------------------------------------
+
+MANIFEST_FILE_NAME = "manifest.json"
+MANIFEST_FORMAT = 1
+# Number of damaged files that an error names.
+MOST_NAMED_FILES = 3
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    bytes: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The identity of a checkpoint and the list of its files."""
+
+    algorithm: str
+    kind: str
+    step: int
+    files: Mapping[str, FileEntry]
+    metric: Metric | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    def render(self) -> bytes:
+        """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
+        content = {"format": MANIFEST_FORMAT, **asdict(self)}
+        content["hash"] = hash_bytes(self.algorithm, _text(content))
+        return _text(content)
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
+    try:
+        content = json.loads(data)
+        if content["format"] != MANIFEST_FORMAT:
+            raise DamagedCheckpoint(
+                f"the manifest has format {content['format']!r}, and this version of the package "
+                f"reads only format {MANIFEST_FORMAT}: use the version that wrote it"
+            )
+        manifest = Manifest(
+            algorithm=content["algorithm"],
+            kind=content["kind"],
+            step=content["step"],
+            files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+            metric=None if content["metric"] is None else Metric(**content["metric"]),
+            about=content["about"],
+        )
+        is_canonical = manifest.render() == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(
+            f"the manifest can't be read ({type(error).__name__}: {error})"
+        ) from error
+    if not is_canonical:
+        raise DamagedCheckpoint("the manifest's own hash does not match it")
+    return manifest
+
+
+def read_manifest(files: Files, folder: str) -> Manifest:
+    """Read the manifest of a folder, and check its name and the sizes of its files.
+
+    Does not read the files; see `verify_files`. Raises DamagedCheckpoint.
+    """
+    where = files.location(folder)
+    if files.kind(folder) != "folder":
+        raise DamagedCheckpoint(
+            f"{where} is {_what(files.kind(folder))}, not the folder of a checkpoint"
+        )
+    if files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
+        raise DamagedCheckpoint(f"{where} has no {MANIFEST_FILE_NAME}: its save was not finished")
+
+    try:
+        manifest = parse_manifest(files.read(f"{folder}/{MANIFEST_FILE_NAME}"))
+        name = folder_name(manifest.kind, manifest.step, manifest.metric)
+    except (DamagedCheckpoint, ValueError, OSError) as error:
+        raise DamagedCheckpoint(f"{where}: {error}") from error
+    if name != folder:
+        raise DamagedCheckpoint(
+            f"{where} holds the manifest of {name}: it was renamed or copied here"
+        )
+
+    differences = _differences(files, folder, manifest)
+    if differences:
+        num_more = len(differences) - MOST_NAMED_FILES
+        more = f" and {num_more} more" if num_more > 0 else ""
+        raise DamagedCheckpoint(f"{where}: {'; '.join(differences[:MOST_NAMED_FILES])}{more}")
+    return manifest
+
+
+def _differences(files: Files, folder: str, manifest: Manifest) -> list[str]:
+    present = set(files.names(folder)) - {MANIFEST_FILE_NAME}
+    unknown = sorted(present - set(manifest.files))
+    differences = [f"{name} is not in the manifest" for name in unknown]
+    for name, entry in manifest.files.items():
+        kind = files.kind(f"{folder}/{name}") if name in present else None
+        if kind != "file":
+            differences.append(f"{name} is {_what(kind)}")
+        elif (size := files.size(f"{folder}/{name}")) != entry.bytes:
+            differences.append(f"{name} has {size:,} bytes, and {entry.bytes:,} were saved")
+    return differences
+
+
+def _what(kind: str | None) -> str:
+    """Describe the kind of a directory entry for a message."""
+    return {None: "missing", "other": "a link or a device"}.get(kind, f"a {kind}")
+
+
+def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files and compare their sizes and hashes with the manifest."""
+    for name in names:
+        try:
+            with files.open(f"{folder}/{name}") as stream:
+                num_bytes, file_hash = hash_stream(manifest.algorithm, stream)
+        except OSError as error:
+            raise DamagedCheckpoint(
+                f"{files.location(folder)}: {name} can't be read ({error})"
+            ) from error
+        if FileEntry(num_bytes, file_hash) != manifest.files[name]:
+            raise DamagedCheckpoint(
+                f"{files.location(folder)}: {name} is not what was saved (another hash)"
+            )

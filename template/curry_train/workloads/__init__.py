@@ -1,0 +1,15 @@
+"""The user's model as the tools use it."""
+
+from ..core.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "load": ("load_workload",),
+        "workload": (
+            "Case",
+            "Workload",
+            "WorkloadError",
+        ),
+    },
+)

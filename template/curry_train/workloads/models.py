@@ -1,0 +1,297 @@
+"""Built-in models for gates and examples.
+
+It has grouped-query attention with rotary positions, SwiGLU and RMS norms.
+
+Proof: `python -m pytest tests/workloads/test_workload.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..primitives.time_loop import run_timesteps
+from .workload import IGNORED_TARGET, Workload, mask_tails, token_loss
+
+# ------------------------------------------------------------------------------
+# A small Llama-like causal language model.
+# ------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float):
+        super().__init__()
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = dim // heads
+        self.dropout = dropout
+        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
+        k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        q = rotate(q, cosine, sine)
+        k = rotate(k, cosine, sine)
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True
+        )
+        projected: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Apply rotary position embeddings to the last dimension."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward layer."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, hidden: int, dropout: float):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = Attention(dim, heads, kv_heads, dropout)
+        self.feed_forward_norm = nn.RMSNorm(dim)
+        self.feed_forward = FeedForward(dim, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cosine, sine))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class Transformer(nn.Module):
+    """Llama-like causal language model."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        length: int,
+        dim: int,
+        depth: int,
+        heads: int,
+        kv_heads: int,
+        dropout: float,
+        hidden: int | None = None,
+    ):
+        super().__init__()
+        hidden = hidden or 32 * round(dim * 8 / 3 / 32)
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(
+            Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth)
+        )
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        half = dim // heads // 2
+        angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cosine[:length], self.sine[:length])
+        return self.head(self.norm(x))
+
+
+# ------------------------------------------------------------------------------
+# Built-in workloads: MLP, Llama-like transformer, bottleneck ResNet and spiking network.
+# ------------------------------------------------------------------------------
+
+
+def mlp(*, depth: int = 6, width: int = 256) -> Workload:
+    """Build a classifier of Linear and GELU blocks on one vector per sample."""
+
+    def build() -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+        return nn.Sequential(*blocks, nn.Linear(width, 10))
+
+    return _classifier("mlp", build, (width,))
+
+
+def transformer(
+    *,
+    depth: int = 4,
+    dim: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocabulary: int = 512,
+    length: int = 64,
+    dropout: float = 0.0,
+    hidden: int | None = None,
+) -> Workload:
+    """Build a Llama-like transformer for next-token prediction on random tokens."""
+
+    def batch(size: int) -> dict[str, Tensor]:
+        tokens = torch.randint(vocabulary, (size, length + 1))
+        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    return Workload(
+        name="transformer",
+        build=lambda: Transformer(
+            vocabulary=vocabulary,
+            length=length,
+            dim=dim,
+            depth=depth,
+            heads=heads,
+            kv_heads=kv_heads,
+            dropout=dropout,
+            hidden=hidden,
+        ),
+        batch=batch,
+        loss=lambda module, batch: token_loss(module(batch["tokens"]), batch["targets"]),
+        count=lambda batch: int((batch["targets"] != IGNORED_TARGET).sum()),
+        mask=lambda batch: {**batch, "targets": mask_tails(batch["targets"])},
+    )
+
+
+def llama_8b(*, depth: int = 32, length: int = 4096) -> Workload:
+    """Build a workload with the shapes of Llama 3 8B, for planning; it fits no laptop."""
+    return transformer(
+        depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336
+    )
+
+
+class Bottleneck(nn.Module):
+    """Residual block of 1x1, 3x3 and 1x1 convolutions with BatchNorm."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        inner = width // 4
+        self.residual = nn.Sequential(
+            *[nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()],
+            *[nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()],
+            *[nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width)],
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.residual(x))
+
+
+def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
+    """Build a classifier of bottleneck blocks with BatchNorm on small images."""
+
+    def build() -> nn.Module:
+        stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        blocks = nn.Sequential(*[Bottleneck(width) for _ in range(depth)])
+        return nn.Sequential(
+            stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+        )
+
+    return _classifier("resnet", build, (3, size, size))
+
+
+class SurrogateSpike(torch.autograd.Function):
+    """Step function with the derivative of an arctangent as surrogate gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, potential: Tensor) -> Tensor:
+        ctx.save_for_backward(potential)
+        return (potential > 0).to(potential.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (potential,) = ctx.saved_tensors
+        return gradients[0] / (1 + (torch.pi * potential) ** 2)
+
+
+class SpikingLayer(nn.Module):
+    """Linear layer and leaky integrate-and-fire neurons; takes and returns the state."""
+
+    def __init__(self, width: int, decay: float = 0.9, threshold: float = 1.0):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.decay = decay
+        self.threshold = threshold
+
+    def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        potential = self.decay * potential + self.linear(x)
+        spikes = SurrogateSpike.apply(potential - self.threshold)
+        return spikes, potential - spikes * self.threshold
+
+
+class SpikingNetwork(nn.Module):
+    """Layers of spiking neurons unrolled over (batch, timesteps, features)."""
+
+    # The loop over timesteps is one method, so that a derived class can replace it.
+    unroll = staticmethod(run_timesteps)
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(SpikingLayer(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.new_zeros(x.shape[0], x.shape[2]) for _ in self.layers)
+
+    def step(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        potentials = []
+        for layer, potential in zip(self.layers, state, strict=True):
+            x, potential = layer(x, potential)
+            potentials.append(potential)
+        return x, tuple(potentials)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate, _ = self.unroll(self.step, x, self.initial_state(x), time_dim=1, outputs="mean")
+        return self.head(rate)
+
+
+def snn(*, depth: int = 3, width: int = 64, timesteps: int = 16) -> Workload:
+    """Build a classifier with a spiking network over a short sequence."""
+    return _classifier("snn", lambda: SpikingNetwork(width, depth), (timesteps, width))
+
+
+def snn_long() -> Workload:
+    """Build the spiking network over 1,000 timesteps, where activations dominate memory."""
+    return replace(snn(timesteps=1000), name="snn_long")
+
+
+def _classifier(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Workload:
+    return Workload(
+        name=name,
+        build=build,
+        batch=lambda size: (torch.randn(size, *shape), torch.randint(10, (size,))),
+        loss=lambda module, batch: F.cross_entropy(
+            module(batch[0]).float(), batch[1], reduction="sum"
+        ),
+    )
+
+
+BUILTIN_WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "mlp": mlp,
+    "transformer": transformer,
+    "resnet": resnet,
+    "snn": snn,
+}

@@ -1,0 +1,120 @@
+"""Levers by name: each does what the function does that it names, several are joined, and what is typed wrong is told.
+
+python -m pytest tests/bench/test_bench_levers.py
+"""
+
+import json
+
+import pytest
+import torch
+
+from curry_train.bench import steps
+from curry_train.bench.steps import LEVER_HELP, PLAIN_LEVER, TrainingStep, find_lever, list_levers
+from curry_train.core.measure_compiled import holds_compiled_code
+from curry_train.plan import plan
+from curry_train.plan.strategies import STRATEGIES
+from curry_train.workloads.models import mlp, transformer
+from curry_train.workloads.workload import Case
+
+SMALL = transformer(depth=2, dim=32, length=16)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_registered_strategy_is_a_lever(name):
+    assert find_lever(name).changes == (STRATEGIES[name].apply,)
+    assert name in list_levers()
+
+
+def test_levers_do_what_they_are_called():
+    case = Case(SMALL)
+    assert TrainingStep(case, find_lever("full")).changed == ["layers.0", "layers.1"]
+    assert TrainingStep(case, find_lever("sac:save_matmuls")).changed == ["layers.0", "layers.1"]
+    assert TrainingStep(case, find_lever("chunked_loss")).changed == ["head"]
+    assert len(TrainingStep(case, find_lever("accumulate=3")).window) == 3
+    assert next(TrainingStep(case, find_lever("bf16")).model.parameters()).dtype == torch.bfloat16
+    cast = TrainingStep(case, find_lever("autocast"))
+    assert next(cast.model.parameters()).dtype == torch.float32
+    assert cast.dtype_of_products == torch.bfloat16
+    assert holds_compiled_code(TrainingStep(case, find_lever("compile:eager")).model)
+    assert PLAIN_LEVER.is_plain
+    assert not any(
+        find_lever(name).is_plain for name in ("none", "bf16", "autocast", "accumulate=2")
+    )
+
+
+def test_levers_are_joined_in_order():
+    step = TrainingStep(Case(SMALL), find_lever("chunked_loss+full+accumulate=2"))
+    assert step.changed == ["head", "layers.0", "layers.1"]
+    assert len(step.window) == 2
+    assert find_lever("full+accumulate=2").name == "full+accumulate=2"
+
+
+def test_a_plan_from_a_file_is_a_lever(tmp_path):
+    found, path = (
+        plan(SMALL, 2**30, device="cpu", without=["sac"], chunked_loss=False),
+        tmp_path / "plan.json",
+    )
+    path.write_text(json.dumps(found.to_json()))
+    changed = [name for name, option in found.options.items() if option.kind != "none"]
+    assert TrainingStep(Case(SMALL), find_lever(f"plan={path}")).changed == changed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ful", "no lever is called 'ful'; did you mean 'full'"),
+        ("zzzz", "no lever is called 'zzzz'; there are none, full"),
+        ("full+regoins", "did you mean 'regions'"),
+        ("", "no lever is called ''"),
+        ("accumulate", "accumulate takes a number of microbatches, such as accumulate=4; got None"),
+        ("accumulate=0", "got '0'"),
+        ("accumulate=two", "got 'two'"),
+        ("accumulate=-2", "got '-2'"),
+        ("full=3", "the lever 'full' takes no value, got '3'"),
+        ("bf16=1", "the lever 'bf16' takes no value"),
+        ("autocast:fp16", "the lever 'autocast' takes no value"),
+        ("chunked_loss=4", "the lever 'chunked_loss' takes no value"),
+        ("sac:save_matmul", "sac has no policy 'save_matmul'; did you mean 'save_matmuls'"),
+        ("plan=absent.json", "plan=absent.json is not a file"),
+        ("plan", "plan= is not a file"),
+    ],
+)
+def test_what_is_typed_wrong_is_told(text, said):
+    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+        find_lever(text)
+
+
+@pytest.mark.parametrize(
+    ("case", "lever", "said"),
+    [
+        (
+            Case(mlp(), batch_size=2),
+            "accumulate=4",
+            "can't be cut into 4 microbatches: use --batch-size 4 or more",
+        ),
+        (Case(mlp(), dtype=torch.bfloat16), "bf16", "in torch.bfloat16 already"),
+        (Case(mlp(), dtype=torch.bfloat16), "autocast", "has nothing to do"),
+        (Case(mlp()), "bf16+autocast", "has nothing to do"),
+        (Case(mlp()), "timesteps", "has no method unroll"),
+    ],
+)
+def test_what_does_not_apply_says_why(case, lever, said):
+    with pytest.raises(ValueError, match=said):
+        TrainingStep(case, find_lever(lever))
+
+
+def test_a_project_without_a_technique_is_told_which_one_brings_the_lever(monkeypatch):
+    def find_spec(name):
+        return None if name.endswith((".sac", ".chunked_loss", ".saved_plan")) else object()
+
+    monkeypatch.setattr(steps.importlib.util, "find_spec", find_spec)
+    for lever, technique in (
+        ("sac:save_matmuls", "sac"),
+        ("chunked_loss", "memory-plan"),
+        ("plan=x", "memory-plan"),
+    ):
+        with pytest.raises(ValueError, match=f"scaffold.py add {technique}"):
+            find_lever(lever)
+    assert {"sac:POLICY", "chunked_loss", "plan=FILE"}.isdisjoint(list_levers())
+    assert "accumulate=K" in list_levers()
+    assert {"sac:POLICY", "chunked_loss", "plan=FILE"} <= set(LEVER_HELP)

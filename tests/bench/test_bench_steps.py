@@ -1,0 +1,339 @@
+"""What a benchmark measures of steps: bytes, FLOPs, utilisation, and rows for what does not apply or does not fit.
+
+python -m pytest tests/bench/test_bench_steps.py
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.bench import report
+from curry_train.bench.report import (
+    FAILED_OUTCOME,
+    MEASURED_OUTCOME,
+    OUT_OF_MEMORY_OUTCOME,
+    REFUSED_OUTCOME,
+    measure_levers,
+)
+from curry_train.bench.steps import Lever, TrainingStep, find_lever
+from curry_train.core.measure import bytes_on_device, peak_of_step
+from curry_train.core.random import seeded
+from curry_train.plan import device as peak_rate
+from curry_train.plan.device import PROFILES
+from curry_train.workloads.models import mlp, transformer
+from curry_train.workloads.workload import Case, Workload, WorkloadError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
+ROWS = Workload(
+    "rows",
+    lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+def figures(case, *levers, **options):
+    return measure_levers(
+        case, [find_lever(name) for name in levers], **({"rounds": 1, "warmup": 0} | options)
+    )
+
+
+def changed(name, change):
+    return Lever(name, (change,))
+
+
+# Bytes.
+
+
+def test_peak_of_a_step_is_what_is_there_and_what_it_adds():
+    there = [torch.zeros(100), torch.zeros(50)]
+
+    def step():
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        return second + there[0].sum()
+
+    assert bytes_on_device([*there, there[0][:3]], CPU) == 600  # a view is no storage more
+    assert peak_of_step(step, there, CPU) == 600 + 4 * (1000 + 1000 + 1)
+
+
+def test_peak_of_a_chain_is_counted_by_hand():
+    """In backward: the input of each layer, GELU's input, two gradients of a layer's output, and all those of weights
+    so far; AdamW keeps two moments for each weight, and a number for each tensor."""
+    step = TrainingStep(Case(ROWS, batch_size=8))
+    step()
+    weights = 4 * (16 * 32 + 32 + 32 * 16 + 16)
+    assert step.peak_bytes() >= 3 * weights + 4 * 4 + 4 * 8 * 16
+    beside = TrainingStep(Case(ROWS, batch_size=8))
+    beside()
+    assert step.peak_bytes() == beside.peak_bytes()  # whoever else is alive
+
+
+def test_accumulation_lowers_the_peak_and_does_the_same_work():
+    plain, cut = figures(Case(SMALL, batch_size=8), "accumulate=4").rows
+    assert cut.peak_bytes < 0.7 * plain.peak_bytes
+    assert (cut.model_flops, cut.executed_flops, cut.num_terms) == (
+        plain.model_flops,
+        plain.executed_flops,
+        plain.num_terms,
+    )
+    assert cut.num_microbatches == 4
+    assert cut.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+def test_microbatches_of_a_batch_that_does_not_divide_are_uneven_and_none_is_left_out():
+    step = TrainingStep(Case(SMALL, batch_size=5), find_lever("accumulate=3"))
+    assert [len(each["tokens"]) for each in step.window] == [2, 2, 1]
+    assert step.num_terms == 5 * 16
+
+
+def test_steps_share_weights_and_moments_and_leave_them():
+    plain = TrainingStep(Case(SMALL))
+    plain()
+    before = [parameter.clone() for parameter in plain.model.parameters()]
+    other = TrainingStep(Case(SMALL), find_lever("full"), like=plain)
+    for one, two in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+        assert one.data_ptr() == two.data_ptr()
+        assert plain.optimizer.state[one]["exp_avg"] is other.optimizer.state[two]["exp_avg"]
+    for _ in range(3):
+        other()
+        plain()
+    assert all(map(torch.equal, before, plain.model.parameters()))
+    half = TrainingStep(
+        Case(SMALL), find_lever("bf16"), like=plain
+    )  # of another type: nothing to share
+    assert not half.optimizer.state
+
+
+def test_the_unit_is_what_the_batch_tells():
+    assert TrainingStep(Case(SMALL)).unit == "tokens"
+    assert TrainingStep(Case(mlp())).unit == "samples"
+    assert TrainingStep(Case(replace(ROWS, count=lambda batch: batch.numel()))).unit == "terms"
+
+
+def test_compiled_code_is_measured_without_a_dispatch_mode():
+    plain, compiled, cut = figures(
+        Case(ROWS, batch_size=8), "compile:eager", "compile:eager+accumulate=2"
+    ).rows
+    assert (plain.outcome, compiled.outcome, cut.outcome) == (MEASURED_OUTCOME,) * 3
+    assert compiled.executed_flops == plain.executed_flops
+    assert compiled.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.2)
+    assert cut.peak_bytes is None
+    assert "can't be followed" in cut.notes[0]
+
+
+# Utilisation.
+
+
+@pytest.fixture
+def card(monkeypatch):
+    def name(text):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: text)
+
+    return name
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype", "tera"),
+    [  # as the data sheets have them
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+    ],
+)
+def test_the_rate_is_the_data_sheets_peak_and_not_what_products_reach(card, named, dtype, tera):
+    card(named)
+    found = peak_rate.peak_rate(CUDA, dtype)
+    assert found.flops_per_second == pytest.approx(tera * 1e12)
+    assert "data sheet" in found.source
+    assert peak_rate.peak_rate(CUDA, dtype, given="measured") == found
+
+
+def test_a_rate_that_is_not_known_says_why(card, monkeypatch):
+    card("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    found = peak_rate.peak_rate(CUDA, torch.bfloat16)
+    assert found.flops_per_second is None
+    assert "no peak of the NVIDIA H100 80GB HBM3 MIG 1g.10gb is known: give --peak" in found.source
+    card("NVIDIA H100 80GB HBM3")
+    assert "has no peak in float64" in peak_rate.peak_rate(CUDA, torch.float64).source
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert "run as TF32" in peak_rate.peak_rate(CUDA, torch.float32).source
+    assert "no peak of this processor" in peak_rate.peak_rate(CPU, torch.float32).source
+
+
+def test_a_rate_that_is_given_or_measured_is_taken(monkeypatch):
+    assert peak_rate.peak_rate(CPU, torch.float32, given=5e12) == peak_rate.PeakRate(
+        5e12, "as given"
+    )
+    monkeypatch.setattr(peak_rate, "profile_of", lambda device: PROFILES["cpu"])
+    found = peak_rate.peak_rate(CPU, torch.float32, given="measured")
+    assert (found.flops_per_second, found.source) == (
+        165e9,
+        "large products in float32, measured here",
+    )
+    assert peak_rate.peak_rate(CPU, torch.float64, given="measured").flops_per_second is None
+    for wrong in (0.0, -1.0, "fast"):
+        with pytest.raises(ValueError, match="the peak"):
+            peak_rate.peak_rate(CPU, torch.float32, given=wrong)
+
+
+def ticking(*seconds):
+    """A clock that is read twice a step, and says that the steps took these times."""
+    times = itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
+    return lambda: next(times)
+
+
+def test_utilisation_counts_the_models_work_once_and_what_ran_beside_it():
+    found = figures(Case(SMALL), "full", peak=1e9, clock=ticking(0.5))
+    plain, full = found.rows
+    assert plain.mfu == plain.hfu == plain.model_flops / 0.5 / 1e9
+    assert full.mfu == plain.mfu
+    assert full.hfu == full.executed_flops / 0.5 / 1e9 > full.mfu
+    assert full.terms_per_second == 4 * 16 / 0.5
+    above = figures(Case(SMALL), peak=1e3, clock=ticking(0.5)).plain
+    assert "above the peak (as given)" in above.notes[0]
+
+
+# Rows.
+
+
+def outgrow(model, sample):
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    model.layers[1].register_forward_hook(fail)
+    return ["layers.1"]
+
+
+def outgrow_later(model, sample):
+    """As a device whose memory is in pieces after a while."""
+    calls = itertools.count()
+
+    def fail(*_):
+        if next(calls) == 4:
+            raise torch.OutOfMemoryError("out of memory")
+
+    model.layers[1].register_forward_hook(fail)
+    return ["layers.1"]
+
+
+def break_down(model, sample):
+    def fail(*_):
+        raise RuntimeError("two tensors disagree\nand more lines")
+
+    model.layers[1].register_forward_hook(fail)
+    return ["layers.1"]
+
+
+def blow_up(model, sample):
+    model.layers[1].register_forward_hook(lambda module, args, output: output * float("nan"))
+    return ["layers.1"]
+
+
+def skip_a_block(model, sample):
+    model.layers[1].register_forward_hook(lambda module, args, output: args[0])
+    return ["layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "said"),
+    [
+        (
+            outgrow,
+            OUT_OF_MEMORY_OUTCOME,
+            "does not fit: 4 samples need more memory than cpu has left",
+        ),
+        (outgrow_later, OUT_OF_MEMORY_OUTCOME, "does not fit"),
+        (break_down, FAILED_OUTCOME, "raised RuntimeError: two tensors disagree"),
+        (blow_up, REFUSED_OUTCOME, "not finite: microbatch 0 of 1"),
+    ],
+)
+def test_what_does_not_work_is_a_row_and_the_others_are_measured(change, outcome, said):
+    levers = [changed("planted", change), find_lever("full")]
+    rows = measure_levers(Case(SMALL), levers, rounds=6, warmup=0).rows
+    assert [row.outcome for row in rows] == [MEASURED_OUTCOME, outcome, MEASURED_OUTCOME]
+    assert said in rows[1].why
+    assert rows[1].step is None
+    assert rows[2].ratio.lower is not None
+
+
+@pytest.mark.parametrize(("change", "said"), [(outgrow, "does not fit"), (blow_up, "not finite")])
+def test_a_plain_step_that_does_not_work_is_an_error(change, said, monkeypatch):
+    build = SMALL.build
+
+    def built():
+        model = build()
+        change(model, None)
+        return model
+
+    with pytest.raises(WorkloadError, match=f"transformer, batch size 4: a plain step .*{said}"):
+        measure_levers(Case(replace(SMALL, build=built)), rounds=1, warmup=0)
+
+
+def test_a_lever_that_leaves_something_out_is_told_by_its_loss():
+    rows = measure_levers(
+        Case(SMALL), [changed("fast", skip_a_block), find_lever("full")], rounds=1, warmup=0
+    ).rows
+    assert "changes the training result" in rows[1].notes[0]
+    assert rows[1].notes[0].startswith(f"loss {rows[1].loss:.5g}, plain {rows[0].loss:.5g}")
+    assert rows[2].notes == []
+
+
+def test_a_lever_that_changes_nothing_is_told():
+    assert "changes nothing here" in figures(Case(SMALL), "none").rows[1].notes[0]
+
+
+def test_seconds_that_say_little_are_told():
+    found = figures(Case(ROWS), "full", rounds=6, clock=ticking(1.0))
+    assert found.notes == [note for note in found.notes if note.startswith("other processes")]
+    spread = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 2.0, 3.0))
+    assert any("all steps spread over more than 25%" in note for note in spread.notes)
+    slower = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 1.0, 1.1, 1.1, 1.2, 1.2))
+    assert any(
+        "1.20 of the time of the first rounds: the device may be hot" in note
+        for note in slower.notes
+    )
+
+
+# Another model.
+
+
+def test_another_model_takes_the_same_batch_and_is_held_against_the_first():
+    wider = replace(transformer(depth=2, dim=64, length=16, vocabulary=64), name="wider")
+    plain, other = measure_levers(Case(SMALL), against=[wider], rounds=1, warmup=0).rows
+    assert other.name == "wider"
+    assert other.num_terms == plain.num_terms
+    assert other.model_flops == other.executed_flops > plain.model_flops
+    assert other.notes == []  # another model has another loss
+    with pytest.raises(
+        WorkloadError, match=r"mlp can't take the batch of transformer, on which both are compared"
+    ):
+        measure_levers(Case(SMALL), against=[mlp()], rounds=1, warmup=0)
+
+
+def test_random_numbers_are_the_same_for_all_and_are_put_back():
+    dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
+    with seeded(5):
+        before = torch.get_rng_state()
+        plain, full = figures(Case(dropout), "full", rounds=2).rows
+        assert torch.equal(before, torch.get_rng_state())
+    assert plain.loss == full.loss
+    assert full.notes == []
+
+
+def test_rounds_are_checked_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(report, "TrainingStep", None)
+    with pytest.raises(ValueError, match="rounds must be at least 1"):
+        figures(Case(SMALL), rounds=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_bytes_are_the_allocators_and_times_are_waited_for():
+    plain, full = measure_levers(Case(SMALL, device=CUDA), [find_lever("full")], rounds=6).rows
+    assert full.peak_bytes < plain.peak_bytes
+    assert plain.step.median > 0

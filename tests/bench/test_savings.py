@@ -1,0 +1,483 @@
+"""What strategies save and cost: figures that can be counted, one row for every strategy, a table, a picture, JSON.
+
+python -m pytest tests/bench/test_savings.py
+"""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memory_savings_benchmark as command
+from curry_train.bench import savings
+from curry_train.bench.savings import (
+    MEASURED_OUTCOME,
+    SavingsRow,
+    StepSeconds,
+    check_limit,
+    choose_strategies,
+    largest_batch,
+    measure_savings,
+    search,
+    step_bytes,
+)
+from curry_train.cli.savings import choose_cases, pareto, plot_savings, savings_table
+from curry_train.core.measure import StepTime
+from curry_train.plan.strategies import STRATEGIES, Strategy
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case, Workload, WorkloadError
+
+RECOMPUTE = ["full", "sequential", "selective"]
+
+
+def chain(depth=4, width=16):
+    """Blocks of two linears with a GELU between."""
+    return Workload(
+        "chain",
+        lambda: nn.Sequential(
+            *[
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+                for _ in range(depth)
+            ]
+        ),
+        lambda size: torch.randn(size, width),
+        lambda module, batch: module(batch).square().sum(),
+    )
+
+
+def register(monkeypatch, name, apply):
+    monkeypatch.setitem(STRATEGIES, name, Strategy(name, "planted", apply))
+
+
+def detach(model, sample):
+    """Cuts the gradient in the middle."""
+    model[2].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+    return ["2"]
+
+
+def refuse(model, sample):
+    raise ValueError("not for this model: use full")
+
+
+def break_later(model, sample):
+    def fail(*_):
+        raise RuntimeError("two tensors disagree\nand more lines")
+
+    model[1].register_forward_hook(fail)
+    return ["1"]
+
+
+def outgrow(model, sample):
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    model[1].register_forward_hook(fail)
+    return ["1"]
+
+
+# The figures.
+
+
+def test_figures_of_full_recompute_are_those_that_can_be_counted():
+    none, full = measure_savings(Case(chain(), batch_size=64), ["full"], repeats=1)
+    # The input and output of each GELU, 64 floats a sample; what passes between the blocks is kept either way.
+    assert none.held_bytes - full.held_bytes == 4 * 64 * (64 + 64) * 4 == 131072
+    assert full.modules == ["0", "1", "2", "3"]
+    assert full.peak_ratio == full.peak_bytes / none.peak_bytes < 0.75
+    assert full.held_ratio == full.held_bytes / none.held_bytes
+    forward = 4 * 2 * 64 * (16 * 64 + 64 * 16)
+    assert none.forward_flops == forward
+    assert (
+        full.recompute_flops == forward // 2
+    )  # a block ends in a linear, which early stop leaves out
+    assert full.recompute_ratio == 0.5
+    assert (none.recompute_ratio, none.peak_ratio, none.held_ratio) == (0.0, 1.0, 1.0)
+    assert {row.parity for row in (none, full)} == {"bit-equal"}
+    assert full.worst_error == 0.0
+
+
+def test_steps_are_timed_in_turns_against_the_same_round(monkeypatch):
+    order, models = [], {}
+
+    def timed(module, batch, loss, *, repeats, warmup):
+        assert (repeats, warmup) == (1, 0)
+        order.append(models.setdefault(id(module), len(models)))
+        seconds = [1.0, 1.5, 1.25, 2.0][order[-1]] * (
+            1 + len(order) // 4
+        )  # a machine that gets slower
+        return StepTime(seconds, seconds, seconds)
+
+    monkeypatch.setattr(savings, "time_step", timed)
+    rows = measure_savings(Case(chain()), RECOMPUTE, repeats=4)
+    assert order == [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2, 0, 1, 2, 3]
+    assert rows[0].seconds.ratio == 1.0
+    assert rows[0].seconds.slowest > rows[0].seconds.fastest
+    assert 1.2 < rows[1].seconds.ratio < 1.9
+
+
+def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch):
+    register(monkeypatch, "halves", lambda model, sample: recompute_blocks(model, blocks="[01]"))
+    rows = measure_savings(Case(chain()), repeats=1)
+    assert [row.strategy for row in rows] == list(STRATEGIES)
+    assert rows[0].strategy == "none"
+    assert rows[-1].modules == ["0", "1"]
+    refused = {row.strategy for row in rows if row.outcome != MEASURED_OUTCOME}
+    # No loop over time, no attention, and nothing that is large enough to move.
+    assert refused == {"timesteps", "timesteps_nested", "sac_attention", "offload"}
+    assert all(
+        row.held_bytes <= rows[0].held_bytes for row in rows if row.outcome == MEASURED_OUTCOME
+    )
+    assert choose_strategies(["halves"]) == ["none", "halves"]
+
+
+def test_weights_are_shared_and_left_as_they_were():
+    case, seen = Case(chain()), []
+    with pytest.MonkeyPatch.context() as patch:
+        register(patch, "look", lambda model, sample: seen.append(model) or [])
+        measure_savings(case, ["look", "full"], repeats=1)
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(seen[0].parameters(), case.build().parameters(), strict=True)
+    )
+
+
+def test_batch_norm_and_dropout_are_still_bit_equal():
+    workload = transformer(depth=2, dim=32, length=8, dropout=0.2)
+    assert {row.parity for row in measure_savings(Case(workload), RECOMPUTE, repeats=1)} == {
+        "bit-equal"
+    }
+    rows = measure_savings(
+        Case(savings.load_with_depth("resnet", 2), batch_size=2), RECOMPUTE, repeats=1
+    )
+    assert {row.parity for row in rows} == {"bit-equal"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "outcome", "said", "wrong"),
+    [
+        (refuse, "refused", "not for this model: use full", False),
+        (break_later, "failed", "RuntimeError: two tensors disagree", True),
+        (outgrow, "out of memory", "4 samples do not fit into the memory of cpu", False),
+        (detach, "measured", "", True),
+    ],
+)
+def test_a_strategy_that_does_not_work_is_a_row_that_says_so(
+    monkeypatch, strategy, outcome, said, wrong
+):
+    register(monkeypatch, "planted", strategy)
+    row = measure_savings(Case(chain()), ["planted"], repeats=1)[1]
+    assert (row.outcome, row.why, row.is_wrong) == (outcome, said, wrong)
+    assert row.parity.startswith("differs: gradient 0.0.weight") == (strategy is detach)
+
+
+def test_a_model_that_cannot_take_a_plain_step_is_said():
+    norm = Workload(
+        "norm",
+        lambda: nn.BatchNorm1d(4),
+        lambda n: torch.randn(n, 4),
+        lambda m, batch: m(batch).sum(),
+    )
+    with pytest.raises(
+        WorkloadError, match="norm, batch size 1: a step raised Expected more than 1 value"
+    ):
+        measure_savings(Case(norm, batch_size=1))
+
+
+# The largest batch.
+
+
+@given(
+    st.integers(0, 500),
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.integers(1, 64),
+    st.booleans(),
+)
+def test_largest_is_measured_on_both_sides_for_any_bytes_that_grow(fixed, slopes, start, close):
+    tried = []
+
+    def bytes_of(size):
+        tried.append(size)
+        return (
+            None if size > 900 else fixed + sum(slopes[step % len(slopes)] for step in range(size))
+        )
+
+    found = search(bytes_of, 1000, start=start, close=close)
+    assert found == 0 or bytes_of(found) <= 1000
+    above = bytes_of(found + 1)
+    assert above is None or above > 1000
+    assert {found, found + 1} - {0} <= set(tried[:-2])
+    assert max(tried) <= max(2 * start, 2 * found, 2)
+
+
+def test_largest_takes_few_steps_where_bytes_grow_evenly():
+    tried = []
+
+    def bytes_of(size):
+        tried.append(size)
+        return 1000 + 7 * size
+
+    assert search(bytes_of, 1_000_000, start=8) == 142714
+    assert len(tried) <= 18  # 15 doublings, then where the line meets the limit, and one above
+    tried.clear()
+    assert search(bytes_of, 1_000_000, start=142714, close=True) == 142714
+    assert tried == [142714, 142715]
+
+
+def test_largest_of_what_does_not_grow_is_an_error():
+    with pytest.raises(ValueError, match="memory does not grow with the batch"):
+        search(lambda size: 10, 1000, start=4)
+
+
+def test_largest_batch_fits_and_one_more_does_not():
+    case, limit, hints = Case(chain()), 2**20, {}
+    none, full = measure_savings(case, ["full"], repeats=1, limit=limit, hints=hints)
+    assert (
+        step_bytes(case, case.build(), none.largest_batch)
+        <= limit
+        < step_bytes(case, case.build(), none.largest_batch + 1)
+    )
+    assert full.largest_batch > 1.3 * none.largest_batch
+    assert hints == {"none": none.largest_batch, "full": full.largest_batch}
+    assert largest_batch(case, case.build(), 100) == 0
+
+
+def test_a_limit_above_the_machine_is_refused():
+    with pytest.raises(ValueError, match=r"a limit of 1024 TiB is more than the .* of cpu"):
+        check_limit(2**50, torch.device("cpu"))
+
+
+# The table and the picture.
+
+
+def made_row(strategy, ratio=1.0, peak=1.0, *, batch_size=8, workload="net", recompute=0.5, **more):
+    seconds = StepSeconds(1.0, 0.9, 1.2, ratio, ratio - 0.1, ratio + 0.1)
+    size = int(peak * 2**20)
+    values = dict(
+        held_bytes=size, peak_bytes=size, held_ratio=peak / 9, peak_ratio=peak / 9, seconds=seconds
+    )
+    values |= dict(recompute_ratio=recompute, modules=["a"], parity="bit-equal", worst_error=0.0)
+    return SavingsRow(workload, strategy, batch_size, None, **(values | more))
+
+
+def test_table_fits_80_columns_with_large_numbers_and_long_names(monkeypatch):
+    rows = [
+        made_row("none", peak=70_000, largest_batch=123456),
+        made_row(
+            "memory_budget",
+            12.34,
+            71_000,
+            largest_batch=123456,
+            parity="worst 2.0e-07",
+            worst_error=2e-7,
+        ),
+        made_row(
+            "detached",
+            parity="differs: gradient layers.0.weight: differs in kind",
+            worst_error=None,
+        ),
+        made_row("segments", outcome="refused", why="the blocks of net are no chain " * 8),
+    ]
+    text = savings_table(rows, limit=2**30)
+    assert max(map(len, text.splitlines())) <= 80, text
+    assert "memory_budget" in text
+    assert "12.3x 12.2-12.4 123456   2e-07" in text
+    assert "DIFFERS" in text
+    assert "segments refused: the blocks of net are no chain" in text
+    assert "detached changes the training; differs: gradient layers.0.weight" in text
+    assert "fits: the largest batch whose step, parameters included, fits 1.00 GiB" in text
+    assert " fits" not in savings_table(rows).splitlines()[1]
+
+
+def test_pareto_front_leaves_out_what_another_point_beats():
+    points = [(1.0, 9.0), (1.2, 5.0), (1.3, 5.0), (1.1, 9.5), (1.4, 4.0), (1.4, 4.5), (1.0, 9.0)]
+    assert pareto(points) == [(1.0, 9.0), (1.2, 5.0), (1.4, 4.0)]
+    assert pareto([]) == []
+
+
+def test_of_many_cases_the_last_of_each_workload_is_drawn():
+    rows = [
+        made_row("none", workload=name, batch_size=size)
+        for name in ("a", "b")
+        for size in (1, 2, 4)
+    ]
+    assert [case[0].label for case in choose_cases(rows)] == ["a, batch size 4", "b, batch size 4"]
+    assert len(choose_cases(rows[:4])) == 4
+    with pytest.raises(ValueError, match="nothing was measured, so there is nothing to draw"):
+        choose_cases([made_row("none", outcome="out of memory")])
+
+
+def test_plot_labels_every_strategy_even_on_one_spot(tmp_path):
+    names = ["none", *(f"strategy_{index}" for index in range(11))]
+    rows = [made_row(name, 1.2, 4.0) for name in names]
+    assert plot_savings(rows, tmp_path / "many.png") == ["net, batch size 8"]
+    assert (tmp_path / "many.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch, tmp_path):
+    genuine = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "matplotlib" else genuine(name, *a),
+    )
+    with pytest.raises(RuntimeError, match="pip install 'matplotlib"):
+        plot_savings([made_row("none")], tmp_path / "x.png")
+
+
+# The command.
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return lambda *arguments: CliRunner().invoke(
+        command.main, ["--out", "out", "--repeats", "1", *arguments]
+    )
+
+
+def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkeypatch):
+    import matplotlib.figure
+
+    labels, save = [], matplotlib.figure.Figure.savefig
+
+    def keep(figure, *args, **options):
+        labels.extend(axes.get_xlabel() for axes in figure.axes)
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    rows = [made_row("none"), made_row("full", 1.3, 4.0), made_row("sac", outcome="refused")]
+    assert [SavingsRow.from_json(json.loads(json.dumps(row.to_json()))) for row in rows] == rows
+    record = {"device": "cpu", "torch": "2.13.0", "rows": [row.to_json() for row in rows]}
+    (tmp_path / "before.json").write_text(json.dumps(record))
+    monkeypatch.setattr(command, "measure_savings", None)
+    ended = run("--redraw", "before.json")
+    assert (ended.exit_code, ended.output) == (0, "wrote out/savings.png\n")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["savings.png"]
+    assert "mark: the median; thin line: from the lower to the upper quartile" in labels[0]
+    (tmp_path / "before.json").write_text('{"rows": [{"strategy": "full"}]}')
+    ended = run("--redraw", "before.json")
+    assert ended.exit_code == 2
+    assert "before.json is no savings.json of this command" in ended.output
+
+
+def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):
+    register(monkeypatch, "planted", lambda model, sample: recompute_blocks(model))
+    names = [part for name in (*RECOMPUTE, "planted") for part in ("--strategy", name)]
+    ended = run(
+        "--model", "mlp", "--depth", "2,3", "--batch-size", "1,2", "--batch-size", "4", *names
+    )
+    assert ended.exit_code == 0, ended.output
+    assert ended.stderr == ""
+    assert max(map(len, ended.output.splitlines())) <= 80
+    assert "mlp, depth 3, batch size 4 (MiB; a step of none takes" in ended.output
+    data = json.loads((tmp_path / "out" / "savings.json").read_text())
+    assert {"command", "date", "device", "torch", "python", "dtype", "seed", "repeats"} <= set(data)
+    rows = data["rows"]
+    assert len(rows) == 2 * 3 * 5
+    assert sum(row["strategy"] == "planted" for row in rows) == 6
+    assert {row["outcome"] for row in rows} == {MEASURED_OUTCOME}
+    depths = {row["depth"]: len(row["modules"]) for row in rows if row["strategy"] == "full"}
+    assert depths == {2: 2, 3: 3}
+    assert (tmp_path / "out" / "savings.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        "savings.png, which leaves out 5 and shows\n  mlp, depth 3, batch size 4\n" in ended.output
+    )
+
+
+def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path):
+    (tmp_path / "their_net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def block(): return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))\n"
+        "def build(): return nn.Sequential(*[block() for _ in range(4)]), torch.randn(4, 8)\n"
+    )
+    ended = run(
+        "--model",
+        "their_net:build",
+        "--strategy",
+        "full",
+        "--limit",
+        "1MiB",
+        "--blocks",
+        "[01]",
+        "--json",
+        "-",
+    )
+    assert ended.exit_code == 0, ended.output
+    none, full = json.loads(ended.stdout)["rows"]
+    assert full["modules"] == ["0", "1"]
+    assert full["largest_batch"] > none["largest_batch"] > 100
+    assert "fits 1.00 MiB" in ended.stderr
+
+
+def test_command_takes_a_hugging_face_model(run, tmp_path):
+    (tmp_path / "their_llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "def build(): return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48,\n"
+        "    num_hidden_layers=2, num_attention_heads=4, pad_token_id=0))\n"
+    )
+    ended = run("--model", "their_llama:build", "--strategy", "full")
+    assert ended.exit_code == 0, ended.output
+    rows = json.loads((tmp_path / "out" / "savings.json").read_text())["rows"]
+    assert rows[1]["modules"] == ["model.layers.0", "model.layers.1"]
+    assert rows[1]["peak_ratio"] < 0.9
+    assert rows[1]["parity"] == "bit-equal"
+
+
+def test_command_says_what_repeats_nothing_and_goes_on(run, tmp_path):
+    (tmp_path / "their_layer.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(4, 4)\n"
+    )
+    ended = run("--model", "their_layer:build", "--strategy", "full")
+    assert ended.exit_code == 0, ended.output
+    assert "full refused: Linear repeats no block" in ended.output
+
+
+@pytest.mark.parametrize("strategy", [detach, break_later])
+def test_another_training_ends_with_1(run, monkeypatch, strategy):
+    register(monkeypatch, "planted", strategy)
+    monkeypatch.setattr(command, "load_with_depth", lambda spec, depth: chain())
+    ended = run("--strategy", "planted")
+    assert ended.exit_code == 1
+    assert "planted" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--strategy", "ful"], "no strategy is called 'ful'; did you mean 'full'?"),
+        (["--limit", "0"], "'0' is not a memory size"),
+        (["--limit", "-1"], "'-1' is not a memory size"),
+        (["--limit", "abc"], "'abc' is not a memory size"),
+        (["--limit", "24"], "'24' has no unit"),
+        (["--limit", "999TiB"], "a limit of 999 TiB is more than"),
+        (["--batch-size", "8,x"], "'x' is no whole number from 1 up"),
+        (["--batch-size", "0"], "'0' is no whole number from 1 up"),
+        (
+            ["--depth", "3", "--model", "their.net:build"],
+            "depth applies to built-in workloads only",
+        ),
+        (["--model", "bert"], "no workload is called 'bert'"),
+        (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
+        (["--json", "absent/x.json"], "the folder of 'absent/x.json' does not exist"),
+        (["--repeats", "0"], "0 is not in the range"),
+    ],
+)
+def test_wrong_usage_is_one_line_before_anything_is_measured(run, tmp_path, arguments, said):
+    ended = run(*arguments)
+    assert ended.exit_code == 2
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+    assert not (tmp_path / "out" / "savings.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_ends_with_3(run):
+    assert run("--device", "cuda").exit_code == 3

@@ -1,0 +1,31 @@
+"""What the measurement of grad-flow's costs counts, on a model that is small enough to count in a test.
+
+python -m pytest tests/benchmarks/test_grad_flow_overhead.py
+"""
+
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case
+from grad_flow_overhead import measure_costs, measure_counting, measure_held
+
+CASE = Case(transformer(depth=2, dim=32, length=16, vocabulary=64), batch_size=2)
+
+
+def test_a_step_between_has_the_operations_of_the_plain_one_and_a_probed_one_has_more():
+    costs = measure_costs(CASE, repeats=1)
+    assert costs["between"]["operations"] == costs["plain"]["operations"]
+    assert (
+        costs["probed"]["operations"]
+        > costs["probed_without_updates"]["operations"]
+        > costs["plain"]["operations"]
+    )
+
+
+def test_hooks_by_hand_count_twice_under_recompute():
+    calls = measure_counting(CASE)
+    assert calls["bare"]["by_hand"] == calls["bare"]["grad_flow"] == calls["recompute"]["grad_flow"]
+    assert calls["recompute"]["by_hand"] > 1.5 * calls["bare"]["by_hand"]
+
+
+def test_held_bytes_are_those_of_the_plain_step():
+    held = measure_held(CASE)
+    assert held["probed_bytes"] == held["plain_bytes"]

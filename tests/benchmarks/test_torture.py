@@ -1,0 +1,103 @@
+"""A short torture finds nothing wrong, and each planted fault is found by it. `python -m pytest tests/benchmarks/test_torture.py`.
+
+The long one is `make torture`; its record is evidence/checkpoint_torture.json.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from house import ROOT
+from store_models import new_state, train
+
+from curry_train.runs import Store
+from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy_config import PolicyConfig
+from curry_train.runs.retention import TURNED_BACK_FILE_NAME
+from torture import wrongs
+
+# Whoever adds a command to `runs` says here that it reads no checkpoint, or tries it in torture_hostile.COMMANDS.
+OTHER_COMMANDS = {"estimate", "plot", "resume-check", "spike-check"}
+
+
+def run(*words):
+    """In a process of its own, which forks and therefore has one thread."""
+    paths = os.pathsep.join(
+        [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
+    )
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_kills_of_one_and_of_two_ranks():
+    status, found = run(
+        "torture", "--kills", "8", "--only", "kills.one_rank", "kills.two_ranks", "--json", "-"
+    )
+    assert (wrongs(found), status) == ([], 0)
+    assert found["kills"]["one_rank"]["kills"] >= 4
+    assert found["kills"]["two_ranks"]["kills"] >= 1
+    assert found["kills"]["total"] >= 5
+
+
+def test_damage_failing_disks_and_hostile_files():
+    only = ("flips", "swaps", "disk.each_read", "disk.read_only", "hostile")
+    status, found = run("torture", "--flips", "32", "--every", "43", "--only", *only, "--json", "-")
+    assert (wrongs(found), status) == ([], 0)
+    assert (found["flips"]["flips"], found["flips"]["files"], found["flips"]["each_file"]) == (
+        32,
+        16,
+        2,
+    )
+    assert found["swaps"]["swaps"] >= 12
+    assert found["disk"]["each_read"]["errors"] >= 10
+    assert found["disk"]["read_only"]["how"][-1].startswith("folder of mode 0555")
+    assert found["hostile"]["shapes"] >= 12
+
+
+FAULTS = {
+    "generators_stay_as_they_are": "was not as the straight run at step",
+    "renamed_before_it_is_whole": "is half there",
+    "the_older_goes_before_the_newer_is_whole": "was committed",
+    "retention_deletes_the_newest": "was committed",
+    "the_optimizer_does_not_wait": "is not what the straight run was at its step",
+    "hashes_are_not_compared": "it was taken for whole",
+    "anything_is_unpickled": "the code in it was run",
+    "links_are_followed": "was opened",
+}
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return run("torture_planted", *FAULTS)[1]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(planted, fault):
+    assert any(FAULTS[fault] in said for said in planted[fault]), planted[fault]
+
+
+def test_every_command_that_reads_a_checkpoint_is_tried():
+    from curry_train.cli.runs import runs_command
+    from torture_hostile import COMMANDS
+
+    assert set(runs_command.list_commands(None)) == {*COMMANDS, *OTHER_COMMANDS}
+
+
+def test_a_kill_while_the_note_of_a_rollback_is_written_does_not_end_all_rollbacks(tmp_path):
+    """Found by the torture: what the killed process left of the file was in the way of every later one."""
+    state, often = new_state(), PolicyConfig(rollback_every=1)
+    with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
+        for _ in range(3):
+            train(state, 1)
+            policy.after_step(state.step, state, {})
+    (tmp_path / f".{TURNED_BACK_FILE_NAME}.new").write_bytes(b"[")
+    with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
+        assert policy.resume(new_state(1), 2).saved.step == 2
+        assert store.latest().step == 2

@@ -1,0 +1,81 @@
+"""The policy does what the naive books say over random histories with crashes, and wrong rules are caught by them.
+
+python -m pytest tests/benchmarks/test_torture_retention.py
+"""
+
+import dataclasses
+
+import pytest
+
+from curry_train.runs import retention
+from curry_train.runs.policy_config import PolicyConfig, Retention
+from torture_retention import KINDS_OF_EVENT, histories, run_history, with_rules
+
+
+def test_some_hundred_histories():
+    """The recorded run has ten thousand."""
+    found = histories(300)
+    assert found["wrong"] == []
+    assert found["histories"] == 300
+    assert min(found[name] for name in KINDS_OF_EVENT) >= 150
+
+
+def by_text(every, config, **_):
+    names = sorted((one for one in every if one.kind != "best-k"), key=lambda one: str(one.step))
+    return names[: -config.retention.rollback_keep]
+
+
+def keeps_one_more(every, config, **options):
+    keep = Retention(config.retention.rollback_keep + 1, config.retention.recovery_keep)
+    return retention.to_delete(every, dataclasses.replace(config, retention=keep), **options)
+
+
+def keeps_one_less(every, config, **options):
+    gone, line = retention.to_delete(every, config, **options), retention.newest_first(every)
+    left = [one for one in line if one not in gone]
+    return [*gone, *(left[-1:] if len(left) > 1 else [])]
+
+
+def deletes_the_best(every, config, **options):
+    gone, best = retention.to_delete(every, config, **options), retention.best_first(every, config)
+    return [*gone, *(one for one in best[:1] if len(best) > config.best_k > 0 and one not in gone)]
+
+
+def guards_nothing(every, config, *, protected=(), **options):
+    return retention.to_delete(every, config, **options)
+
+
+def removes_one_by_one(store, folders):
+    """Without a note: a crash leaves a part."""
+    for folder in sorted(folders):
+        store.discard(folder)
+
+
+WRONG = {
+    "text order": dict(to_delete=by_text),
+    "one too many": dict(to_delete=keeps_one_more),
+    "one too few": dict(to_delete=keeps_one_less),
+    "the best": dict(to_delete=deletes_the_best),
+    "what is guarded": dict(to_delete=guards_nothing),
+    "nothing is given up": dict(
+        give_up=lambda store, folders: None, given_up=lambda files: frozenset()
+    ),
+    "given up without a note": dict(give_up=removes_one_by_one),
+    "NaN is saved": dict(what_is_wrong=lambda state, metrics: None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_caught(name):
+    with with_rules(**WRONG[name]):
+        found = histories(600, shorten=False)
+    assert found["wrong"] != [], f"not in {found['histories']} histories"
+
+
+def test_a_damaged_state_that_is_saved_again_before_a_crash_is_whole_again():
+    """The older one below it may go then."""
+    config = PolicyConfig(rollback_every=1, recovery_every=5, best_k=0, retention=Retention(1, 1))
+    sound = [("train", (number, None, True)) for number in (1, 4)]
+    run_history(
+        config, [*sound, ("rot", 1), ("train", (2, None, True)), ("crash", (5, (2, None, True)))]
+    )

@@ -1,0 +1,418 @@
+"""The gates' command: exit status, one clear line for wrong input, a table that fits, JSON that says where it is from.
+
+python -m pytest tests/cli/test_cli.py
+"""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.cli.main import main
+from curry_train.cli.validate import validate_command
+from curry_train.gates import discover
+from curry_train.gates.run import GateRow, measure_rows
+from curry_train.gates.verdict import Gate, Verdict
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.workload import Case
+
+QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *arguments: CliRunner().invoke(validate_command, arguments)
+
+
+def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
+    ended = run(*QUICK)
+    assert ended.exit_code == 0, ended.output
+    assert "grad-accum/uneven  held" in ended.output
+    assert "2 held, 0 failed, 0 not applicable" in ended.output
+    assert max(map(len, ended.output.splitlines())) <= 80
+
+
+def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
+    broken = Gate(
+        "grad-accum/equal",
+        lambda case: Verdict("grad-accum/equal", False, "3 of 5", "5 of 5", "mend it"),
+    )
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: (broken,))
+    ended = run(*QUICK[:4])
+    assert ended.exit_code == 1
+    for said in (
+        "FAILED",
+        "measured: 3 of 5",
+        "required: 5 of 5",
+        "what to do: mend it",
+        "0 held, 1 failed",
+    ):
+        assert said in ended.output
+
+
+def applies_to(*workloads, name="some/gate", hint="no such layer"):
+    """A gate that holds on these workloads, and applies to no other."""
+
+    def check(case):
+        holds = case.workload.name in workloads
+        return (
+            Verdict(name, True, "1", "1")
+            if holds
+            else Verdict(name, None, "not applicable", "", hint)
+        )
+
+    return Gate(name, check)
+
+
+def measured_here(cases, gates):
+    return (GateRow(case.workload.name, gate.run(case)) for case in cases for gate in gates)
+
+
+def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch):
+    gates = (applies_to(), applies_to("mlp", name="other/gate"))
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: gates)
+    ended = run("--model", "mlp")
+    assert ended.exit_code == 0
+    assert "1 n/a: no such layer" in ended.output
+    assert "1 held, 0 failed, 1 not applicable" in ended.output
+    assert "n/a   no such layer" in run("--model", "mlp", "--figures").output
+
+
+def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(
+    run, tmp_path, monkeypatch
+):
+    gates = (
+        applies_to(),
+        applies_to(name="some/other"),
+        applies_to(name="b/gate", hint="no\nloop"),
+    )
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: gates)
+    path = tmp_path / "gates.json"
+    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
+    assert ended.exit_code == 2
+    assert (
+        ended.stderr
+        == "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer; no loop)\n"
+    )
+    assert "0 held, 0 failed, 3 not applicable" in ended.stdout
+    assert len(json.loads(path.read_text())["results"]) == 3
+    ended = run("--model", "mlp")
+    assert ended.exit_code == 2
+    assert (
+        ended.stderr
+        == "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)\n"
+    )
+
+
+@pytest.mark.parametrize(("workloads", "status"), [((), 2), (("snn",), 0)])
+def test_of_several_models_one_that_was_checked_is_enough(run, monkeypatch, workloads, status):
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: (applies_to(*workloads),))
+    monkeypatch.setattr("curry_train.cli.validate.measure_rows", measured_here)
+    ended = run("--model", "mlp", "--model", "snn")
+    assert ended.exit_code == status, ended.output
+    assert ended.stderr == ("" if status == 0 else NOTHING)
+
+
+NOTHING = "Error: nothing was checked: of all gates no gate applies to mlp (no such layer) or snn (no such layer)\n"
+
+
+def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, monkeypatch):
+    def gate(name, passed, hint=""):
+        return Gate(name, lambda case: Verdict(name, passed, "3 of 4", "4 of 4", hint))
+
+    gates = (
+        gate("a/one", True),
+        gate("a/two", True),
+        gate("b/one", False, "do this"),
+        gate("b/two", None, "no layer"),
+    )
+    more = (gate("c/one", None, "no layer"), gate("c/two", None, "no block"))
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: (*gates, *more))
+    lines = run("--model", "mlp").output.splitlines()
+    assert [line.rstrip() for line in lines[2:5]] == [
+        "  a  2 held",
+        "  b  1 FAILED, 1 n/a: no layer",
+        "  c  2 n/a for 2 reasons",
+    ]
+    assert "mlp, b/one: FAILED" in lines
+    assert "  what to do: do this" in lines
+    assert lines[-1] == "2 held, 1 failed, 3 not applicable; --figures shows what each measured"
+    narrowed = run("--model", "mlp", "--gate", "a").output
+    assert "a/one  held  3 of 4" in narrowed
+    assert "--figures" not in narrowed
+
+
+def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, monkeypatch):
+    (tmp_path / "flat_model.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(8, 8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    ended = run(
+        "--model", "flat_model:build", "--gate", "recompute/memory", "--gate", "grad-accum/equal"
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "the model repeats no block: name some" in ended.output
+    assert "1 held, 0 failed, 1 not applicable" in ended.output
+
+
+def test_gates_hold_on_a_hugging_face_model(run, tmp_path, monkeypatch):
+    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4"
+    source = f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
+    (tmp_path / "llama_model.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    ended = run(
+        "--model", "llama_model:build", "--gate", "recompute", "--gate", "grad-accum/two-ranks"
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "3 blocks, model.layers.0 to" in ended.output
+
+
+def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch):
+    def broken(case):
+        raise KeyError("no layer 'blocks'")
+
+    gates = (
+        Gate("a/broken", broken),
+        Gate("b/fine", lambda case: Verdict("b/fine", True, "1", "1")),
+    )
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: gates)
+    ended = run("--model", "mlp")
+    assert ended.exit_code == 1
+    assert "raised KeyError" in ended.output
+    assert "test_cli.py, line" in ended.output.replace("\n", " ")
+    assert "1 held, 1 failed" in ended.output
+
+
+def test_a_verdict_that_does_not_hold_must_say_what_to_do():
+    with pytest.raises(ValueError, match="needs a hint"):
+        Verdict("a/gate", False, "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--model", "bert"], 2, "no workload is called 'bert'"),
+        (["--model", "absent.module:build"], 2, "can't import absent"),
+        (
+            ["--gate", "recompute/everything"],
+            2,
+            "no gate matches 'recompute/everything'; there are bench/twice",
+        ),
+        (
+            ["--model", "mlp", "--blocks", "layers.*"],
+            2,
+            "the pattern 'layers.*' matches no module; there are 0, 0.0",
+        ),
+        (["--batch-size", "0"], 2, "0 is not in the range x>=1"),
+        (["--dtype", "int8"], 2, "'int8' is not one of"),
+        (["--no-such-option"], 2, "No such option"),
+    ],
+)
+def test_wrong_usage_is_one_line(run, arguments, status, said):
+    ended = run(*arguments)
+    assert ended.exit_code == status
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_ends_with_3(run):
+    ended = run("--device", "cuda")
+    assert ended.exit_code == 3
+    assert "no CUDA device" in ended.output
+    assert "Use --device cpu" in ended.output
+
+
+def test_json_holds_the_verdicts_and_where_they_come_from(run, tmp_path):
+    path = tmp_path / "gates.json"
+    run(*QUICK, "--json", str(path))
+    data = json.loads(path.read_text())
+    assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
+    assert [result["gate"] for result in data["results"]] == [
+        "grad-accum/equal",
+        "grad-accum/uneven",
+    ]
+    assert all(result["passed"] and result["workload"] == "mlp" for result in data["results"])
+    on_screen = run(*QUICK, "--json", "-")
+    assert json.loads(on_screen.stdout)["results"] == data["results"]
+    assert "held" in on_screen.stderr
+
+
+def test_a_json_path_that_can_not_be_written_is_said_before_the_gates_run(run, tmp_path):
+    ended = run(*QUICK, "--json", str(tmp_path / "absent" / "gates.json"))
+    assert ended.exit_code == 2
+    assert "absent" in ended.output
+    assert "held" not in ended.output
+
+
+def test_gates_are_listed_without_being_run(run):
+    assert run("--list").output.split() == [gate.name for gate in discover()]
+
+
+def test_every_technique_has_gates_and_every_built_in_workload_is_named_in_the_help(run):
+    assert len(discover()) >= 6
+    assert len({gate.name for gate in discover()}) == len(discover())
+    assert all(name in run("--help").output for name in BUILTIN_WORKLOADS)
+
+
+MODELS = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+    def forward(self, x):
+        return x + self.dropout(torch.relu(self.linear(x)))
+class Model(nn.Module):
+    def __init__(self, recurrent):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.recurrent = nn.LSTM(16, 16, 2, batch_first=True, dropout=0.1) if recurrent else None
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.head.weight = self.embedding.weight
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.recurrent is not None:
+            x = self.recurrent(x)[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+def tied():
+    return Model(False), torch.randint(50, (4, 7))
+def frozen():
+    model = Model(False)
+    model.layers[0].requires_grad_(False)
+    return model, torch.randint(50, (4, 7))
+def recurrent():
+    return Model(True), torch.randint(50, (4, 7))
+def two_stacks():
+    return nn.Transformer(32, 4, 2, 2, 64, batch_first=True), (torch.randn(4, 5, 32), torch.randn(4, 6, 32))
+"""
+
+
+@pytest.mark.parametrize("factory", ["tied", "frozen", "recurrent", "two_stacks"])
+def test_no_gate_fails_on_a_sound_model(run, tmp_path, monkeypatch, factory):
+    (tmp_path / "sound_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    quick = [
+        part
+        for name in ("equal", "uneven", "short-window", "once")
+        for part in ("--gate", f"grad-accum/{name}")
+    ]
+    ended = run("--model", f"sound_models:{factory}", "--gate", "recompute", *quick)
+    assert ended.exit_code == 0, ended.output
+
+
+def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_order():
+    gates = [
+        gate for gate in discover() if gate.name in ("recompute/flops", "recompute/parity-full")
+    ]
+    cases = [Case(load_workload(name), batch_size=2) for name in ("snn", "mlp")]
+    alone, together = (list(measure_rows(cases, gates, num_processes=number)) for number in (1, 2))
+    assert [(row.workload, row.verdict.gate) for row in alone] == [
+        (name, gate.name) for name in ("snn", "mlp") for gate in gates
+    ]
+    assert together == alone
+
+
+def test_two_factories_of_one_name_are_told_apart(run, tmp_path, monkeypatch):
+    for name, blocks in (("first", 2), ("second", 3)):
+        layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
+        source = f"from torch import nn\ndef build(): return nn.Sequential(*[{layer} for _ in range({blocks})])\n"
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    ended = run(
+        "--model",
+        "first.py:build",
+        "--model",
+        "second.py:build",
+        "--gate",
+        "recompute/flops",
+        "--json",
+        "out",
+    )
+    assert ended.exit_code == 0, ended.output
+    words = " ".join(ended.output.split())
+    assert "first.py:build 2 blocks" in words
+    assert "second.py:build 3 blocks" in words
+    rows = json.loads((tmp_path / "out").read_text())["results"]
+    assert [row["workload"] for row in rows] == ["first.py:build", "second.py:build"]
+
+
+def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
+    gates = [Gate("no/such-gate", lambda case: None)]
+    with pytest.raises(KeyError, match="no/such-gate"):
+        list(measure_rows([Case(load_workload("mlp"))] * 2, gates, num_processes=2))
+
+
+def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "sized_model.py").write_text(
+        "import torch\n"
+        "def pair():\n    return torch.nn.Linear(2, 2), torch.ones(7, 2)\n"
+        "def alone():\n    return pair()[0]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def said(*words):
+        return CliRunner().invoke(main, [*words]).output.splitlines()[0]
+
+    assert "batch size 7," in said("memory", "--model", "sized_model.py:pair")
+    assert "batch size 4," in said("memory", "--model", "sized_model.py:alone")
+    assert "batch size 3," in said("memory", "--model", "sized_model.py:pair", "--batch-size", "3")
+    assert "batch size 4," in said(
+        "validate", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal"
+    )
+
+
+def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
+    gates = (
+        "bench/peak",
+        "recompute/parity-full",
+        "recompute/flops",
+        "recompute/profiler",
+        "sac/products",
+        "memory-plan/fits",
+    )
+    ended = run(
+        "--model",
+        "transformer",
+        "--blocks",
+        "layers.[01]",
+        *[part for gate in gates for part in ("--gate", gate)],
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "layers.0 to layers.1" in ended.output
+
+
+RECURRENT = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+def build():
+    return Model(), torch.randn(4, 6, 8)
+"""
+
+
+def test_gates_of_operations_do_not_apply_where_keeping_one_would_be_wrong(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "recurrent_model.py").write_text(RECURRENT)
+    monkeypatch.chdir(tmp_path)
+    ended = run(
+        "--model", "recurrent_model.py:build", "--gate", "sac", "--gate", "recompute/parity-full"
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "as nn.GRU does on a CPU" in " ".join(ended.output.replace("\n", " ").split())

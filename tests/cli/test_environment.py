@@ -1,0 +1,116 @@
+"""A script that lacks something says so in one line and ends with status 2, never with a traceback.
+
+Run: `python -m pytest tests/cli/test_environment.py`.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import environment
+
+SCRIPTS = Path(environment.__file__).parent
+
+SCRIPT = '''# /// script
+# requires-python = "{python}"
+# dependencies = [{dependencies}]
+# ///
+"""A script."""
+
+import environment
+
+environment.require(__file__)
+
+import curry_train
+
+print(curry_train.__name__)
+'''
+
+
+def run(folder: Path, *, python: str = ">=3.11", dependencies: str = "", text: str | None = None):
+    script = folder / "measure.py"
+    script.write_text(text or SCRIPT.format(python=python, dependencies=dependencies))
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({str(script)!r})"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_what_is_there_lets_the_script_run_with_the_package_importable(tmp_path):
+    done = run(tmp_path, dependencies='"click>=8.1", "torch>=2.11,!=2.12.*,<2.14"')
+    assert (done.returncode, done.stdout, done.stderr) == (0, "curry_train\n", "")
+
+
+def test_missing_distributions_end_in_one_line_with_the_command_that_brings_them(tmp_path):
+    done = run(tmp_path, dependencies='"no-such-one>=8.1", "click>=8.1", "no-such-two>=13"')
+    expected = "measure.py needs no-such-one, no-such-two: pip install 'no-such-one>=8.1' 'no-such-two>=13'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+def test_a_distribution_that_is_too_old_is_named_with_the_version_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.metadata, "version", lambda name: "2.5.1+cu124")
+    assert environment.missing(["torch>=2.11,<2.14"]) == (
+        "torch>=2.11,<2.14 (found 2.5.1+cu124): pip install 'torch>=2.11,<2.14'"
+    )
+
+
+def test_a_python_that_does_not_fit_ends_in_one_line(tmp_path):
+    done = run(tmp_path, python=">=9.1")
+    running = ".".join(map(str, sys.version_info[:3]))
+    expected = f"measure.py needs Python >=9.1, and {sys.executable} is {running}: run it with a Python that fits\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+def test_a_script_without_a_block_is_told_to_write_one(tmp_path):
+    done = run(tmp_path, text="import environment\nenvironment.require(__file__)\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ValueError: measure.py has no PEP 723 block: open it with '# /// script', its requirements, and '# ///'"
+    )
+
+
+@pytest.mark.parametrize("missing", ["requires-python", "dependencies"])
+def test_a_block_that_lacks_a_key_is_told_which(missing):
+    text = "".join(
+        line for line in SCRIPT.splitlines(keepends=True) if not line.startswith(f"# {missing}")
+    )
+    with pytest.raises(ValueError, match="must hold requires-python and dependencies"):
+        environment.declaration(text, name="measure.py")
+
+
+def test_a_block_over_several_lines_is_read_whole():
+    listed = '#\n# dependencies = [\n#     "click>=8.1",\n#     "rich>=13",\n# ]\n'
+    text = f'# /// script\n# requires-python = ">=3.11"\n{listed}# ///\n'
+    assert environment.declaration(text, name="x.py") == {
+        "requires-python": ">=3.11",
+        "dependencies": ["click>=8.1", "rich>=13"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "specifiers", "expected"),
+    [
+        ("2.11", ">=2.11", True),
+        ("2.9.1", ">=2.11", False),  # as text, "2.9" sorts after "2.11"
+        ("2.13.0+cpu", ">=2.11,!=2.12.*,<2.14", True),
+        ("2.12.1", ">=2.11,!=2.12.*,<2.14", False),
+        ("2.14.0", "<2.14", False),
+        ("2.14.0a0", "<2.14", False),
+        ("8.1.0", "!=8.1", False),
+        ("8.1.1", "!=8.1", True),
+        ("1.0.dev3", ">=1", True),
+        ("6.0.3", "", True),
+    ],
+)
+def test_specifiers_compare_versions_as_numbers(version, specifiers, expected):
+    assert environment.satisfies(version, specifiers) is expected
+
+
+@pytest.mark.parametrize("specifier", ["~=1.2", "==1.*", ">=1.*", "1.2"])
+def test_a_specifier_outside_the_subset_is_refused_not_ignored(specifier):
+    with pytest.raises(ValueError, match="cannot read the specifier"):
+        environment.satisfies("1.2", specifier)

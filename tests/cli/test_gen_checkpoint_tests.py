@@ -1,0 +1,370 @@
+"""The tests that are generated for a model run from its own repository, pass where it is fit, and fail where it is not.
+
+python -m pytest tests/cli/test_gen_checkpoint_tests.py
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+from house import ROOT
+from warm_python import warm_python
+
+import curry_train
+import gen_checkpoint_tests as command
+from curry_train.cli.testgen import differences, is_rendered
+
+TEMPLATE = str(ROOT / "template")
+
+# A repository with src/, whose models are fit or unfit for recompute; plain training can't tell them apart.
+MODELS = """
+import random
+
+import numpy
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, disturb=None):
+        super().__init__()
+        self.inner, self.outer, self.disturb = nn.Linear(8, 24), nn.Linear(24, 8), disturb
+        self.calls, self.cache, self.generator = 0, [], torch.Generator().manual_seed(0)
+        self.register_buffer("mean", torch.zeros(24))
+
+    def forward(self, x):
+        hidden = torch.sigmoid(self.inner(x))
+        return x + torch.sin(self.outer(self.disturb(self, hidden) if self.disturb else hidden))
+
+
+def python_random(block, x):
+    return x * random.random()
+
+
+def numpy_random(block, x):
+    return x * float(numpy.random.rand())
+
+
+def own_generator(block, x):
+    return x * torch.rand(x.shape, generator=block.generator)
+
+
+def growing_cache(block, x):
+    block.cache.append(x.detach())
+    return x * torch.cat(block.cache).sum(0)
+
+
+def call_counter(block, x):
+    block.calls += 1
+    return x * block.calls
+
+
+def running_mean(block, x):
+    block.mean = 0.9 * block.mean + 0.1 * x.detach().mean(0)
+    return x - block.mean
+
+
+def detached_later(block, x):
+    block.calls += 1
+    return x if block.calls == 1 else x.detach()
+
+
+def model(disturb=None):
+    blocks = [Block(), Block(disturb), Block()]
+    return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(blocks)[0], *blocks[1:]), torch.randn(8, 8)
+
+
+def healthy():
+    return model()
+"""
+UNFIT = {
+    "python_random": "draws from python's generator",
+    "numpy_random": "draws from numpy's generator",
+    "own_generator": "random numbers of its own",
+    "growing_cache": "keeps state between calls",
+    "call_counter": "keeps state between calls",
+    "running_mean": "updates buffer",
+    "detached_later": "computes other tensors the second time",
+}
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+    ))
+"""
+FIT = ("healthy", "llama", "mlp")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A user's repository with src/theirs/, and a vendored copy of the package in src/mylib/training."""
+    root = tmp_path_factory.mktemp("repository")
+    package = root / "src" / "theirs"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    factories = [f"\n\ndef {name}_model():\n    return model({name})\n" for name in UNFIT]
+    (package / "models.py").write_text(MODELS + "".join(factories))
+    (package / "languages.py").write_text(LLAMA)
+    (root / "src" / "mylib").mkdir()
+    (root / "src" / "mylib" / "__init__.py").touch()
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(
+        ROOT / "template" / "curry_train", root / "src" / "mylib" / "training", ignore=ignored
+    )
+    (root / "tests").mkdir()
+    return root
+
+
+@pytest.fixture
+def run(repository, monkeypatch):
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(sys, "path", [str(repository / "src"), *sys.path])
+    return lambda *arguments: CliRunner().invoke(
+        command.main, [str(argument) for argument in arguments]
+    )
+
+
+def spec(name):
+    homes = {"healthy": "theirs.models:healthy", "llama": "theirs.languages:llama", "mlp": "mlp"}
+    return homes.get(name, f"theirs.models:{name}_model")
+
+
+def pytest_run(root, *arguments, path):
+    """A pytest of the user's own: another folder, no plugin of ours, the package on PYTHONPATH."""
+    words = [
+        warm_python(),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-q",
+        *arguments,
+    ]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
+
+
+def outcome(repository, run, names, gate):
+    """What became of every test of every model, by name of the model and name of the test; one pytest over all."""
+    for name in names:
+        ended = run("--model", spec(name), "--out", f"tests/test_{name}.py", "--gate", gate)
+        assert ended.exit_code == 0, ended.output
+    report = repository / f"{gate.partition('/')[0]}.xml"
+    done = pytest_run(
+        repository,
+        f"--junitxml={report}",
+        *(f"tests/test_{name}.py" for name in names),
+        path=TEMPLATE,
+    )
+    found = {name: {} for name in names}
+    for case in ElementTree.parse(report).iter("testcase"):
+        said = {child.tag: child.get("message", "") for child in case}
+        found[case.get("classname").removeprefix("tests.test_")][case.get("name")] = said
+    return done, found
+
+
+@pytest.mark.timeout(240)
+def test_fit_models_pass_or_are_told_why_a_gate_does_not_apply(repository, run):
+    done, found = outcome(repository, run, FIT, "recompute")
+    assert done.returncode == 0, done.stdout
+    for name, tests in found.items():
+        assert len(tests) >= 8, name
+        assert sum(not said for said in tests.values()) >= 5, name
+        assert all(len(said["skipped"]) > 30 for said in tests.values() if said), name
+
+
+@pytest.mark.timeout(240)
+def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run):
+    done, found = outcome(repository, run, UNFIT, "recompute/parity-*")
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    for name, cause in UNFIT.items():
+        said = found[name]["test_gate_holds[recompute/parity-full]"]["failure"]
+        assert f"does not hold for {spec(name)}\nmeasured: " in said, name
+        assert "\nrequired: bit-equal\n" in said, name
+        assert re.search(rf"\nwhat to do: 2 .*{re.escape(cause)}", said), said
+
+
+# The file itself.
+
+
+def test_the_command_in_the_header_renders_the_file_again(repository, run):
+    arguments = [
+        "--model",
+        spec("healthy"),
+        "--out",
+        "tests/test_again.py",
+        "--gate",
+        "recompute/parity-*",
+    ]
+    arguments += [
+        "--gate",
+        "recompute/off",
+        "--blocks",
+        "[12]",
+        "--batch-size",
+        6,
+        "--seed",
+        3,
+        "--dtype",
+        "bfloat16",
+    ]
+    assert run(*arguments, "--device", "cpu").exit_code == 0
+    path = repository / "tests" / "test_again.py"
+    text = path.read_text()
+    assert f"curry-train {curry_train.__version__}." in text
+    shown = re.search(r"^    python (?:.*\\\n)*.*$", text, re.MULTILINE)[0]
+    assert all(len(line) <= 88 for line in text.splitlines())
+    path.unlink()
+    again = shown.strip().replace("python ", f"{warm_python()} ", 1)
+    environment = os.environ | {"PYTHONPATH": "src"}
+    ended = subprocess.run(
+        again, shell=True, cwd=repository, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert path.read_text() == text
+    done = pytest_run(repository, "tests/test_again.py", path=TEMPLATE)
+    assert done.returncode == 0, done.stdout
+    assert "5 passed" in done.stdout or "4 passed, 1 skipped" in done.stdout, done.stdout
+
+
+def test_check_says_whether_the_file_is_what_would_be_written(repository, run):
+    arguments = ["--model", "mlp", "--out", "tests/test_checked.py", "--gate", "grad-accum"]
+    path = repository / "tests" / "test_checked.py"
+    assert run(*arguments).exit_code == 0
+    same = run(*arguments, "--check")
+    assert same.exit_code == 0
+    assert "tests/test_checked.py is what this command writes" in same.output
+    path.write_text(path.read_text().replace("batch_size=4", "batch_size=1"))
+    other = run(*arguments, "--check")
+    assert other.exit_code == 1
+    assert "-        batch_size=1,\n+        batch_size=4," in other.output
+    assert len(other.output.splitlines()) < 12
+    assert "batch_size=1" in path.read_text()  # it writes nothing
+    assert run(*arguments).exit_code == 0  # what it wrote itself it writes again
+    assert "batch_size=4" in path.read_text()
+
+
+def test_another_place_of_the_script_is_no_difference(repository, run):
+    run("--model", "mlp", "--out", "tests/test_placed.py")
+    text = (repository / "tests" / "test_placed.py").read_text()
+    moved = re.sub(
+        r"python \S*gen_checkpoint_tests", "python 'their tools/gen_checkpoint_tests", text
+    )
+    moved = moved.replace("gen_checkpoint_tests.py \\", "gen_checkpoint_tests.py' \\")
+    assert moved != text
+    assert differences(moved, text) == []
+    assert differences(moved.replace("seed=0", "seed=1"), text)
+
+
+def test_a_file_that_something_else_wrote_is_kept(repository, run):
+    path = repository / "tests" / "test_theirs.py"
+    path.write_text("def test_theirs():\n    assert True\n")
+    kept = run("--model", "mlp", "--out", path)
+    assert kept.exit_code == 2
+    assert "tests/test_theirs.py was not written by this command" in kept.output
+    assert not is_rendered(path.read_text())
+    assert run("--model", "mlp", "--out", path, "--overwrite").exit_code == 0
+    assert is_rendered(path.read_text())
+
+
+def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
+    out = "tests/test_vendored.py"
+    arguments = [
+        "--model",
+        spec("healthy"),
+        "--package",
+        "mylib.training",
+        "--gate",
+        "recompute/parity-full",
+    ]
+    ended = run(*arguments, "--out", out)
+    assert f"run it with\n  python -m pytest {out}" in ended.output, ended.output
+    assert "from mylib.training.gates import discover" in (repository / out).read_text()
+    done = pytest_run(repository, out, path="")
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_gates_that_are_gone_fail_instead_of_passing_silently(repository, run):
+    run("--model", "mlp", "--out", "tests/test_gone.py", "--gate", "recompute/off")
+    path = repository / "tests" / "test_gone.py"
+    path.write_text(path.read_text().replace("recompute/off", "recompute/gone"))
+    done = pytest_run(repository, "tests/test_gone.py", path=TEMPLATE)
+    assert done.returncode == 1
+    assert "no gate of curry_train matches" in done.stdout
+
+
+def test_without_cuda_its_tests_skip_with_the_reason(repository, run):
+    assert run("--model", "mlp", "--out", "tests/test_cuda.py", "--device", "cuda").exit_code == 0
+    text = (repository / "tests" / "test_cuda.py").read_text()
+    assert 'pytest.skip("no CUDA device")' in text
+    assert 'device=torch.device("cuda")' in text
+
+
+@pytest.mark.parametrize("width", [79, 88, 120])
+def test_files_are_clean_and_formatted_under_any_line_length(repository, run, width):
+    deep = (
+        repository
+        / "checks"
+        / "with a rather long name of a folder"
+        / "and one more of them"
+        / "in it"
+    )
+    deep.mkdir(parents=True, exist_ok=True)
+    run(
+        "--model",
+        "mlp",
+        "--out",
+        "tests/test_style_1.py",
+        "--gate",
+        "recompute",
+        "--gate",
+        "grad-accum",
+    )
+    run("--model", spec("healthy"), "--out", deep / "test_style_2.py")
+    files = [repository / "tests" / "test_style_1.py", deep / "test_style_2.py"]
+    rules = ["--select", "E4,E7,E9,F,I,B,UP,SIM,RUF,PT,W", "--line-length", str(width)]
+    for words in (["check", *rules], ["format", "--check", "--line-length", str(width)]):
+        words = [sys.executable, "-m", "ruff", *words, "--isolated", *map(str, files)]
+        ended = subprocess.run(words, cwd=repository, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "bert", "--out", "t.py"], "no workload is called 'bert'"),
+        (["--model", "theirs.absent:build", "--out", "t.py"], "can't import theirs.absent"),
+        (
+            ["--model", "mlp", "--out", "t.py", "--gate", "recompute/all"],
+            "no gate matches 'recompute/all'; there are",
+        ),
+        (
+            ["--model", "mlp", "--out", "t.py", "--blocks", "x.*"],
+            "the pattern 'x.*' matches no module",
+        ),
+        (["--model", "mlp", "--out", "t.py", "--package", "absent"], "can't import absent.gates"),
+        (["--model", "mlp", "--out", "absent/t.py"], "No such file or directory: 'absent/t.py'"),
+        (["--model", "mlp", "--out", "t.py", "--check"], "there is no t.py to check"),
+        (["--model", "mlp", "--out", "tests"], "is a directory"),
+        (["--model", "mlp", "--out", "t.py", "--batch-size", "0"], "0 is not in the range"),
+        (["--model", "mlp"], "Missing option '--out'"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_writes_nothing(repository, run, arguments, said):
+    ended = run(*arguments)
+    assert ended.exit_code == 2
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+    assert not (repository / "t.py").exists()

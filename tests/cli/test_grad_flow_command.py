@@ -1,0 +1,167 @@
+"""The command `grad-flow`: its table, JSON, picture and exit status.
+
+python -m pytest tests/cli/test_grad_flow_command.py
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.cli.grad_flow import NONFINITE_COLOUR, plot_flow
+from curry_train.cli.main import main
+from curry_train.primitives.grad_flow_report import (
+    AFTER_BACKWARD,
+    LayerFlow,
+    StepFlow,
+    Update,
+    ValueSpread,
+)
+
+QUICK = ["--model", "mlp", "--device", "cpu"]
+OWN = """
+import torch
+from torch import nn
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return {"out": torch.sqrt(x - x)}  # whose derivative is infinite at 0
+
+def build():
+    return Root(), torch.randn(4, 4)
+"""
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(main, ["grad-flow", *arguments])
+
+
+def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
+    ended = run(
+        "--model", "transformer", "--device", "cpu", "--steps", "2", "--learning-rate", "0.05"
+    )
+    assert ended.exit_code == 0, ended.output
+    lines = ended.output.splitlines()
+    assert lines[1].startswith("update      ")
+    assert "moves far" in lines[1]
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("layers.") for line in lines) <= 24
+
+
+def test_json_has_every_step_and_layer(run, tmp_path):
+    path = tmp_path / "flow.json"
+    arguments = [
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--microbatches",
+        "2",
+        "--clip-norm",
+        "0.01",
+        "--strategy",
+        "full",
+    ]
+    ended = run(*QUICK, *arguments, "--layers", "*.0", "--recompute", "off", "--json", str(path))
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(path.read_text())
+    assert {"command", "date", "device", "torch", "python", "workload", "losses"} <= data.keys()
+    assert len(data["losses"]) == 4
+    assert [step["step"] for step in data["steps"]] == [0, 2]
+    step = data["steps"][0]
+    assert step["forwards"] == 2
+    assert step["scaled"] < 0.5
+    assert step["gradients_read"] == AFTER_BACKWARD
+    assert list(step["layers"]) == [f"{index}.0" for index in range(6)]
+    assert step["layers"]["0.0"]["activation"].keys() == {
+        "elements",
+        "zeros",
+        "nonfinite",
+        "norm",
+        "rms",
+        "zero",
+        "bad",
+    }
+
+
+def test_json_to_standard_output_is_json_alone(run):
+    ended = run(*QUICK, "--steps", "1", "--json", "-")
+    assert json.loads(ended.stdout)["steps"]
+    assert "1 steps probed" in ended.stderr
+
+
+def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    ended = run(
+        "--model", "own_model:build", "--device", "cpu", "--steps", "2", "--json", "own.json"
+    )
+    assert ended.exit_code == 1, ended.output
+    assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
+    data = json.loads((tmp_path / "own.json").read_text())
+    assert data["steps"][0]["gradient"]["norm"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--model", "mlpp"], 2, "no workload is called 'mlpp'"),
+        (
+            [*QUICK, "--layers", "blocks.*"],
+            2,
+            "layers 'blocks.*' matches no module; there are 0, 0.0",
+        ),
+        ([*QUICK, "--steps", "0"], 2, "Invalid value for '--steps'"),
+        ([*QUICK, "--plot", "nowhere/flow.png"], 2, "create it first"),
+        (["--model", "mlp", "--device", "cuda"], 3, "no CUDA device"),
+    ],
+)
+def test_wrong_usage_is_said_without_a_traceback(run, arguments, status, said):
+    if status == 3 and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    ended = run(*arguments)
+    assert ended.exit_code == status
+    assert said in ended.output
+
+
+def test_a_plot_is_a_png_with_every_mark(tmp_path):
+    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
+    from matplotlib.colors import to_rgb
+    from matplotlib.image import imread
+
+    good = LayerFlow(ValueSpread(10, 0, 0, 10.0), 1, ValueSpread(10, 0, 0, 1e-3), Update(1.0, 1e-3))
+    bad = replace(good, gradient=ValueSpread(10, 0, 3, float("nan")))
+    names = [f"layers.{index}" for index in range(100)]
+    records = [
+        StepFlow(
+            step=step,
+            stepped=step != 2,
+            layers=dict.fromkeys(names, good if step < 3 else bad)
+            | {names[0]: replace(good, activation=None)},
+            order=tuple(names),
+            forwards=1,
+            gradient=None,
+            gradients_read=AFTER_BACKWARD,
+            scaled=None,
+        )
+        for step in range(4)
+    ]
+    plot_flow(records, tmp_path / "flow.png")
+    pixels = imread(tmp_path / "flow.png")[..., :3]
+    assert pixels.shape[0] > 1000
+    red = abs(pixels - list(to_rgb(NONFINITE_COLOUR))).max(-1) < 0.02
+    assert red.sum() > 5000  # a quarter of one panel
+
+
+def test_nothing_probed_is_nothing_to_draw(tmp_path):
+    with pytest.raises(ValueError, match="no step was probed"):
+        plot_flow([], tmp_path / "flow.png")

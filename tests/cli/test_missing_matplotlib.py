@@ -1,0 +1,129 @@
+"""A picture needs matplotlib: that it is missing is told before the work, and after whatever is wrong with the call.
+
+python -m pytest tests/cli/test_missing_matplotlib.py
+"""
+
+import importlib
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from curry_train.cli.main import COMMANDS as LAZY_COMMANDS
+from curry_train.cli.main import main
+from curry_train.cli.runs import IN_MODULES, runs_command
+
+MODEL = ["--model", "mlp"]
+TRAINING = ["data.source=workload", "batch_size=8", "microbatch=8", "device=cpu"]
+# Each with words that are right, where the work begins, and what is wrong in other words that are told first.
+COMMANDS = {
+    "memory": ([*MODEL], "cli.memory.MemoryProfiler", {"--blocks nothing*": "matches no module"}),
+    "plan": (
+        [*MODEL, "--budget", "1GiB", "--global-batch", "4", "--target", "cpu"],
+        "cli.plan.Planner.plan",
+        {
+            "--microbatch 3": "microbatch 3 does not divide",
+            "--optimizer adam": "no optimizer is called",
+            "--blocks nothing*": "matches no module",
+            "--target h10": "there is no profile",
+        },
+    ),
+    "bench": (
+        [*MODEL],
+        "cli.bench.measure_levers",
+        {
+            "--lever ful": "ful",
+            "--optimizer adam": "no optimizer is called",
+            "--blocks nothing*": "matches no module",
+        },
+    ),
+    "grad-flow": ([*MODEL], "cli.grad_flow._train", {"--layers nothing*": "nothing*"}),
+    "runs spike-check": (
+        [*MODEL, "--steps", "60", *TRAINING],
+        "cli.spike_check.spike_check",
+        {
+            "--windows 99": "not all among the 60 steps",
+            "spike.window=2": "spike.window must be",
+            "modle=mlp": "no key",
+        },
+    ),
+}
+
+
+@pytest.fixture
+def missing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "curry_train.cli.console.importlib.util.find_spec", lambda name, *rest: None
+    )
+
+
+def call(command, *words):
+    """The commands themselves: to find them, `find_spec` is asked."""
+    ended = CliRunner().invoke(
+        FOUND[command], [*words, *(() if command == "runs plot" else ("--plot", "x.png"))]
+    )
+    assert ended.exit_code == 2, ended.output
+    assert ended.exception is None or isinstance(ended.exception, SystemExit), ended.exc_info
+    return " ".join(ended.output.split())
+
+
+def _find():
+    groups = {
+        "": (main, LAZY_COMMANDS),
+        "runs ": (runs_command, [*runs_command.commands, *IN_MODULES]),
+    }
+    context = click.Context(main)
+    return {
+        f"{at}{name}": group.get_command(context, name)
+        for at, (group, names) in groups.items()
+        for name in names
+    }
+
+
+FOUND = _find()
+
+
+def test_no_command_with_a_plot_is_left_out():
+    drawing = {
+        name
+        for name, command in FOUND.items()
+        if any("--plot" in option.opts for option in command.params)
+    }
+    assert drawing == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_it_is_told_before_the_work(missing, monkeypatch, command):
+    words, work, _ = COMMANDS[command]
+    room, module, attribute = work.split(".", 2)
+    place = importlib.import_module(f"curry_train.{room}.{module}")
+    for name in attribute.split(".")[:-1]:
+        place = getattr(place, name)
+
+    def works(*args, **options):
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr(place, attribute.split(".")[-1], works)
+    assert "pip install 'matplotlib" in call(command, *words)
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong", "said"),
+    [
+        *(
+            (name, wrong, said)
+            for name, (_, _, wrongs) in COMMANDS.items()
+            for wrong, said in wrongs.items()
+        ),
+        *((name, "--model absent_module:build", "can't import absent_module") for name in COMMANDS),
+    ],
+)
+def test_it_hides_nothing_that_is_wrong_with_the_call(missing, command, wrong, said):
+    told = call(command, *COMMANDS[command][0], *wrong.split(" "))
+    assert said in told
+    assert "matplotlib" not in told
+
+
+def test_a_run_that_is_not_there_is_told_first(missing):
+    assert "there is no run absent" in call("runs plot", "absent")

@@ -1,0 +1,291 @@
+"""The planning command: what it prints and writes, and one clear message for everything that it can't use.
+
+python -m pytest tests/cli/test_plan_memory.py
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.cli.plan import plan_command, plot_plan
+from curry_train.plan.planner import Planner
+from curry_train.plan.saved import Plan
+from curry_train.workloads.workload import Workload
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_memory.py"
+MODELS = """
+    import torch
+    from torch import nn
+
+
+    class Block(nn.Module):
+        def __init__(self, hidden=64):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, hidden), nn.Linear(hidden, 32)
+
+        def forward(self, x):
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+    def blocks():
+        return nn.Sequential(*[Block() for _ in range(3)]), torch.randn(8, 16, 32)
+
+
+    def raises():
+        raise KeyError("weights")
+
+
+    def wrong():
+        return 3
+
+
+    def needs_gpu():
+        return nn.Linear(4, 4).cuda(), torch.randn(4, 4, device="cuda")
+
+
+    def mismatch():
+        return nn.Sequential(Block(), Block()), torch.randn(8, 31)
+
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(Block(), Block())
+
+        def forward(self, x):
+            return self.layers(x) if x.sum() < 1e9 else x
+
+
+    def branching():
+        return Branching(), torch.randn(8, 16, 32)
+"""
+QUICK = [
+    "--target",
+    "cpu",
+    "--without",
+    "sac",
+    "--without",
+    "regions",
+    "--whole-loss",
+    "--global-batch",
+    "8",
+]
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path, monkeypatch):
+    (tmp_path / "planned_models.py").write_text(textwrap.dedent(MODELS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("planned_models", None)
+
+
+def run(*arguments, model="planned_models:blocks", budget="1GiB"):
+    return CliRunner().invoke(
+        plan_command, ["--model", model, "--budget", budget, *QUICK, *arguments]
+    )
+
+
+def narrow(text):
+    return [line for line in text.splitlines() if len(line) > 80] == []
+
+
+# What it prints and writes.
+
+
+def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    free = json.loads(run("--json", "-", "--microbatch", "8").stdout)["plan"]["peak_bytes"]
+    budget = f"{round(0.8 * free)}B"
+    found = run(
+        "--explain",
+        "--verify",
+        "--out",
+        "plan.json",
+        "--plot",
+        "plan.png",
+        "--microbatch",
+        "8",
+        budget=budget,
+    )
+    assert found.exit_code == 0, found.output
+    assert narrow(found.output), found.output
+    for said in (
+        "as it is, 8 samples: peak",
+        "activations",
+        "microbatch  steps",
+        "It costs",
+        "(100.00%)",
+        "wrote plan.json",
+    ):
+        assert said in found.output
+    plan = Plan.load("plan.json")
+    assert plan.peak_bytes <= round(0.8 * free)
+    from planned_models import blocks
+
+    assert plan.apply(blocks()[0])
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_and_the_table_say_the_same(tmp_path):
+    """Rows that fit are corners of their lines, with their time; too large ones are where their lines begin."""
+    pytest.importorskip("matplotlib")
+    from planned_models import blocks
+
+    loss = Workload(
+        "blocks",
+        lambda: blocks()[0],
+        lambda size: torch.randn(size, 16, 32),
+        lambda m, x: m(x).sum(),
+    )
+    with Planner(loss, device="cpu", without=("sac", "regions"), chunked_loss=False) as planner:
+        least = planner.plan(2**30, global_batch=8, microbatch=1).peak_bytes
+        plan = planner.plan(round(1.2 * least), global_batch=8)
+        lines = plot_plan(planner, plan, tmp_path / "plan.png")
+    fits = {
+        f"{row.steps} x {row.microbatch} samples": row
+        for row in plan.candidates
+        if row.step_seconds is not None
+    }
+    large = {
+        f"{row.steps} x {row.microbatch} samples": row
+        for row in plan.candidates
+        if row.step_seconds is None
+    }
+    assert len(fits) >= 2
+    assert len(large) >= 1
+    for name, row in fits.items():
+        assert (row.peak_bytes, row.step_seconds) in {
+            (one.peak_bytes, one.step_seconds) for one in lines[name]
+        }
+    for name, row in large.items():
+        assert min(one.peak_bytes for one in lines[name]) == row.peak_bytes > plan.budget_bytes
+    (best,) = [
+        one
+        for one in lines[f"{plan.steps} x {plan.microbatch} samples"]
+        if one.options == plan.options
+    ]
+    assert (best.peak_bytes, best.step_seconds) == (plan.peak_bytes, plan.step_seconds)
+
+
+def test_standard_output_is_pure_json_and_nothing_else():
+    found = subprocess.run(
+        [sys.executable, SCRIPT, "--model", "planned_models:blocks", "--budget", "1GiB", *QUICK, "--json", "-"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    data = json.loads(found.stdout)
+    assert data["plan"]["microbatch"] == 8
+    assert Plan.from_json(data["plan"]).options.keys() == {"0", "1", "2"}
+    assert sum(data["plain_peak"].values()) > 0
+    assert data["measured_bytes"] is None
+    assert "peak" in found.stderr
+
+
+def test_a_model_that_is_measured_for_real_is_said_to_be():
+    found = run("--target", "h100", model="planned_models:branching")
+    assert found.exit_code == 0, found.output
+    assert narrow(found.output), found.output
+    said = " ".join(found.output.split())
+    assert "measured for real, without offload:" in said
+    assert "in the forward of Branching" in said
+
+
+def test_nothing_fits_is_said_with_status_1_on_80_columns():
+    found = run(budget="20KiB")
+    assert found.exit_code == 1
+    assert found.output.startswith("nothing fits 20.0 KiB: the least peak is")
+    assert "FSDP2 on" in found.output
+    assert narrow(found.output), found.output
+
+
+# What it can't use.
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ("24", "'24' has no unit: write 24GiB"),
+        ("0", "must be at least 1 byte"),
+        ("-1", "must be at least 1 byte"),
+        ("abc", "'abc' is not a memory size"),
+        ("1e3GiB", "'1e3GiB' is not a memory size"),
+        ("24XB", "has the unit 'XB'"),
+    ],
+)
+def test_a_budget_that_is_none_is_told(budget, said):
+    found = run(budget=budget)
+    assert found.exit_code == 2
+    assert said in found.output
+    assert "Traceback" not in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--microbatch", "3"],
+            "microbatch 3 does not divide the 8 samples of a rank: use one of 1, 2, 4, 8",
+        ),
+        (["--microbatch", "0"], "0 is not in the range"),
+        (
+            ["--parallel", "ddp", "--ranks", "3"],
+            "can't be shared by 3 ranks: use a multiple of 3",
+        ),
+        (["--ranks", "2"], "2 ranks need a way to share the training"),
+        (["--target", "h10"], "there is no profile 'h10'. Did you mean 'h100'?"),
+        (["--optimizer", "adam"], "no optimizer is called 'adam'; did you mean 'adamw'?"),
+        (["--blocks", "nothing*"], "the pattern 'nothing*' matches no module"),
+        (["--out", "missing/plan.json"], "does not exist: create it first"),
+        (["--json", "missing/plan.json"], "does not exist: create it first"),
+        (["--chunked-loss"], "has no output layer"),
+        (["--without", "half"], "is not one of"),
+        (["--parallel", "ddp", "--ranks", "2", "--verify"], "--verify runs one rank"),
+    ],
+)
+def test_options_that_do_not_fit_are_told(arguments, said):
+    found = run(*arguments)
+    assert found.exit_code == 2, found.output
+    assert said in " ".join(found.output.split())
+    assert "Traceback" not in found.output
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("nothing", "no workload is called 'nothing'"),
+        ("planned_models:none", "has no callable 'none'"),
+        ("absent:blocks", "can't import absent"),
+        ("planned_models:raises", "the factory raised KeyError: 'weights'"),
+        ("planned_models:wrong", "the factory returned int"),
+    ],
+)
+def test_a_model_that_can_not_be_built_or_run_is_told(model, said):
+    found = run(model=model)
+    assert found.exit_code == 2, found.output
+    assert said in " ".join(found.output.split())
+    assert "Traceback" not in found.output
+
+
+def test_a_batch_that_does_not_fit_the_model_is_told_once():
+    found = subprocess.run(
+        [sys.executable, SCRIPT, "--model", "planned_models:mismatch", "--budget", "1GiB", *QUICK],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 2, found.stderr
+    assert "a forward on the batch raised" in found.stderr
+    assert len(found.stderr.splitlines()) <= 6, found.stderr  # and no log of torch's own
+    assert found.stdout == ""
+
+
+def test_a_factory_that_names_cuda_is_planned_without_one():
+    found = run(model="planned_models:needs_gpu")
+    assert found.exit_code == 0, found.output
+    assert "no block is repeated" in found.output
+    assert narrow(found.output), found.output

@@ -1,0 +1,334 @@
+"""Tables, JSON and exit statuses of `runs`. `python -m pytest tests/cli/test_runs_command.py`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from house import ROOT
+from journals import plant
+from scaffold_case import scaffold, shell
+from store_models import new_state, train
+
+from curry_train.cli.main import main
+from curry_train.cli.resume_check import _different_figure, _different_tensor, resume_check
+from curry_train.runs import Journal, Store
+
+TINY = [
+    "model=training_models:with_dropout",
+    "batch_size=4",
+    "microbatch=2",
+    "evaluate.samples=4",
+    "device=cpu",
+]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    state = new_state()
+    with Store(tmp_path / "runs/first-001") as store:
+        for step in (100, 200):
+            train(state, 1)
+            store.save("rollback", step, state)
+        store.save("recovery", 200, state)
+        store.save("best-k", 200, state, metric=("dev_loss", 0.25))
+    (tmp_path / "runs/empty").mkdir()
+    return tmp_path / "runs"
+
+
+def call(*words):
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    assert all(len(line) <= 80 for line in done.output.splitlines()), done.output
+    return done.exit_code, done.output
+
+
+def damage(runs):
+    path = next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[50] ^= 1
+    path.write_bytes(data)
+
+
+def test_list_names_runs_with_what_they_hold(runs, tmp_path):
+    status, said = call("list", runs, "--json", tmp_path / "list.json")
+    assert status == 0
+    assert said.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
+    assert len(said.splitlines()) == 2
+    (row,) = json.loads((tmp_path / "list.json").read_text())["runs"]
+    assert (row["run"], row["latest"], row["rollback"], row["damaged"]) == ("first-001", 200, 2, 0)
+
+
+def test_show_names_each_and_what_is_damaged(runs):
+    status, said = call("show", runs / "first-001")
+    assert status == 0
+    assert [line.split()[:2] for line in said.splitlines()[1:5]] == [
+        ["rollback", "100"], ["rollback", "200"], ["recovery", "200"], ["best-k", "200"]
+    ]  # fmt: skip
+    assert "dev_loss 0.25" in said
+    assert said.splitlines()[-1] == "latest: recovery/step-00000200.dcp"
+    (runs / "first-001/rollback/step-00000100.dcp/manifest.json").unlink()
+    status, said = call("show", runs / "first-001")
+    assert status == 1
+    assert "was not finished" in " ".join(said.split())
+
+
+def test_a_rollback_of_parameters_is_listed_and_shown_as_one(tmp_path):
+    with Store(tmp_path / "runs/light-001") as store:
+        store.save("best-k", 50, new_state(), metric=("dev_loss", 0.25))
+        store.save("best-k", 100, new_state(), metric=("rollback", 100.0))
+    _, said = call("list", tmp_path / "runs")
+    assert said.splitlines()[1].split()[:5] == ["light-001", "none", "1", "0", "1"]
+    _, said = call("show", tmp_path / "runs/light-001")
+    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [
+        ["rollback", "100"],
+        ["best-k", "50"],
+    ]
+    assert said.splitlines()[1].endswith("parameters only")
+    assert said.splitlines()[-1] == "nothing to resume from"
+    assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints intact\n")
+
+
+def test_verify_reads_every_byte(runs):
+    assert call("verify", runs / "first-001") == (0, "4 of 4 checkpoints intact\n")
+    damage(runs)
+    assert call("show", runs / "first-001")[0] == 0  # a look at the manifests does not show it
+    status, said = call("verify", runs / "first-001")
+    assert status == 1
+    assert "damaged: rollback/step-00000200.dcp" in said
+    assert "3 of 4 checkpoints intact" in said
+    assert call("verify", runs / "first-001", "latest") == (0, "1 of 1 checkpoints intact\n")
+    assert call("verify", runs / "first-001", "rollback/step-00000200.dcp")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["list", "nowhere"], "there is no folder nowhere"),
+        (
+            ["show", "nowhere"],
+            "nowhere is no run: give a folder that holds rollback, recovery, best-k or journal.jsonl",
+        ),
+        (["verify", "{run}", "step-3"], "is not a checkpoint of"),
+        (["estimate"], "give --parameters or --model"),
+        (["estimate", "--parameters", "many"], "many"),
+        (
+            ["estimate", "--parameters", "7e9", "retention.rollback=1"],
+            "checkpoint.retention.rollback is no key",
+        ),
+        (["estimate", "--parameters", "7e9", "best_k"], "sets nothing: write key=value"),
+        (["resume-check", "--steps", "5", "--kill-at", "5"], "1 <= save-every < kill-at < steps"),
+    ],
+)
+def test_a_mistake_gets_its_message_and_status_2(runs, words, said):
+    done = CliRunner().invoke(
+        main, ["runs", *(word.format(run=runs / "first-001") for word in words)]
+    )
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_a_run_that_is_not_there_is_answered_with_those_that_are(runs, monkeypatch):
+    """The likeliest first, at most ten, wherever a run is named."""
+    monkeypatch.chdir(runs.parent)
+    status, said = call("show", "frist-001")
+    assert (status, " ".join(said.split())) == (
+        2,
+        "Error: frist-001 is no run: did you mean first-001?",
+    )
+    for number in range(2, 14):
+        (runs / f"other-{number:03d}/rollback").mkdir(parents=True)
+    for words in (["show", "first-01"], ["verify", "runs/first-01"]):
+        status, said = call(*words)
+        assert (status, said.count("other-")) == (2, 9)
+        assert "did you mean first-001? runs also has other-0" in " ".join(said.split())
+        assert said.split()[-3:] == ["and", "3", "more"]
+    assert "is no run: runs has " in " ".join(call("show", "zzz")[1].split())
+
+
+def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plant(tmp_path / "runs/young", last=5)
+    for name in ("young", "runs/young"):
+        status, said = call("show", name)
+        assert status == 0
+        assert "nothing to resume from" in said
+        assert "start at step 0, up to 5" in said
+    assert "young" in call("list")[1]
+
+
+def test_estimate_of_a_policy(tmp_path):
+    status, said = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
+    assert status == 0
+    assert "retained in total" in said
+    assert "756.0" in said
+    assert "rollback_parameters_only: true" in " ".join(said.split())
+    assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
+    assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
+    status, said = call(
+        "estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path
+    )
+    assert "MB" in said
+    assert "0.00" not in said
+    assert (status, "enough" in said) == (0, True)
+
+
+def test_resume_check_of_a_training_that_resumes(tmp_path):
+    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    command = [
+        sys.executable,
+        "-m",
+        "curry_train",
+        "runs",
+        "resume-check",
+        "--steps",
+        "6",
+        "--kill-at",
+        "5",
+        *TINY,
+    ]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--json", "found.json"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert (
+        done.stdout.splitlines()[0]
+        == "6 steps, killed in step 5, resumed from step 4: 1 done again"
+    )
+    assert done.stdout.splitlines()[1].startswith("equal: ")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["equal"], found["resumed_from"]) == (True, 4)
+    assert found["figures"] >= 18
+    assert found["tensors"] > 20
+    assert not list(tmp_path.glob("runs"))
+
+
+def test_resume_check_says_why_a_training_does_not_run(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"the training did not run: .*stpes is no key; did you mean steps"
+    ):
+        resume_check(tmp_path, ["stpes=3"], steps=6, kill_at=4, save_every=2)
+
+
+def test_one_bit_and_one_figure_are_enough_to_differ():
+    first = {"weight": torch.ones(3), "nan": torch.tensor([float("nan")])}
+    assert _different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
+    second = first | {
+        "weight": torch.tensor([1.0, 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))])
+    }
+    assert _different_tensor(first, second) == "weight differs in the final state"
+    assert (
+        _different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)})
+        == "a differs in the final state"
+    )
+    assert _different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
+    straight = [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
+    assert _different_figure(straight, [straight[0], straight[0], straight[1]]) is None
+    done_again = [straight[0], (1, {"loss": 0.1000001}), straight[1]]
+    assert (
+        _different_figure(straight, done_again)
+        == "loss of step 1 is 0.1 straight and 0.1000001 resumed"
+    )
+    assert _different_figure(straight, done_again[::-1]).startswith("loss of step 1")
+    assert _different_figure(straight, straight[:1]) == "step 2 was not trained after the resume"
+
+
+def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/runs"))
+    words = ["model=forgetful_model:forgetful", *TINY[1:]]
+    found = resume_check(tmp_path, words, steps=6, kill_at=5, save_every=2)
+    assert (found.equal, found.resumed_from) == (False, 4)
+    assert found.difference.startswith("loss of step 5 is ")
+
+
+def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
+    """As `diff`, `plot` and `--resume` find it."""
+    monkeypatch.chdir(runs.parent)
+    assert call("show", "first-001") == call("show", runs / "first-001")
+    assert call("verify", "first-001")[0] == 0
+
+
+IN_A_PACKAGE = """
+import sys
+from click.testing import CliRunner
+from mylib.training.runs_command import runs_command
+for words in (["show", "runs/first-001"], ["verify", "runs/first-001", "latest"], ["estimate", "--parameters", "7e9"],
+              ["diff", "--help"], ["plot", "--help"], ["resume-check", "--steps", "5"], ["spike-check"]):
+    done = CliRunner().invoke(runs_command, words)
+    print(words[0], done.exit_code, " ".join(done.output.split()))
+assert not any(name.split(".")[0] == "curry_train" for name in sys.modules)
+"""
+
+
+def test_a_package_that_took_the_technique_has_its_commands(runs):
+    """Those that need no training project; of the one that does, what it needs is said."""
+    folder = runs.parent
+    (folder / "mylib").mkdir()
+    (folder / "mylib/__init__.py").touch()
+    assert (
+        scaffold(
+            ROOT, "add", "checkpoint-policy", "--into", "mylib/training", cwd=folder
+        ).returncode
+        == 0
+    )
+    listed = shell("python -m mylib.training.runs_command list", cwd=folder)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert listed.stdout.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
+    (folder / "ask.py").write_text(IN_A_PACKAGE)
+    asked = shell("python ask.py", cwd=folder)
+    assert asked.returncode == 0, asked.stderr
+    said = {line.split()[0]: line.split(" ", 2)[1:] for line in asked.stdout.splitlines()}
+    statuses = {name: int(status) for name, (status, _) in said.items()}
+    trains = {"resume-check": 2, "spike-check": 2}
+    assert statuses == {"show": 0, "verify": 0, "estimate": 0, "diff": 0, "plot": 0} | trains
+    assert said["verify"][1] == "1 of 1 checkpoints intact"
+    assert (
+        "resume-check trains, so it needs the training project, which mylib.training does not have"
+        in said["resume-check"][1]
+    )
+    assert "scaffold.py add loss-spike --into" in said["spike-check"][1]
+
+
+def test_show_tells_the_story_of_the_attempts(tmp_path):
+    folder = tmp_path / "run-001"
+    (folder / "rollback").mkdir(parents=True)
+    with Journal(folder) as journal:
+        journal.start()
+        journal.step(12, loss=9.0, learning_rate=1e-3)
+        journal.write("spike", step=12, reason="loss 9 at step 12")
+        journal.rollback(10, from_step=12, reason="loss 9 at step 12")
+        journal.write("skip", step=10, reason="positions 40 to 47 of the data")
+        for step in range(11, 19):
+            journal.write("warning", step=step, reason="a word " * 20)
+        journal.write("stop", step=20, reason="steps")
+    _, said = call("show", folder, "--json", tmp_path / "facts.json")
+    lines = said.splitlines()
+    begin = lines.index("attempt 1: start at step 0, up to 12, rolled back")
+    assert lines[begin : begin + 4] == [
+        "attempt 1: start at step 0, up to 12, rolled back",
+        "  step 12, spike: loss 9 at step 12",
+        "attempt 2: rollback at step 10, up to 20, ended by steps",
+        "  step 10, skip: positions 40 to 47 of the data",
+    ]
+    assert lines[-1] == "  and 2 more of warning"
+    told = json.loads((tmp_path / "facts.json").read_text())["attempts"]
+    found = [(row["began"], row["from_step"], len(row["events"])) for row in told]
+    assert found == [("start", 0, 1), ("rollback", 10, 9)]
+
+
+def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_path):
+    (tmp_path / "rollback").mkdir()
+    (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
+    _, said = call("show", tmp_path)
+    assert "nothing to resume from" in said
+    assert "is not a journal" in " ".join(said.split())

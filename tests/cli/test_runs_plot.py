@@ -1,0 +1,298 @@
+"""The picture of runs. `python -m pytest tests/cli/test_runs_plot.py`."""
+
+import json
+import math
+
+import numpy
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+
+from journals import loss_of, plant, plant_eventful, train
+
+from curry_train.cli import runs_plot
+from curry_train.cli.runs_plot import (
+    EVENT_MARKERS,
+    LONGEST_RUN_NAME,
+    MOST_NAMED,
+    MOST_POINTS,
+    OTHER_RUNS_COLOUR,
+    choose_looks,
+    plot_command,
+    plot_runs,
+    shorten,
+    thinned,
+)
+from curry_train.runs.history import read_history
+from curry_train.runs.journal import Journal
+
+
+@pytest.fixture
+def figure(monkeypatch, tmp_path):
+    """Draws, and gives the figure that was saved."""
+    import matplotlib.figure
+
+    drawn, save = [], matplotlib.figure.Figure.savefig
+
+    def keep(self, *arguments, **options):
+        drawn.append(self)
+        save(self, *arguments, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+
+    def draw(folders, **options):
+        plot_runs(
+            [read_history(folder, name=folder.name) for folder in folders],
+            tmp_path / "out.png",
+            **options,
+        )
+        assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+        return drawn[-1]
+
+    return draw
+
+
+def panel(figure, label):
+    return next(axes for axes in figure.axes if axes.get_ylabel().startswith(label))
+
+
+def lines_with(axes, marker):
+    return [line for line in axes.lines if line.get_marker() == marker]
+
+
+def test_what_counts_is_solid_and_what_was_rolled_back_is_faint(figure, tmp_path):
+    loss = panel(figure([plant_eventful(tmp_path / "run")]), "loss")
+    curves = [
+        line for line in loss.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"
+    ]
+    spans = {(line.get_xdata()[0], line.get_xdata()[-1]): line.get_alpha() for line in curves}
+    assert spans == {
+        (11, 20): runs_plot.FAINT_OPACITY,
+        (21, 30): runs_plot.FAINT_OPACITY,
+        (1, 40): None,
+    }
+
+
+def test_saves_spikes_rollbacks_and_resumes_are_marked_where_they_were(figure, tmp_path):
+    drawn = figure([plant_eventful(tmp_path / "run")])
+    events = panel(drawn, "events")
+    places = {line.get_marker(): list(line.get_xdata()) for line in events.lines}
+    assert places["|"] == [10, 20, 20, 30, 30, 40]
+    assert (places["v"], places["<"], places[">"], places["s"]) == ([20], [10], [20], [40])
+    loss = panel(drawn, "loss")
+    (spike,) = lines_with(loss, "v")
+    assert (list(spike.get_xdata()), list(spike.get_ydata())) == ([20], [9.0])
+    (arrow,) = loss.texts
+    assert (arrow.xy, arrow.xyann) == ((10, loss_of(10)), (20, 9.0))
+    said = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert said == [
+        "save",
+        "resume",
+        "rollback",
+        "spike",
+        "skip",
+        "stop",
+        "rolled back or resumed over",
+    ]
+
+
+def test_panels_are_those_that_the_journals_have_figures_for(figure, tmp_path):
+    with_metric = figure([plant_eventful(tmp_path / "run")])
+    assert [axes.get_ylabel() for axes in with_metric.axes] == [
+        "loss", "dev loss", "learning rate", "peak, GiB", "events",
+    ]  # fmt: skip
+    without = figure([plant(tmp_path / "other")])
+    assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
+
+
+def test_losses_over_a_decade_are_logarithmic_and_a_choice_is_kept(figure, tmp_path):
+    wide = plant(tmp_path / "wide", loss=lambda step: 100.0 / step**2)
+    narrow = plant(tmp_path / "narrow")
+    below = plant(tmp_path / "below", loss=lambda step: 1.0 - step)
+    scales = [(wide, "auto"), (narrow, "auto"), (narrow, "log"), (wide, "linear"), (below, "auto")]
+    found = [panel(figure([folder], scale=scale), "loss").get_yscale() for folder, scale in scales]
+    assert found == ["log", "linear", "log", "linear", "linear"]
+    with pytest.raises(
+        ValueError, match="a loss of -19 can't be drawn on a logarithmic axis: use the linear one"
+    ):
+        figure([below], scale="log")
+
+
+def test_a_spike_does_not_flatten_the_curve(figure, tmp_path):
+    folder = plant(
+        tmp_path / "run", last=1000, loss=lambda step: 500.0 if step == 700 else loss_of(step) - 4.5
+    )
+    assert panel(figure([folder], scale="linear"), "loss").get_ylim()[1] < 2
+
+
+def test_losses_that_are_no_number_are_marked_at_the_edge(figure, tmp_path):
+    folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else loss_of(step))
+    loss = panel(figure([folder]), "loss")
+    (lost,) = [line for line in lines_with(loss, "x") if len(line.get_xdata())]
+    assert list(lost.get_xdata()) == [16, 17, 18, 19, 20]
+    everything = plant(tmp_path / "lost", loss=lambda step: math.nan)
+    assert figure([everything]).axes
+
+
+def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
+    folders = []
+    for number in range(80):
+        name = f"sweep-{number:03d}-{'a-long-list-of-options-' * 4}seed={number}"
+        folders.append(
+            plant(
+                tmp_path / name, last=3, loss=lambda step, number=number: 1.0 + (number * 37) % 80
+            )
+        )
+    drawn = figure(folders)
+    names = next(legend for legend in drawn.legends if "sweep" in legend.get_texts()[0].get_text())
+    texts = [text.get_text() for text in names.get_texts()]
+    assert len(texts) == MOST_NAMED + 1
+    assert texts[-1] == "60 more, which end higher"
+    assert all(len(text) <= LONGEST_RUN_NAME for text in texts)
+    inside = drawn.bbox
+    for legend in drawn.legends:
+        box = legend.get_window_extent()
+        assert inside.x0 <= box.x0
+        assert box.x1 <= inside.x1
+        assert inside.y0 <= box.y0
+        assert box.y1 <= inside.y1
+    kept = {f"sweep-{number:03d}" for number in range(80) if (number * 37) % 80 < MOST_NAMED}
+    assert {text[:9] for text in texts[:-1]} == kept
+
+
+def test_names_are_told_apart_by_their_ends(tmp_path):
+    assert shorten("run-001") == "run-001"
+    long = shorten("sweep-001-" + "x" * 100 + "-seed=7")
+    assert (len(long), long.startswith("sweep-001-"), long.endswith("-seed=7")) == (
+        LONGEST_RUN_NAME,
+        True,
+        True,
+    )
+
+
+def test_runs_that_share_a_colour_differ_in_style(tmp_path):
+    histories = [
+        read_history(plant(tmp_path / f"run-{number}", last=2)) for number in range(MOST_NAMED + 2)
+    ]
+    looks = choose_looks(histories)
+    named = [look for look in looks if look.label]
+    assert len({(look.colour, look.style) for look in named}) == MOST_NAMED
+    assert [look.colour for look in looks if not look.label] == [
+        OTHER_RUNS_COLOUR,
+        OTHER_RUNS_COLOUR,
+    ]
+
+
+def test_a_long_run_is_drawn_by_few_points_that_keep_its_extremes():
+    values = numpy.sin(numpy.arange(1_000_000) / 1e4)
+    values[777_777], values[3], values[500_000:600_000] = 50.0, -50.0, numpy.nan
+    x, y = thinned(numpy.arange(1_000_000), values)
+    assert len(x) <= MOST_POINTS
+    assert (numpy.nanmax(y), numpy.nanmin(y)) == (50.0, -50.0)
+    assert (numpy.diff(x) > 0).all()
+    assert numpy.isnan(y).any()
+
+
+def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
+    folder = plant(tmp_path / "run", last=10, loss=float)
+    loss = panel(figure([folder], smooth=4, scale="linear"), "loss, mean over 4 steps")
+    assert list(loss.lines[0].get_xdata()) == [4, 5, 6, 7, 8, 9, 10]
+    assert list(loss.lines[0].get_ydata()) == pytest.approx([2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5])
+
+
+def test_journals_without_steps_are_left_out_and_nothing_at_all_is_an_error(figure, tmp_path):
+    (tmp_path / "begun").mkdir()
+    with Journal(tmp_path / "begun") as journal:
+        journal.start()
+    with pytest.raises(ValueError, match="nothing to draw: no journal has a step that counts"):
+        figure([tmp_path / "begun"])
+    assert (
+        figure([tmp_path / "begun", plant(tmp_path / "run")]).get_suptitle()
+        == "run: 20 steps in 1 attempt"
+    )
+
+
+def test_the_command_draws_and_tells_in_figures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plant_eventful(tmp_path / "runs/one")
+    plant(tmp_path / "runs/two")
+    ended = CliRunner().invoke(
+        plot_command, ["one", "two", "one", "--out", "both.png", "--json", "-"]
+    )
+    assert ended.exit_code == 0, ended.output
+    assert ended.stderr == "2 runs drawn as both.png\n"
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    one, two = json.loads(ended.stdout)["runs"]
+    assert (one["name"], one["attempts"], one["last_step"], one["superseded_steps"]) == (
+        "one",
+        3,
+        40,
+        20,
+    )
+    assert (one["events"]["save"], one["metrics"]["dev_loss"]["last"], two["last_loss"]) == (
+        6,
+        4.5,
+        loss_of(20),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none"], "there is no run none; did you mean one?"),
+        (
+            ["one", "--out", "gone/x.png"],
+            "the folder of 'gone/x.png' does not exist: create it first",
+        ),
+        (["one", "--smooth", "1"], "1 is not in the range x>=2"),
+        ([], "Missing argument 'RUN...'"),
+    ],
+)
+def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    plant(tmp_path / "runs/one")
+    ended = CliRunner().invoke(plot_command, words)
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.stderr.split())
+
+
+def test_a_plot_command_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plant(tmp_path / "runs/one")
+    monkeypatch.setattr("curry_train.cli.console.importlib.util.find_spec", lambda name: None)
+    ended = CliRunner().invoke(plot_command, ["one"])
+    assert ended.exit_code == 2
+    assert "pip install 'matplotlib" in ended.stderr
+
+
+def test_steps_with_a_loss_alone_are_drawn(figure, tmp_path):
+    with Journal(tmp_path, run="run") as journal:
+        journal.start()
+        for step in range(1, 4):
+            journal.step(step, loss=2.0, learning_rate=0.0)
+    assert figure([tmp_path]).axes
+
+
+def test_every_kind_of_event_has_a_sign_or_a_panel(figure, tmp_path):
+    with Journal(tmp_path, run="run") as journal:
+        journal.start()
+        train(journal, range(1, 5))
+        for kind in ("save", "prune", "eval", "spike", "skip", "warning"):
+            journal.write(kind, step=4, metric="dev_loss", value=1.0)
+        journal.rollback(2, from_step=4, reason="x")
+        journal.write("stop", step=2)
+    with Journal(tmp_path, run="run") as journal:
+        journal.resume(2)
+    drawn = figure([tmp_path])
+    assert len(panel(drawn, "events").lines) == 1 + len(EVENT_MARKERS)
+    assert panel(drawn, "dev loss")
+
+
+def test_a_running_run_can_be_drawn(figure, tmp_path):
+    with Journal(tmp_path, run="run") as journal:
+        journal.start()
+        train(journal, range(1, 5))
+        with (tmp_path / "journal.jsonl").open("ab") as file:
+            file.write(b'{"v":1,"ti')
+        assert figure([tmp_path]).axes

@@ -1,0 +1,230 @@
+"""The check that plants a spike: what it finds, what it says, and that it can fail.
+
+python -m pytest tests/cli/test_spike_check.py
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train import trainer
+from curry_train.cli import spike_check as check
+from curry_train.cli.runs import runs_command
+from curry_train.cli.spike_check import PlantedSpike, missed_spike, spike_check
+from curry_train.data import Samples
+from curry_train.runs.policy_config import SpikeConfig
+from curry_train.runs.ranks import RunError
+
+TINY = (
+    "model=training_models:tiny", "device=cpu", "batch_size=16", "microbatch=16", "checkpoint.rollback_every=10",
+    "evaluate={every: 20, samples: 16}", "spike={action: rollback, window: 16}",
+)  # fmt: skip
+SIZES = {"steps": 44, "at": 34, "num_windows": 4}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return spike_check(tmp_path_factory.mktemp("runs"), TINY, **SIZES)
+
+
+def test_the_spike_is_found_and_the_run_is_the_one_that_never_saw_the_samples(found):
+    assert found.held
+    assert (found.rollbacks, found.back_to, found.difference) == (1, 20, None)
+    assert 1 <= found.found_after <= found.patience == 3
+    assert found.losses["recovered"] == found.losses["without"] != found.losses["through"]
+    assert found.skipped == (((34 - 9) * 16, (36 + 8) * 16),)
+
+
+def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "spike-check",
+        "--steps",
+        "44",
+        "--at",
+        "34",
+        "--windows",
+        "4",
+        "--plot",
+        "spike.png",
+        "--json",
+        "spike.json",
+    ]
+    done = CliRunner().invoke(runs_command, [*words, "--runs", "kept", *TINY])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0] == "planted: bad samples in steps 34 to 37 of 44"
+    told = (
+        done.stderr.splitlines()
+    )  # where nobody looks: how long it will take, and a line for each training
+    assert re.fullmatch(r"three trainings of 44 steps, about \d+:\d\d in all", told[0])
+    assert [re.sub(r"\d+:\d\d", "T", line) for line in told[1:]] == [
+        f"{name}-001: 44 steps in T" for name in ("recovered", "without", "through")
+    ]
+    assert lines[-2:] == ["equal to the bit to the run that never saw them", "drawn as spike.png"]
+    assert max(map(len, lines)) <= 80
+    facts = json.loads((tmp_path / "spike.json").read_text())
+    assert facts["held"] is True
+    assert facts["dev_losses"].keys() == {"recovered", "without", "through"}
+    assert (tmp_path / "spike.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
+        "recovered-001", "through-001", "without-001",
+    ]  # fmt: skip
+
+
+def no_rollback(run, monkeypatch):
+    """Says that it went back, and stays."""
+    original = trainer.recover
+
+    def stays(*args, load, state, **facts):
+        kept = {name: held.clone() for name, held in state.model.state_dict().items()}
+        done = original(*args, load=load, state=state, **facts)
+        state.model.load_state_dict(kept)
+        return done
+
+    monkeypatch.setattr(trainer, "recover", stays)
+
+
+def other_samples(run, monkeypatch):
+    """Skips a window more than it says."""
+    original = run.parts.stream.skip
+    monkeypatch.setattr(run.parts.stream, "skip", lambda start, stop: original(start, stop + 16))
+
+
+@pytest.mark.parametrize("fault", [no_rollback, other_samples])
+def test_a_wrong_recovery_is_not_the_run_that_never_saw_them(tmp_path, monkeypatch, fault):
+    original = check.train_run
+
+    def train_run(run, *, watch):
+        if run.folder.name.startswith("recovered"):
+            fault(run, monkeypatch)
+        return original(run, watch=watch)
+
+    monkeypatch.setattr(check, "train_run", train_run)
+    found = spike_check(tmp_path, TINY, **SIZES)
+    assert not found.held
+    assert "is" in found.difference
+
+
+def drawn_titles(monkeypatch):
+    """Of the pictures that are drawn from now on."""
+    import matplotlib.figure
+
+    titles, save = [], matplotlib.figure.Figure.savefig
+
+    def keep(figure, *args, **options):
+        titles.append((figure.get_suptitle(), len(figure.axes[0].lines)))
+        return save(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return titles
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "advice"),
+    [
+        (
+            ["--windows", "1"],
+            ["enough for long enough", "in 3 steps in a row", "there were 1"],
+            "spike.patience=1",
+        ),
+        (["--windows", "4", "spike.threshold=100"], ["100 times the noise"], "spike.threshold="),
+        (
+            ["--windows", "4", "spike.least_rise=0.99", "spike.threshold=80"],
+            ["0.99 of the level"],
+            "spike.threshold=",
+        ),
+    ],
+)
+def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_finds_it(
+    tmp_path, monkeypatch, words, said, advice
+):
+    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
+    monkeypatch.chdir(tmp_path)
+    titles = drawn_titles(monkeypatch)
+    base = ["spike-check", "--steps", "44", "--at", "34", *TINY, *words]
+    done = CliRunner().invoke(
+        runs_command, [*base, "--plot", "x.png", "--json", "x.json", "--runs", "kept"]
+    )
+    assert done.exit_code == 1
+    text = " ".join(done.stdout.split())
+    assert all(part in text for part in ["NOT found: the loss did not rise enough", *said]), text
+    facts = json.loads((tmp_path / "x.json").read_text())
+    assert facts["missed"]["rises"][0] == pytest.approx(
+        float(re.search(r"it rose by \+([\d.]+)", text)[1]), rel=0.01
+    )
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
+    assert facts["losses"].keys() == {"recovered"}
+    (title,) = titles
+    assert title[0].endswith("not found: one run, through them")
+    assert title[1] <= 2  # its line, and marks of losses that are not finite
+    advised = [
+        word
+        for word in re.search(r"to find it: (.*?) drawn", text)[1].split()
+        if word.startswith("spike.")
+    ]
+    assert any(word.startswith(advice) for word in advised)
+    assert CliRunner().invoke(runs_command, [*base, *advised]).exit_code == 0
+
+
+def test_what_no_setting_finds_is_not_blamed_on_one():
+    quiet = missed_spike(
+        dict(enumerate([2.0, 2.1, 1.9] * 40, start=1)), SpikeConfig(), first=100, last=104
+    )
+    assert quiet.advice == "no setting: these bad samples raise the loss by no more than its noise"
+
+
+def test_a_training_that_is_stopped_is_no_answer(tmp_path, monkeypatch):
+    original = check.train_run
+
+    def stopped(run, *, watch):
+        trained = original(run, watch=watch)
+        return replace(trained, report=replace(trained.report, ended_by="SIGINT"))
+
+    monkeypatch.setattr(check, "train_run", stopped)
+    with pytest.raises(
+        RunError,
+        match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked",
+    ):
+        spike_check(tmp_path, TINY, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--steps", "40", "--at", "38", "--windows", "9"],
+            "bad windows 38 to 46 are not all among the 40 steps",
+        ),
+        (["--steps", "30"], "begin in step 20, and the watchdog judges from step 33 on"),
+        (["--steps", "40", "spike.lower_rate=0.5"], "without spike.lower_rate, which changes the"),
+        (["--steps", "40", "spike.action=warn"], "needs spike.action=rollback"),
+        (["--steps", "40", "modle=mlp"], "modle is no key; did you mean model"),
+        (["--steps", "40", "--runs", "full"], "full is not empty: give a new folder"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = CliRunner().invoke(runs_command, ["spike-check", *words])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.split())
+
+
+def test_planted_samples_are_the_same_each_time_and_the_others_as_they_were():
+    pairs = [(torch.arange(4) + 10 * sample, torch.tensor([sample / 10])) for sample in range(20)]
+    sound, bad = Samples(pairs), PlantedSpike(Samples(pairs), frozenset({3, 5}))
+    whole, floats = bad.batch([2, 3, 4, 5])
+    before, before_floats = sound.batch([2, 3, 4, 5])
+    assert torch.equal(whole[[0, 2]], before[[0, 2]])
+    assert not torch.equal(whole[[1, 3]], before[[1, 3]])
+    assert torch.equal(floats[[1, 3]], 100 * before_floats[[1, 3]])
+    assert torch.equal(bad.batch([2, 3, 4, 5])[0], whole)
+    assert int(whole.min()) >= 20
+    assert int(whole.max()) <= 53

@@ -1,0 +1,180 @@
+"""The command that trains: words, exit statuses, signals, ranks. `python -m pytest tests/cli/test_train_command.py`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from warm_python import warm_python
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "model=training_models:tiny",
+    "batch_size=4",
+    "microbatch=2",
+    "evaluate.samples=4",
+    "device=cpu",
+]
+TRAIN = [sys.executable, "-m", "curry_train", "train"]
+RANKS = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "curry_train",
+    "train",
+]
+
+
+def start(*words, cwd, command=TRAIN, folders=()):
+    paths = os.pathsep.join(map(str, [*folders, ROOT / "template", ROOT / "tests/trainer"]))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        [*command, *words], cwd=cwd, env=environment, start_new_session=True, **pipes
+    )
+
+
+def command(*words, cwd, command=None, **options):
+    """Of one that ends by itself."""
+    process = start(*words, cwd=cwd, command=command or [warm_python(), *TRAIN[1:]], **options)
+    out, error = process.communicate(timeout=240)
+    return process.returncode, out, error
+
+
+def wait_for(path, text, process):
+    until = time.monotonic() + 200
+    while time.monotonic() < until and process.poll() is None:
+        if path.is_file() and text in path.read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{path} never had {text}: {process.communicate(timeout=10)}")
+
+
+def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
+    (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
+    status, out, error = command(
+        *TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path, command=TRAIN
+    )
+    assert (status, error) == (0, "")
+    assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp"
+    ended = json.loads((tmp_path / "end.json").read_text())
+    assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
+    assert 4 < ended["dev_loss"] < 6
+    assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()
+    status, out, _ = command(*TINY, "--resume", "latest", cwd=tmp_path)
+    assert status == 0
+    assert (
+        out.splitlines()[-1]
+        == "nothing to do: runs/mine-001 has its 4 steps; increase steps= to go on"
+    )
+
+
+def test_json_on_standard_output_is_alone_there(tmp_path):
+    status, out, error = command(*TINY, "steps=1", "--json", "-", cwd=tmp_path)
+    assert (status, json.loads(out)["step"]) == (0, 1)
+    assert "1 steps done" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stpes=3"], "Error: stpes is no key; did you mean steps?"),
+        (
+            ["--config", "none.yaml"],
+            "Error: can't read the configuration none.yaml: No such file or directory",
+        ),
+        (["--resume", "latest"], "Error: there is no saved state to resume from for 'latest'"),
+        (["parallel=ddp"], "this is a single process: start it with torchrun"),
+        (["model=nothing"], "Error: no workload is called 'nothing'"),
+        (["model=mlp"], "use data.source=workload"),
+    ],
+)
+def test_a_mistake_gets_its_message_and_status_2(tmp_path, words, message):
+    status, out, error = command(*TINY, *words, cwd=tmp_path)
+    assert (status, out) == (2, "")
+    assert message in " ".join(error.split())
+    assert "Traceback" not in error
+    assert not list((tmp_path).glob("runs/*"))
+
+
+def test_configuration_is_shown_as_it_was_understood(tmp_path):
+    status, out, _ = command("--show-config", "optimizer.learning_rate=3e-4", cwd=tmp_path)
+    assert status == 0
+    assert "learning_rate: 0.0003" in out
+
+
+def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
+    status, _, error = command(
+        *TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9", cwd=tmp_path
+    )
+    assert status == 1
+    assert "The weights were not changed" in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_path):
+    """The end of the run is where the save in the background is heard."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
+    )
+    status, _, error = command(*TINY, "steps=2", cwd=tmp_path, folders=[tmp_path], command=TRAIN)
+    assert status == 1, error
+    assert "nothing was written" in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_tensorboard_that_is_not_installed_is_told_before_a_run_begins(tmp_path):
+    (tmp_path / "tensorboard.py").write_text("raise ImportError('not here')\n")
+    status, _, error = command(*TINY, "log.tensorboard=true", cwd=tmp_path, folders=[tmp_path])
+    assert (status, "pip install tensorboard" in " ".join(error.split())) == (2, True), error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_saves_and_the_run_goes_on(tmp_path):
+    process = start(*TINY, "steps=100000", "log.every=1000", cwd=tmp_path)
+    wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":3,', process)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM, error
+    told = out.splitlines()[-2:]
+    assert told[0].startswith("stopped by SIGTERM after step ")
+    assert told[1] == "go on with --resume run-001"
+    step = int(told[0].split()[5].strip(","))
+    status, out, error = command(*TINY, "--resume", "run-001", f"steps={step + 2}", cwd=tmp_path)
+    assert status == 0, error
+    assert f"from step {step}\n" in out
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs/run-001/journal.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, step + 3))
+
+
+@pytest.mark.timeout(600)
+def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
+    process = start(
+        *TINY, "steps=100000", "parallel=fsdp2", "log.every=1000", cwd=tmp_path, command=RANKS
+    )
+    wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":2,', process)
+    ranks = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert len(ranks) == 2
+    os.kill(int(ranks[1]), signal.SIGTERM)
+    out, error = process.communicate(timeout=200)
+    assert "stopped by SIGTERM after step" in out, error
+    assert list((tmp_path / "runs/run-001/recovery").glob("step-*.dcp"))
+    assert process.returncode != 0
+
+
+def test_torchrun_with_a_wrong_configuration_says_how_to_start_it(tmp_path):
+    status, _, error = command(*TINY, "steps=1", cwd=tmp_path, command=RANKS)
+    assert status != 0
+    assert "ranks were started and parallel is none" in " ".join(error.split())

@@ -1,0 +1,151 @@
+"""What the allocator's events say is what the dispatch modes say of eager code, and true of compiled code too.
+
+python -m pytest tests/core/test_allocated.py
+"""
+
+import os
+
+import pytest
+import torch
+from compiled_models import ROWS, TRACING, WIDTH, block_class, bounded, build, loss, rows
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.measure import count_flops, measure_memory
+from curry_train.core.measure_compiled import (
+    count_executed_flops,
+    current_budget,
+    holds_compiled_code,
+    measure_allocated,
+    saved_bytes,
+    with_own_code,
+)
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case
+
+pytestmark = TRACING
+KIB = 2**10
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", [*BUILTIN_WORKLOADS, "with dropout"])
+def test_eager_bytes_and_flops_are_those_that_the_dispatch_modes_count(name, recomputed):
+    case = Case(transformer(dropout=0.1) if name == "with dropout" else load_workload(name))
+    model, batch, mean_loss = case.build(), case.batch(), case.workload.mean_loss
+    if recomputed:
+        recompute_blocks(
+            model, preserve_rng_state=False
+        )  # the modes don't see the kept state of a generator
+    expected, found = (
+        measure_memory(model, batch, mean_loss),
+        measure_allocated(model, batch, mean_loss),
+    )
+    # Convolutions use space inside, which no operation returns; each number that autograd wraps is eight bytes.
+    assert 0 <= found.held_bytes - expected.held_bytes <= 2 * KIB
+    assert 0 <= found.peak_bytes - expected.peak_bytes <= 0.002 * expected.peak_bytes + 2 * KIB
+    assert count_executed_flops(model, batch, mean_loss) == count_flops(model, batch, mean_loss)
+
+
+def test_bytes_are_the_same_each_time_and_nothing_is_left_behind(capfd):
+    case = Case(load_workload("resnet"))
+    model, batch = case.build(), case.batch()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state, environment = torch.get_rng_state(), dict(os.environ)
+    found = {measure_allocated(model, batch, case.workload.mean_loss) for _ in range(3)}
+    assert len(found) == 1
+    count_executed_flops(model, batch, case.workload.mean_loss)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert dict(os.environ) == environment
+    assert capfd.readouterr() == (
+        "",
+        "",
+    )  # the profiler's own lines would get into a command's output
+
+
+def test_what_compiled_code_holds_and_computes_is_that_of_what_ran():
+    block, batch = block_class(), rows()
+    plain, product = build(block), 2 * ROWS * WIDTH * 2 * WIDTH
+    eager = measure_allocated(plain, batch, loss)
+    flops = count_executed_flops(plain, batch, loss)
+    whole, least = bounded(block, 1.0), bounded(block, 0.0)
+    assert (
+        measure_allocated(least, batch, loss).held_bytes
+        < measure_allocated(whole, batch, loss).held_bytes
+    )
+    assert measure_allocated(whole, batch, loss).held_bytes <= eager.held_bytes
+    assert count_executed_flops(whole, batch, loss) == flops == count_flops(plain, batch, loss)
+    again = count_executed_flops(least, batch, loss)
+    assert again.forward == flops.forward
+    assert (
+        again.backward - flops.backward == 2 * product
+    )  # of each block the first product; early stop for the second
+
+
+def test_saved_bytes_are_those_of_activations_alone_each_storage_once():
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    batch = torch.ones(64, 16)
+    assert saved_bytes(model, batch, lambda module, batch: module(batch).sum()) == 64 * 16 * 4
+    assert (
+        saved_bytes(model, [batch], lambda module, batch: module(batch[0]).t().t().exp().sum())
+        == 2 * 64 * 16 * 4
+    )
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager")
+    def forward(self, x):
+        return self.inner(x)
+
+
+def compiled_whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_inside(model):
+    model[0].compile(backend="eager")
+    return model
+
+
+def compiled_forward(model):
+    model[0].forward = torch.compile(model[0].forward, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        compiled_whole,
+        compiled_inside,
+        compiled_forward,
+        lambda model: nn.Sequential(Decorated()),
+        lambda model: bounded(block_class(), 0.5),
+        lambda model: nn.Sequential(compiled_whole(model)),
+    ],
+)
+def test_a_module_that_holds_compiled_code_is_known(make):
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    assert not holds_compiled_code(model)
+    assert holds_compiled_code(make(model))
+
+
+def test_a_function_with_its_own_code_is_compiled_again():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for name in ("one", "other"):
+        code = with_own_code(F.gelu, name=name)
+        assert code.__name__ == name
+        torch.compile(code, backend=backend)(torch.ones(3))
+    assert len(graphs) == 2
+    assert current_budget() == 1.0

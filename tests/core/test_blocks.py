@@ -1,0 +1,168 @@
+"""What a model repeats is found, and a pattern means what it says.
+
+python -m pytest tests/core/test_blocks.py
+"""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from curry_train.core.blocks import NoBlocks, find_blocks, match_names
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.load import load_workload
+
+LLAMA = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+)
+GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("mlp", ["0", "1", "2", "3", "4", "5"]),
+        ("transformer", ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        ("resnet", ["1.0", "1.1", "1.2", "1.3", "1.4", "1.5"]),
+        ("snn", ["layers.0", "layers.1", "layers.2"]),
+    ],
+)
+def test_blocks_of_built_in_workloads(name, blocks):
+    module = load_workload(name).build()
+    found = find_blocks(module)
+    assert list(found) == blocks
+    assert all(module.get_submodule(name) is block for name, block in found.items())
+
+
+def test_blocks_of_hugging_face_models():
+    torch.manual_seed(0)
+    llama, gpt2 = (
+        LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=0)),
+        GPT2LMHeadModel(GPT2Config(**GPT2)),
+    )
+    assert list(find_blocks(llama)) == ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert list(find_blocks(gpt2)) == ["transformer.h.0", "transformer.h.1"]
+
+
+def test_blocks_in_blocks_are_the_outer_ones():
+    stages = nn.Sequential(*[nn.Sequential(*[Residual() for _ in range(3)]) for _ in range(2)])
+    assert list(find_blocks(stages)) == ["0", "1"]
+
+
+def test_stages_of_different_depth_are_taken_apart():
+    stages = nn.Sequential(
+        nn.Sequential(Residual(), Residual()), nn.Sequential(Residual(), Residual(), Residual())
+    )
+    assert list(find_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1", "1.2"]
+
+
+def test_encoder_and_decoder_are_both_found():
+    model = nn.Module()
+    model.encoder = nn.ModuleList(Residual() for _ in range(2))
+    model.decoder = nn.ModuleDict({"a": Residual(), "b": Residual()})
+    assert list(find_blocks(model)) == ["encoder.0", "encoder.1", "decoder.a", "decoder.b"]
+
+
+def test_what_stands_once_is_no_block():
+    model = nn.Sequential(nn.Linear(4, 4), Residual(), Residual(), nn.Linear(4, 2))
+    assert list(find_blocks(model)) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(Residual(), nn.Linear(4, 2)),
+        nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())),
+    ],
+    ids=["leaf", "one block", "no parameters"],
+)
+def test_a_model_that_repeats_nothing_says_what_to_name(model):
+    with pytest.raises(
+        ValueError,
+        match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks",
+    ):
+        find_blocks(model)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_blocks_since_they_keep_every_step(layer):
+    model = nn.Module()
+    model.layers = nn.ModuleList(layer(4, 4) for _ in range(2))
+    assert list(find_blocks(model)) == ["layers.0", "layers.1"]
+
+
+def test_lone_layers_are_no_blocks_and_the_reason_is_said():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    with pytest.raises(
+        NoBlocks,
+        match=r"Module repeats lone layers \(Linear; layers.0 to layers.2\): .* nothing to gain",
+    ):
+        find_blocks(model)
+    assert list(find_blocks(model, "layers.*")) == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]  # named, they are taken
+    model.blocks = nn.ModuleList([Residual(), Residual()])
+    assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
+
+
+def test_a_pattern_takes_what_it_names_and_the_outermost_of_it():
+    module = load_workload("transformer").build()
+    assert list(find_blocks(module, "layers.[12]")) == ["layers.1", "layers.2"]
+    assert list(find_blocks(module, "layers.*.feed_forward")) == [
+        f"layers.{i}.feed_forward" for i in range(4)
+    ]
+    assert list(find_blocks(module, "layers.0*")) == ["layers.0"]
+    assert list(find_blocks(module, ["layers.3", "layers.0.attention"])) == [
+        "layers.0.attention",
+        "layers.3",
+    ]
+
+
+def test_blocks_10_and_1_are_not_one_inside_the_other():
+    model = nn.Sequential(*[Residual() for _ in range(11)])
+    assert list(find_blocks(model)) == [str(index) for index in range(11)]
+    assert list(find_blocks(model, "1*")) == ["1", "10"]
+
+
+def test_a_pattern_that_takes_nothing_is_an_error_that_lists_what_there_is():
+    module = load_workload("snn").build()
+    with pytest.raises(
+        ValueError, match=r"the pattern 'blocks\.\*' matches no module; there are layers, layers\.0"
+    ):
+        find_blocks(module, "blocks.*")
+    with pytest.raises(ValueError, match="'nothing' matches no module"):
+        find_blocks(module, ["layers.*", "nothing"])
+
+
+def test_match_names_shortens_a_long_list_and_names_the_option():
+    names = [f"layer_{index}" for index in range(20)]
+    assert match_names(names, "layer_1?", option="--blocks") == names[10:]
+    with pytest.raises(
+        ValueError, match=r"--blocks 'x' matches no module; there are layer_0, .*layer_7, \.\.\.$"
+    ):
+        match_names(names, "x", option="--blocks")
+
+
+def test_blocks_stay_blocks_where_some_of_them_recompute():
+    """A plan that recomputes one block of four leaves it a block, which FSDP2 shards by itself."""
+    model = load_workload("transformer").build()
+    before = list(find_blocks(model))
+    recompute_blocks(model, blocks=["layers.1"])
+    assert list(find_blocks(model)) == before == [f"layers.{number}" for number in range(4)]
+    sequential = load_workload("mlp").build()
+    before = list(find_blocks(sequential))
+    recompute_blocks(sequential, blocks=[before[-1]])
+    assert list(find_blocks(sequential)) == before

@@ -1,0 +1,273 @@
+"""Hugging Face models as they are, which fill a cache of keys in training, under every technique.
+
+python -m pytest tests/core/test_key_cache.py
+"""
+
+import copy
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from curry_train.core import hugging_face
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.core.random import seeded
+from curry_train.plan import MemoryProfiler
+from curry_train.plan.planner import Planner
+from curry_train.plan.saved import NONE_KIND
+from curry_train.primitives import apply_sac, offload_blocks, recompute_blocks
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.workload import call
+
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def gpt2():
+    sizes = dict(vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=16)
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+
+
+def llama():
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+    )
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def t5():
+    sizes = dict(vocab_size=64, d_model=32, d_ff=64, d_kv=16, num_layers=2, num_heads=2)
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5}
+
+
+def loss(model, tokens):
+    """As a loop of one's own has it, without a word of caches."""
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def without(model, tokens):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def built(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def step(model, loss=loss):
+    with seeded(3):
+        return record_step(model, TOKENS, loss)
+
+
+@pytest.mark.parametrize(
+    "change", [recompute_blocks, apply_sac], ids=lambda change: change.__name__
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cache(name, change):
+    plain, changed, said = built(name), built(name), built(name)
+    assert plain.config.use_cache
+    change(changed)
+    change(said)
+    assert compare(*(step(model) for model in (plain, changed))).bit_equal
+    held = [
+        measure_memory(model, TOKENS, how).held_bytes
+        for model, how in ((changed, loss), (said, without))
+    ]
+    assert held[0] == held[1]
+
+
+def test_it_is_said_once(caplog):
+    hugging_face._said.clear()
+    model = built("llama")
+    recompute_blocks(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            loss(model, TOKENS).backward()
+    (said,) = [record.message for record in caplog.records if "fills a cache" in record.message]
+    assert said.endswith(
+        "call the model with use_cache=False, or set model.config.use_cache = False"
+    )
+
+
+def test_a_cache_that_holds_something_is_refused():
+    """Prefix tuning, for one: what is in it counts."""
+    model = built("llama")
+    with torch.no_grad():
+        prefix = model(TOKENS, past_key_values=DynamicCache()).past_key_values
+    recompute_blocks(model)
+    with pytest.raises(
+        ValueError, match=r"gets a cache that holds keys already.*train without past_key_values"
+    ):
+        model(input_ids=TOKENS, labels=TOKENS, past_key_values=prefix)
+
+
+@pytest.mark.parametrize("change", [recompute_blocks, offload_blocks])
+def test_a_cache_that_is_read_is_never_left_out_in_silence(change):
+    """The second call goes on from what the first has put there."""
+    plain, changed = built("llama"), built("llama")
+
+    def two(model):
+        first = model(input_ids=TOKENS[:, :8], labels=TOKENS[:, :8])
+        second = model(
+            input_ids=TOKENS[:, 8:], labels=TOKENS[:, 8:], past_key_values=first.past_key_values
+        )
+        return first.loss + second.loss
+
+    change(changed)
+    if change is offload_blocks:
+        assert torch.equal(two(plain), two(changed))
+        return
+    with pytest.raises(ValueError, match="gets a cache that it has been given before"):
+        two(changed)
+
+
+def jamba():
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    kinds = dict(
+        num_key_value_heads=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        num_experts=2,
+    )
+    return JambaForCausalLM(
+        JambaConfig(**sizes, **kinds, use_mamba_kernels=False, mamba_d_state=4, mamba_dt_rank=4)
+    )
+
+
+def test_caches_of_several_kinds():
+    """With a cache its recurrent layers compute in another order, so the last bits are those without one."""
+    torch.manual_seed(0)
+    plain = jamba().train()
+    changed = copy.deepcopy(plain)
+    recompute_blocks(changed)
+    assert compare(step(plain, without), step(changed)).bit_equal
+
+
+def test_blocks_that_share_keys_find_them():
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
+    more = dict(
+        num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, vocab_size_per_layer_input=64
+    )
+    config = Gemma3nTextConfig(
+        **sizes,
+        **more,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    plain = Gemma3nForCausalLM(config).train()
+    changed = copy.deepcopy(plain)
+    recompute_blocks(changed)
+    assert compare(step(plain), step(changed)).bit_equal
+
+
+def test_some_blocks_alone():
+    """The blocks before have filled theirs by then."""
+    plain, changed = built("llama"), built("llama")
+    recompute_blocks(changed, blocks=["model.layers.2"])
+    assert compare(*(step(model) for model in (plain, changed))).bit_equal
+
+
+def test_generation_has_its_cache():
+    plain, changed = built("llama").eval(), built("llama").eval()
+    recompute_blocks(changed)
+    how = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    assert torch.equal(plain.generate(TOKENS, **how), changed.generate(TOKENS, **how))
+    with torch.no_grad():
+        assert changed(TOKENS).past_key_values.get_seq_length() == TOKENS.shape[1]
+
+
+@pytest.mark.parametrize("batch", [TOKENS, (TOKENS,), {"input_ids": TOKENS}])
+def test_a_call_of_ours_fills_none_unless_the_batch_says_so(batch):
+    model = built("llama")
+    assert call(model, batch).past_key_values is None
+    assert call(model, {"input_ids": TOKENS, "use_cache": True}).past_key_values is not None
+    assert call(torch.nn.Linear(2, 2), torch.ones(1, 2)).shape == (1, 2)
+    assert model.config.use_cache
+
+
+def test_a_config_that_is_not_theirs_is_left_alone():
+    @dataclass(frozen=True)
+    class Config:
+        use_cache: bool = True
+
+    model = torch.nn.Linear(2, 2)
+    model.config = Config()
+    assert hugging_face.without_cache(model).config.use_cache
+    assert call(model, torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_the_profiler_counts_the_same():
+    with_cache, tokens = built("gpt2"), {"input_ids": TOKENS, "labels": TOKENS}
+    found = MemoryProfiler(with_cache).profile(tokens).held_bytes
+    assert (
+        found
+        == MemoryProfiler(copy.deepcopy(with_cache))
+        .profile(tokens | {"use_cache": False})
+        .held_bytes
+    )
+
+
+def pair():
+    return gpt2(), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def own_loss():
+    from curry_train.workloads import Workload
+
+    return Workload(
+        "own",
+        gpt2,
+        lambda size: TOKENS[:1].repeat(size, 1),
+        lambda model, batch: 16 * loss(model, batch),
+    )
+
+
+@pytest.mark.parametrize("factory", ["pair", "own_loss"])
+def test_what_is_measured_fills_none_and_every_way_to_run_a_block_is_planned(factory):
+    workload = load_workload(f"{__file__}:{factory}")
+    assert workload.build().config.use_cache is False
+    with Planner(workload, without=("sac",), chunked_loss=False) as planner:
+        plan = planner.plan(2**40, global_batch=2, microbatch=2)
+        assert plan.settings["left_out"] == []
+        tight = planner.plan(int(0.9 * plan.peak_bytes), global_batch=2, microbatch=2)
+    assert any(option.kind != NONE_KIND for option in tight.options.values())

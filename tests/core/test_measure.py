@@ -1,0 +1,139 @@
+"""The figures are exact and repeatable on CPU: bytes against torch's own tracker and by hand, FLOPs by hand.
+
+python -m pytest tests/core/test_measure.py
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.core.measure import (
+    FlopCount,
+    LiveStorages,
+    count_flops,
+    measure_memory,
+    recompute_flops,
+    time_step,
+)
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.workload import Case
+
+
+def square_sum(module, batch):
+    return module(batch).square().sum()
+
+
+def test_held_and_peak_bytes_of_two_layers_by_hand():
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
+    memory = measure_memory(module, torch.randn(4, 8), square_sum)
+    matrix, loss = 4 * 16 * 4, 4
+    # Held: the sigmoid's output, its square while the sum needs it no longer, the loss.
+    assert memory.held_bytes == matrix + loss
+    gradient_of_weight = 8 * 16 * 4
+    assert memory.peak_bytes >= memory.held_bytes + matrix + gradient_of_weight
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])
+def test_peak_equals_what_torch_tracks(name):
+    case = Case(load_workload(name))
+    module, batch = case.build(), case.batch()
+    loss = case.workload.mean_loss
+    tracker = MemTracker()
+    tracker.track_external(module, *tree_leaves(batch))
+    with tracker:
+        start = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+        loss(module, batch).backward()
+    theirs = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - start
+    for parameter in module.parameters():
+        parameter.grad = None
+    assert measure_memory(module, batch, loss).peak_bytes == theirs
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_bytes_do_not_vary_between_runs(name):
+    case = Case(load_workload(name))
+    assert (
+        len({measure_memory(case.build(), case.batch(), case.workload.mean_loss) for _ in range(3)})
+        == 1
+    )
+
+
+def test_what_was_there_before_does_not_count_and_views_count_once():
+    before = torch.ones(1000)
+    with LiveStorages() as storages:
+        view = before.view(10, 100)
+        assert storages.bytes_alive == 0
+        made = torch.zeros(50)
+        alias, _ = made[10:], made.t()
+        assert storages.bytes_alive == 200
+        del made
+        assert storages.bytes_alive == 200
+        del alias, _
+        assert storages.bytes_alive == 0
+        assert storages.bytes_peak == 200
+    assert view.sum() == 1000
+
+
+def test_a_module_that_runs_twice_is_counted_twice():
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    once = measure_memory(layer, torch.randn(4, 8), square_sum).held_bytes
+    twice = measure_memory(layer, torch.randn(4, 8), lambda m, x: m(m(x)).square().sum()).held_bytes
+    assert twice - once == 4 * 8 * 4
+
+
+@pytest.mark.parametrize("measure", [measure_memory, count_flops, time_step])
+def test_measuring_leaves_nothing_behind(measure):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    state = torch.get_rng_state()
+    measure(module, torch.ones(2, 4), square_sum)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert all(map(torch.equal, buffers, module.buffers()))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_flops_of_a_linear_layer_by_hand():
+    flops = count_flops(nn.Linear(8, 16), torch.randn(4, 8), square_sum)
+    assert flops.forward == 2 * 4 * 8 * 16
+    assert flops.backward == 2 * 4 * 8 * 16  # the input needs no gradient
+    assert flops.total == 4 * 4 * 8 * 16
+
+
+def test_attention_on_cpu_is_counted():
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    module = nn.Linear(8, 8)
+    flops = count_flops(module, v, lambda m, x: F.scaled_dot_product_attention(q, k, m(x)).sum())
+    projection, attention = 2 * 2 * 16 * 8 * 8, 2 * 2 * (2 * 16 * 16 * 8)
+    assert flops.forward == projection + attention
+    assert flops.backward > flops.forward
+
+
+def test_attention_with_fewer_key_heads_is_counted_by_its_query_heads():
+    q, k = torch.randn(1, 4, 16, 8, requires_grad=True), torch.randn(1, 2, 16, 8)
+    with FlopCount() as forward:
+        out = F.scaled_dot_product_attention(q, k, k, enable_gqa=True).sum()
+    with FlopCount() as backward:
+        out.backward()
+    one_product = 2 * 4 * 16 * 16 * 8
+    assert (forward.flops, backward.flops) == (2 * one_product, 5 * one_product)
+
+
+def test_recomputed_flops_are_the_forward_again():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    plain = count_flops(module, torch.randn(4, 8), square_sum)
+    flops = count_flops(
+        module,
+        torch.randn(4, 8),
+        lambda module, batch: checkpoint(module, batch, use_reentrant=False).square().sum(),
+    )
+    assert recompute_flops(plain, flops) == plain.forward
+
+
+def test_step_time_orders_its_figures():
+    seconds = time_step(nn.Linear(64, 64), torch.randn(8, 64), square_sum, repeats=3)
+    assert 0 < seconds.fastest <= seconds.median <= seconds.slowest

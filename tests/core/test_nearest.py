@@ -1,0 +1,109 @@
+"""A name that is none is answered with the one that was meant, by every command that takes names.
+
+python -m pytest tests/core/test_nearest.py
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from curry_train.bench.savings import choose_strategies, load_with_depth
+from curry_train.bench.steps import find_lever
+from curry_train.cli.options import UnusableInput
+from curry_train.cli.testgen import Recipe, render
+from curry_train.cli.validate import choose_gates
+from curry_train.core.wording import did_you_mean, nearest
+from curry_train.gates import discover
+from curry_train.gates.verdict import no_such_gate
+from curry_train.primitives.recompute import CheckpointConfig
+from curry_train.primitives.sac import make_policy
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.workload import WorkloadError
+from scaffolding.bundle import read_bundle
+from scaffolding.errors import ScaffoldError
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("transfomer", "transformer"),
+        ("Transformer", "transformer"),
+        ("MLP", "mlp"),
+        ("grad_acum", "grad-accum"),
+        ("grad accum", "grad-accum"),
+        ("memory-budget", "memory_budget"),
+        ("bert", None),
+        ("", None),
+    ],
+)
+def test_the_nearest_name_in_any_case_and_with_any_dash(name, meant):
+    known = ("mlp", "transformer", "resnet", "grad-accum", "memory_budget")
+    assert nearest(name, known) == meant
+    said = did_you_mean(name, known)
+    assert said == (f"did you mean {meant!r}?" if meant else f"there are {', '.join(known)}")
+    assert did_you_mean("bert", known, otherwise="use one of ours") == "use one of ours"
+
+
+GATES = [gate.name for gate in discover()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("recomput", "recompute"),
+        ("recompute/memry", "recompute/memory"),
+        ("grad_accum/uneven", "grad-accum/uneven"),
+        ("grad-acum/*", "grad-accum/*"),
+        ("recompute/everything", None),
+        ("recompute/all", None),
+        ("zzz", None),
+    ],
+)
+def test_the_nearest_gate(pattern, meant):
+    said = no_such_gate(pattern, GATES)
+    assert said.startswith(f"no gate matches {pattern!r}; ")
+    assert said.endswith(f"did you mean {meant!r}?" if meant else f"there are {', '.join(GATES)}")
+
+
+@pytest.mark.parametrize(
+    ("refuse", "meant"),
+    [
+        (lambda: load_workload("transfomer"), "transformer"),
+        (lambda: load_with_depth("transfomer", 2), "transformer"),
+        (lambda: choose_strategies(["regoins"]), "regions"),
+        (lambda: CheckpointConfig(strategy="sequental"), "sequential"),
+        (lambda: CheckpointConfig.from_config({"stratgy": "full"}), "strategy"),
+        (lambda: find_lever("ful"), "full"),
+        (lambda: find_lever("sac:save_matmul"), "save_matmuls"),
+        (lambda: make_policy("save_matmul"), "save_matmuls"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_with_the_one_that_was_meant(refuse, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
+        refuse()
+
+
+def test_gates_and_techniques_are_refused_in_the_same_words(pytestconfig, tmp_path):
+    with pytest.raises(
+        UnusableInput, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
+    ):
+        choose_gates(["recomput"])
+    with pytest.raises(
+        WorkloadError, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
+    ):
+        render(
+            Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",)), script="script.py"
+        )
+    with pytest.raises(
+        ScaffoldError, match=r"no technique is called 'grad-acum'; did you mean 'grad-accum'\?"
+    ):
+        read_bundle(pytestconfig.rootpath).choose(["grad-acum"])
+
+
+def test_scaffold_finds_it_without_torch(pytestconfig):
+    told = "import sys, curry_train.core.wording; print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", told], cwd=pytestconfig.rootpath / "template", capture_output=True
+    )
+    assert (ran.returncode, ran.stdout) == (0, b"False\n"), ran.stderr

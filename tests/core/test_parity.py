@@ -1,0 +1,132 @@
+"""Parity names what differs, and nothing that differs goes unnamed.
+
+python -m pytest tests/core/test_parity.py
+"""
+
+import random
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from curry_train.core.parity import compare, record_step
+from curry_train.core.random import seeded
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.workload import Case
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.unused = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(2, 2)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.fixture
+def step():
+    torch.manual_seed(0)
+    return record_step(Model(), torch.randn(6, 4), lambda model, batch: model(batch).square().sum())
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_the_same_step_is_bit_equal(name):
+    case = Case(load_workload(name))
+    first, second = (
+        record_step(case.build(), case.batch(), case.workload.mean_loss) for _ in range(2)
+    )
+    assert compare(first, second).bit_equal
+
+
+def test_parameters_without_a_gradient_are_listed(step):
+    parity = compare(step, step)
+    assert parity.without_gradient == ("unused.weight", "unused.bias")
+    assert "no gradient: unused.weight, unused.bias" in parity.describe()
+
+
+def test_a_gradient_that_differs_is_named_with_its_error(step):
+    off = dict(step.gradients) | {"last.weight": step.gradients["last.weight"] * 1.5}
+    parity = compare(step, replace(step, gradients=off), tolerance=1e-3)
+    assert [(found.kind, found.name) for found in parity.differences] == [
+        ("gradient", "last.weight")
+    ]
+    assert parity.worst == pytest.approx(0.5)
+    assert parity.describe().startswith("gradient last.weight: 5.0e-01")
+    assert compare(step, replace(step, gradients=off), tolerance=0.6).holds
+
+
+def test_one_bit_is_enough_without_a_tolerance(step):
+    bits = step.gradients["last.weight"].clone()
+    bits.view(torch.int32)[0, 0] ^= 1
+    parity = compare(step, replace(step, gradients=dict(step.gradients) | {"last.weight": bits}))
+    assert not parity.holds
+    assert parity.worst < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradients: gradients | {"last.weight": None},
+        lambda gradients: {
+            name: value for name, value in gradients.items() if name != "last.weight"
+        },
+        lambda gradients: gradients | {"last.weight": gradients["last.weight"].reshape(8, 1)},
+        lambda gradients: gradients | {"last.weight": gradients["last.weight"].double()},
+        lambda gradients: gradients | {"last.weight": gradients["last.weight"] * float("nan")},
+        lambda gradients: gradients | {"extra": torch.ones(1)},
+        lambda gradients: gradients | {"unused.bias": torch.zeros(2)},
+    ],
+    ids=["none", "missing", "shape", "dtype", "nan", "extra", "zeros for none"],
+)
+def test_gradients_of_another_kind_differ_at_any_tolerance(step, change):
+    parity = compare(step, replace(step, gradients=change(dict(step.gradients))), tolerance=1e9)
+    assert len(parity.differences) == 1
+    assert "differs in kind" in parity.describe()
+
+
+def test_a_buffer_updated_twice_is_named(step):
+    drifted = {name: value + 1 for name, value in step.buffers.items()}
+    parity = compare(step, replace(step, buffers=drifted), tolerance=0.01)
+    assert {found.name for found in parity.differences} == {
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [("torch", lambda: torch.rand(1)), ("python", random.random), ("numpy", numpy.random.rand)],
+)
+def test_one_more_random_number_is_named(name, draw):
+    def run(extra):
+        with seeded(0):
+            model = Model()
+            batch = torch.randn(6, 4)
+            if extra:
+                draw()
+            return record_step(model, batch, lambda model, batch: model(batch).square().sum())
+
+    parity = compare(run(False), run(True), tolerance=1.0)
+    assert [str(found) for found in parity.differences] == [f"generator {name}: differs in kind"]
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference(step):
+    # A bias before BatchNorm has no gradient in exact arithmetic: what is there is rounding.
+    noise = step.gradients["first.bias"]
+    assert noise.abs().max() < 1e-5
+    off = dict(step.gradients) | {"first.bias": -noise}
+    assert compare(step, replace(step, gradients=off), tolerance=1e-4).holds
+    wrong = dict(step.gradients) | {"first.bias": noise + step.gradients["last.weight"].norm()}
+    assert not compare(step, replace(step, gradients=wrong), tolerance=1e-4).holds
+
+
+def test_a_frozen_parameter_is_not_missing_a_gradient():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+    step = record_step(model, torch.ones(1, 2), lambda model, batch: model(batch).sum())
+    assert compare(step, step).without_gradient == ()

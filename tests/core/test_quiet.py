@@ -1,0 +1,30 @@
+"""Loggers that are silent for a while. `python -m pytest tests/core/test_quiet.py`."""
+
+import logging
+
+import pytest
+
+from curry_train.core.wording import unheard
+
+
+def test_only_the_named_ones_are_silent_and_only_inside(caplog):
+    first, second = logging.getLogger("quiet.first"), logging.getLogger("quiet.second")
+
+    def fails():
+        with unheard("quiet.first"):
+            first.warning("not heard")
+            second.warning("heard")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    first.warning("heard again")
+    assert [record.message for record in caplog.records] == ["heard", "heard again"]
+
+
+def test_one_that_was_silent_stays_so():
+    logger = logging.getLogger("quiet.third")
+    logger.disabled = True
+    with unheard("quiet.third"):
+        pass
+    assert logger.disabled

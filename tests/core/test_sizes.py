@@ -1,0 +1,79 @@
+"""Sizes of memory: what is understood, and what a wrong one is told.
+
+python -m pytest tests/core/test_sizes.py
+"""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from curry_train.core.wording import SIZE_UNITS, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 25_769_803_776),
+        ("24GB", 24_000_000_000),
+        ("512MiB", 536_870_912),
+        ("1.5 KiB", 1536),
+        (" 2tib ", 2_199_023_255_552),
+        ("80gb", 80_000_000_000),
+        ("7B", 7),
+        ("0.3MB", 300_000),
+        (f"1{'0' * 400}B", 10**400),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0", "must be at least 1 byte"),
+        ("-1", "must be at least 1 byte"),
+        ("0GiB", "must be at least 1 byte"),
+        ("-2GiB", "must be at least 1 byte"),
+        ("0.1B", "must be at least 1 byte"),
+        ("abc", "write a number and a unit, such as 24GiB"),
+        ("", "write a number and a unit"),
+        ("GiB", "write a number and a unit"),
+        ("nanGiB", "write a number and a unit"),
+        ("infGiB", "write a number and a unit"),
+        ("1e3MiB", "write a number and a unit"),
+        ("24", r"has no unit: write 24GiB \(2\*\*30 bytes each\) or 24GB"),
+        ("24G", "has the unit 'G': use one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"),
+        ("24GiBs", "has the unit 'GiBs'"),
+    ],
+)
+def test_what_is_no_size_is_said_in_one_line(text, said):
+    with pytest.raises(ValueError, match=said) as raised:
+        parse_bytes(text)
+    assert "\n" not in str(raised.value)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (50 * 2**20, "50.0 MiB"),
+        (2**40, "1.00 TiB"),
+        (2**52, "4096 TiB"),
+    ],
+)
+def test_sizes_are_written(size, text):
+    assert format_bytes(size) == text
+
+
+@given(st.integers(1, 2**20), st.sampled_from(sorted(SIZE_UNITS)))
+def test_whole_numbers_of_a_unit_are_exact(number, unit):
+    assert parse_bytes(f"{number}{unit}") == number * SIZE_UNITS[unit]
+
+
+@given(st.integers(1, 2**50))
+def test_what_is_written_is_read_back_to_the_digits_shown(size):
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.006)

@@ -1,0 +1,67 @@
+"""Generators are put back, those of CUDA too where tensors without values stand for its own.
+
+python -m pytest tests/core/test_untouched.py
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.core.random import generator_states, generators_kept, seeded
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.shapes import KERNEL_DEVICES, pretended
+from curry_train.primitives import recompute_blocks
+from curry_train.workloads.models import transformer
+
+
+@pytest.fixture
+def cuda_generators(monkeypatch):
+    """Two generators of CUDA, each a number, which are found as `torch.cuda` finds them."""
+    states = [3, 5]
+
+    def index_of(device):
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        assert place.type == "cuda"
+        return place.index
+
+    stand_ins = {
+        "is_initialized": lambda: True,
+        "device_count": lambda: len(states),
+        "get_rng_state": lambda device="cuda": states[index_of(device)],
+        "set_rng_state": lambda state, device="cuda": states.__setitem__(index_of(device), state),
+        "manual_seed_all": lambda seed: states.__setitem__(slice(None), [seed] * len(states)),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return states
+
+
+@pytest.mark.parametrize("kernels", [None, *KERNEL_DEVICES])
+def test_generators_of_cuda_are_put_back_also_where_cuda_stands_for_the_cpu(
+    kernels, cuda_generators
+):
+    with pretended(kernels=kernels) if kernels else contextlib.nullcontext():
+        with seeded(7):
+            assert cuda_generators == [7, 7]
+            if kernels:
+                assert (
+                    torch.empty(1, device="cuda").device.type == "cpu"
+                )  # CUDA is the CPU, as before
+        assert cuda_generators == [3, 5]
+        with contextlib.suppress(KeyError), generators_kept():
+            cuda_generators[1] = 9
+            raise KeyError
+        assert cuda_generators == [3, 5]
+
+
+def test_a_module_draws_from_no_generator_of_cuda_where_cuda_stands_for_the_cpu(cuda_generators):
+    with pretended():
+        assert len(generator_states(nn.Linear(2, 2, device="cuda"))) == 1
+
+
+def test_a_step_is_estimated_on_a_machine_with_cuda(cuda_generators):
+    with Sketch(transformer(depth=2, dim=32), kernels="cuda") as sketch:
+        assert sketch.step(2, change=recompute_blocks).peak_bytes < sketch.step(2).peak_bytes
+    assert cuda_generators == [3, 5]

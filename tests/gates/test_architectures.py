@@ -1,0 +1,144 @@
+"""Gates on architectures that they once failed on without a fault of theirs: experts, convolutions, dropped layers.
+
+python -m pytest tests/gates/test_architectures.py
+"""
+
+import pytest
+import torch
+import transformers as hf
+
+from curry_train.gates import discover
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.workload import Case
+
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
+IDS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def words(model):
+    tokens = torch.randint(3, 64, (4, 16))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def mixtral():
+    config = hf.MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2
+    )
+    return words(hf.MixtralForCausalLM(config))
+
+
+def gpt_oss():
+    more = dict(
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+    )
+    return words(hf.GptOssForCausalLM(hf.GptOssConfig(**SIZES | IDS, **more)))
+
+
+def mamba():
+    config = hf.MambaConfig(vocab_size=64, hidden_size=32, state_size=8, num_hidden_layers=2, **IDS)
+    return words(hf.MambaForCausalLM(config))
+
+
+def bloom():
+    return words(
+        hf.BloomForCausalLM(
+            hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=2, **IDS)
+        )
+    )
+
+
+def opt_that_drops_layers():
+    sizes = dict(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=2
+    )
+    return words(
+        hf.OPTForCausalLM(hf.OPTConfig(**sizes, word_embed_proj_dim=32, layerdrop=0.5, **IDS))
+    )
+
+
+def vit():
+    sizes = SIZES | {"image_size": 16, "patch_size": 4}
+    del sizes["vocab_size"]
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes)), {
+        "pixel_values": torch.randn(4, 3, 16, 16)
+    }
+
+
+def clip():
+    text = dict(SIZES, max_position_embeddings=16, **IDS)
+    vision = {key: size for key, size in SIZES.items() if key != "vocab_size"} | {
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    tokens = torch.randint(3, 64, (4, 8))
+    return hf.CLIPModel(config), {
+        "input_ids": tokens,
+        "pixel_values": torch.randn(4, 3, 16, 16),
+        "return_loss": True,
+    }
+
+
+class Unused(torch.nn.Module):
+    """Has a parameter that eval mode does not use, as a model that masks its input in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mask = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.layer(x * self.mask if self.training else x)
+
+
+def unused():
+    return Unused(), torch.randn(4, 4)
+
+
+def verdicts(factory, *names):
+    case = Case(load_workload(f"{__file__}:{factory}"))
+    return {gate.name: gate.run(case) for gate in discover() if gate.name in names}
+
+
+@pytest.mark.parametrize(
+    ("factory", "names"),
+    [
+        ("mixtral", ["memory-plan/estimate", "sac/products"]),
+        ("mamba", ["sac/products"]),
+        ("bloom", ["recompute/profiler"]),
+        ("vit", ["memory-plan/estimate"]),
+        (
+            "opt_that_drops_layers",
+            [
+                "recompute/memory",
+                "recompute/flops",
+                "recompute/profiler",
+                "recompute/off",
+                "sac/products",
+            ],
+        ),
+        ("unused", ["grad-accum/two-ranks"]),
+    ],
+)
+def test_they_hold(factory, names):
+    found = verdicts(factory, *names)
+    assert set(found) == set(names)
+    assert {name: verdict for name, verdict in found.items() if not verdict.passed} == {}
+
+
+def test_a_loss_that_couples_samples_can_not_be_accumulated_and_no_gate_says_that_it_was():
+    names = ["equal", "uneven", "short-window", "once", "two-ranks"]
+    found = verdicts("clip", *[f"grad-accum/{name}" for name in names])
+    assert {verdict.passed for verdict in found.values()} == {None}
+    assert all("couples samples" in verdict.hint for verdict in found.values())
+
+
+def test_a_block_that_writes_over_its_outputs_is_no_matter_of_a_policy():
+    (verdict,) = verdicts("gpt_oss", "sac/products").values()
+    assert verdict.passed is None
+    assert "overwrites in place an output" in verdict.hint

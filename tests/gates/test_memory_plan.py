@@ -1,0 +1,180 @@
+"""Tests of the chunked-loss gates: they hold on real workloads and fail on planted faults.
+
+python -m pytest tests/gates/test_memory_plan.py
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.gates import memory_plan
+from curry_train.primitives import apply_chunked_loss, chunked_loss
+from curry_train.primitives.cross_entropy import chunked_cross_entropy
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case, Workload
+
+CHECKS = {gate.name: gate.check for gate in memory_plan.CHUNKED_LOSS_GATES}
+CLASSES = 256
+IGNORED = -100
+
+
+def targets_of(size):
+    """Masks all but one target in the first rows, and none in the last rows."""
+    targets = torch.randint(CLASSES, (size, 8))
+    return targets.masked_fill(
+        torch.arange(8) > 7 * (torch.arange(size)[:, None] >= size // 2), IGNORED
+    )
+
+
+class Model(nn.Module):
+    """An embedding and a head with a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 16)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.table(tokens)))
+
+
+BIASED = Workload(
+    "biased",
+    Model,
+    lambda size: (torch.randint(CLASSES, (size, 8)), targets_of(size)),
+    lambda module, batch: (
+        F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten()) * len(batch[0])
+    ),
+)
+READ = replace(
+    BIASED, name="read", loss=lambda module, batch: module(batch[0]).log_softmax(-1).square().sum()
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_gates_hold_on_built_in_workloads(name, check):
+    verdict = CHECKS[check](Case(load_workload(name)))
+    assert verdict.passed is (True if name == "transformer" else None), verdict
+    if name != "transformer":
+        assert "no output layer" in verdict.hint
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "workload", [BIASED, transformer(depth=8, dropout=0.1, length=16)], ids=lambda w: w.name
+)
+def test_gates_hold_with_a_bias_and_dropout_in_both_precisions(device, dtype, workload):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for check in CHECKS.values():
+        verdict = check(Case(workload, device=torch.device(device), dtype=dtype))
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_gates_do_not_apply_where_the_loss_reads_the_logits(check):
+    verdict = CHECKS[check](Case(READ))
+    assert verdict.passed is None, verdict
+    assert "all logits made for log_softmax" in verdict.hint
+
+
+# The saboteurs.
+
+
+def no_op(model, *, head=None, chunk_tokens=None):
+    return ["head"]
+
+
+def one_chunk(model, *, head=None, chunk_tokens=None):
+    return apply_chunked_loss(model, head=head, chunk_tokens=2**30)
+
+
+def in_parts(rows, targets, chunk_tokens):
+    size = chunk_tokens or len(targets)
+    return zip(rows.split(size), targets.split(size), strict=True)
+
+
+def divisor(targets, reduction):
+    return (targets != IGNORED).sum() if reduction == "mean" else 1
+
+
+def mean_of_means(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
+    """Divides each chunk by its own number of unmasked targets, which differ."""
+    chunks = in_parts(rows, targets, chunk_tokens)
+    losses = [
+        chunked_cross_entropy(row, weight, target, bias=bias, **options) for row, target in chunks
+    ]
+    return torch.stack(losses).nanmean()
+
+
+def without_bias(rows, weight, targets, *, bias, **options):
+    return chunked_cross_entropy(rows, weight, targets, bias=bias.detach(), **options)
+
+
+def last_chunk_left_out(rows, weight, targets, *, chunk_tokens, **options):
+    whole = len(targets) // (chunk_tokens or 1) * (chunk_tokens or 1)
+    return chunked_cross_entropy(
+        rows[:whole], weight, targets[:whole], chunk_tokens=chunk_tokens, **options
+    )
+
+
+def chunks_kept(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
+    """Holds every chunk's logits until backward."""
+    chunks = in_parts(rows, targets, chunk_tokens)
+    total = sum(part_loss(row, target, weight, bias) for row, target in chunks)
+    return total / divisor(targets, reduction)
+
+
+def computed_again(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
+    """Recomputes chunks with plain checkpointing: correct, but the head's product runs twice."""
+    chunks = in_parts(rows, targets, chunk_tokens)
+    losses = [
+        checkpoint(part_loss, row, target, weight, bias, use_reentrant=False)
+        for row, target in chunks
+    ]
+    return sum(losses) / divisor(targets, reduction)
+
+
+def part_loss(rows, targets, weight, bias):
+    return F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("check", "saboteur", "in_hint"),
+    [
+        (memory_plan.chunked_loss, no_op, "the logits stay whole"),
+        (memory_plan.chunked_memory, no_op, "all logits"),
+        (memory_plan.chunked_memory, one_chunk, "all logits"),
+    ],
+)
+def test_gate_catches(check, saboteur, in_hint, dtype):
+    verdict = check(Case(BIASED, dtype=dtype), apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert in_hint in verdict.hint, verdict
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("check", "saboteur", "in_hint"),
+    [
+        (memory_plan.chunked_loss, mean_of_means, "a divisor"),
+        (memory_plan.chunked_loss, without_bias, "gradient head.bias: differs in kind"),
+        (memory_plan.chunked_loss, last_chunk_left_out, "a term"),
+        (memory_plan.chunked_loss, computed_again, "runs again"),
+        (memory_plan.chunked_loss, chunks_kept, "the logits stay whole"),
+        (memory_plan.chunked_memory, chunks_kept, "all logits"),
+    ],
+)
+def test_gate_catches_a_wrong_loss(check, saboteur, in_hint, dtype, monkeypatch):
+    monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", saboteur)
+    verdict = check(Case(BIASED, dtype=dtype))
+    assert verdict.passed is False, verdict
+    assert in_hint in verdict.hint, verdict

@@ -1,0 +1,90 @@
+"""Ranks return what they computed, fail as one, and their gradient syncs are counted.
+
+python -m pytest tests/gates/test_ranks.py
+"""
+
+import os
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.gates import fixtures
+from curry_train.gates.fixtures import GradientSyncs, load_function, run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def new_interpreters(monkeypatch):
+    """And none that has imported torch already, as in the other tests."""
+    monkeypatch.setattr(fixtures, "PYTHON_EXECUTABLE", sys.executable)
+
+
+def counted_syncs(scale):
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    with GradientSyncs() as none, model.no_sync():
+        model(torch.ones(1, 4)).sum().backward()
+    with GradientSyncs() as one:
+        model(torch.ones(1, 4)).sum().backward()
+        dist.all_reduce(torch.ones(1))  # outside a backward: not a gradient's
+    return {
+        "rank": dist.get_rank(),
+        "scaled": scale * dist.get_rank(),
+        "syncs": [none.num_calls, one.num_calls],
+    }
+
+
+def fails_on_one_rank():
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 does not like it")
+    dist.barrier()
+
+
+def test_each_rank_returns_its_own_and_syncs_are_counted():
+    answers = run_on_ranks(f"{__file__}:counted_syncs", scale=3)
+    assert answers == [{"rank": rank, "scaled": 3 * rank, "syncs": [0, 1]} for rank in range(2)]
+
+
+def test_a_rank_that_fails_is_told_with_its_words():
+    with pytest.raises(RuntimeError, match="rank 1: ValueError: rank 1 does not like it"):
+        run_on_ranks(f"{__file__}:fails_on_one_rank", timeout=60)
+
+
+def test_functions_are_found_by_module_and_by_file():
+    assert load_function("json:dumps")({}) == "{}"
+    assert load_function(f"{__file__}:fails_on_one_rank").__name__ == "fails_on_one_rank"
+
+
+def dies_without_a_word():
+    if dist.get_rank() == 1:
+        os.write(2, b"out of fuel\n")
+        os._exit(3)
+    dist.barrier()
+
+
+def never_ends():
+    time.sleep(60)
+
+
+def test_a_rank_that_dies_ends_the_others_and_its_last_line_is_told():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="out of fuel"):
+        run_on_ranks(f"{__file__}:dies_without_a_word", timeout=60)
+    assert time.monotonic() - start < 40
+
+
+def test_ranks_that_never_end_are_stopped():
+    with pytest.raises(RuntimeError, match="did not end within 3 s"):
+        run_on_ranks(f"{__file__}:never_ends", timeout=3)
+
+
+def test_ranks_have_the_variables_that_torchrun_sets():
+    answers = run_on_ranks(f"{__file__}:variables")
+    assert answers == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+
+
+def variables():
+    return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]

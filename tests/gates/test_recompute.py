@@ -1,0 +1,367 @@
+"""Tests of the recompute gates: they hold on real workloads and fail on planted faults.
+
+python -m pytest tests/gates/test_recompute.py
+"""
+
+import random
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.core.blocks import find_blocks
+from curry_train.gates import recompute
+from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.plan.profiler import MemoryProfiler
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case, Workload
+
+# The gates hold on the right implementation.
+
+
+CHECKS = {gate.name: gate.check for gate in recompute.RECOMPUTE_GATES}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_gates_hold_on_built_in_workloads(name, check):
+    verdict = CHECKS[check](Case(load_workload(name)))
+    if verdict.passed is None:
+        assert name in ("snn", "mlp"), verdict
+    else:
+        assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    case = Case(transformer(dropout=0.1, depth=2), device=torch.device(device), dtype=dtype)
+    for check in CHECKS.values():
+        verdict = check(case)
+        assert verdict.passed is not False, verdict
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale)
+
+
+def test_flops_do_not_hold_where_there_is_nothing_to_count():
+    workload = Workload(
+        "no products",
+        lambda: nn.Sequential(Scale(), Scale()),
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).sum(),
+    )
+    assert recompute.recomputed_flops(Case(workload)).passed is None
+    assert recompute.recompute_parity(Case(workload), strategy="full").passed
+
+
+# Saboteurs that are faulty techniques.
+
+
+def patched(around):
+    """Build a technique that replaces each block's forward with `around(forward, *args)`."""
+
+    def apply(module, sample):
+        names = list(find_blocks(module, sample.blocks))
+        for name in names:
+            block = module.get_submodule(name)
+            block.forward = lambda *args, run=block.forward, **kwargs: around(run, *args, **kwargs)
+        return names
+
+    return apply
+
+
+def rerun(run, *args, **kwargs):
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def drifting(run, *args, **kwargs):
+    passes = []
+
+    def changed(*args, **kwargs):
+        passes.append(None)
+        return run(*args, **kwargs) * (1.0 + 0.01 * (len(passes) - 1))
+
+    return checkpoint(changed, *args, use_reentrant=False, **kwargs)
+
+
+def no_op(module, sample):
+    return list(find_blocks(module, sample.blocks))
+
+
+def first_block_only(module, sample):
+    return recompute_blocks(module, blocks=next(iter(find_blocks(module))))
+
+
+def no_generator_kept(module, sample):
+    return recompute_blocks(module, preserve_rng_state=False)
+
+
+def wrapped_twice(module, sample):
+    names = recompute_blocks(module)
+    patched(rerun)(module, sample)
+    return names
+
+
+def too_many_names(module, sample):
+    return [*first_block_only(module, sample), *list(find_blocks(module))[1:]]
+
+
+detached = patched(lambda run, x, *args: run(x.detach().requires_grad_(), *args))
+statistics_twice = patched(rerun)
+always = patched(rerun)
+value_drift = patched(drifting)
+reentrant = patched(lambda run, *args: checkpoint(run, *args, use_reentrant=True))
+
+
+class DoubleCounting(MemoryProfiler):
+    def profile(self, *args, **kwargs):
+        report = super().profile(*args, **kwargs)
+        for layer in report.layers:
+            object.__setattr__(layer, "bytes", 2 * layer.bytes)
+        return report
+
+
+class WithoutBoundaries(MemoryProfiler):
+    def profile(self, *args, **kwargs):
+        report = super().profile(*args, **kwargs)
+        for layer in report.layers:
+            object.__setattr__(layer, "boundary_bytes", -layer.bytes)
+        return report
+
+
+def parity(case, *, apply):
+    return recompute.recompute_parity(case, strategy="full", apply=apply)
+
+
+def profiler(case, *, apply):
+    return recompute.profiler(case, profiled=apply)
+
+
+FROZEN_START = Workload(
+    "frozen start",
+    lambda: nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
+    ),
+    lambda size: torch.randn(size, 8),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+@pytest.mark.parametrize(
+    ("check", "saboteur", "workload", "in_hint"),
+    [
+        (recompute.recompute_memory, no_op, "transformer", "too little is recomputed"),
+        (recompute.recompute_memory, first_block_only, "transformer", "too little is recomputed"),
+        (parity, no_op, "transformer", "nothing ran twice or was freed"),
+        (
+            parity,
+            no_generator_kept,
+            transformer(dropout=0.1),
+            "computes another value|preserve_rng_state",
+        ),
+        (parity, detached, "transformer", "gets no gradient|another value"),
+        (parity, value_drift, "resnet", "buffer|computes another value"),
+        (parity, statistics_twice, "resnet", "updates buffer"),
+        (parity, reentrant, FROZEN_START, "gets no gradient"),
+        (recompute.recomputed_flops, no_op, "transformer", "not recomputed exactly once"),
+        (recompute.recomputed_flops, wrapped_twice, "transformer", "not recomputed exactly once"),
+        (recompute.recomputed_flops, too_many_names, "transformer", "not recomputed exactly once"),
+        (recompute.off, always, "transformer", "only while module.training"),
+        (recompute.off, value_drift, "transformer", "only while module.training"),
+        (profiler, DoubleCounting, "transformer", "counted twice"),
+        (profiler, WithoutBoundaries, "transformer", "wrong layer"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gate_catches(check, saboteur, workload, in_hint):
+    case = Case(load_workload(workload) if isinstance(workload, str) else workload)
+    verdict = check(case, apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert any(text in verdict.hint for text in in_hint.split("|")), verdict
+
+
+def list_of(make, call=lambda layer, x: layer(x)):
+    """Build a model that runs a ModuleList of three layers."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([make() for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = call(layer, x)
+            return x
+
+    return Workload(
+        "list",
+        Chain,
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).square().sum(),
+    )
+
+
+@pytest.mark.parametrize("apply", [None, no_op], ids=["recompute", "no-op"])
+def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(apply):
+    case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="layers.*")
+    for strategy in ("full", "selective"):
+        verdict = recompute.recompute_parity(case, strategy=strategy, apply=apply)
+        assert verdict.passed is None, verdict
+    assert "checkpoint of each block frees nothing" in parity(case, apply=apply).hint
+
+
+def past_the_block(layer, x):
+    return nn.functional.gelu(nn.functional.linear(x, layer[0].weight, layer[0].bias))
+
+
+@pytest.mark.parametrize(
+    ("workload", "saboteur"),
+    [
+        # Recompute would free memory.
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())), no_op),
+        # Recompute would free nothing, but run the block again.
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), no_op),
+        # The block never runs.
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), past_the_block), None),
+        (list_of(lambda: nn.Linear(8, 8), lambda layer, x: x * layer.weight.sum()), None),
+    ],
+    ids=["gelu", "relu", "bypassed", "lone and bypassed"],
+)
+def test_doing_nothing_fails_wherever_something_can_be_done_or_the_block_does_not_run(
+    workload, saboteur
+):
+    verdict = parity(Case(workload, blocks="layers.?"), apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert "nothing ran twice or was freed" in verdict.hint
+
+
+@pytest.mark.parametrize("gate", recompute.RECOMPUTE_GATES, ids=lambda gate: gate.name)
+def test_what_a_model_of_lone_layers_repeats_is_said(gate):
+    verdict = gate.run(Case(list_of(lambda: nn.Linear(8, 8))))
+    assert verdict.passed is None, verdict
+    assert "lone layers" in verdict.hint or "nothing worth changing" in verdict.hint
+
+
+# Saboteurs that are models: right without recompute, wrong with it.
+
+
+class Faulty(nn.Module):
+    """A block that `disturb` makes unfit for recompute."""
+
+    def __init__(self, disturb):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.disturb = disturb
+        self.cache = []
+        self.calls = 0
+
+    def forward(self, x):
+        return x + torch.sin(self.disturb(self, torch.sigmoid(self.inner(x))))
+
+
+def python_random(block, x):
+    return x * random.random()
+
+
+def numpy_random(block, x):
+    return x * float(numpy.random.rand())
+
+
+def growing_cache(block, x):
+    keys = torch.cat([*block.cache, x])
+    block.cache.append(x.detach())
+    return torch.sigmoid(keys).mean(0) * x
+
+
+def counter(block, x):
+    block.calls += 1
+    return x * block.calls
+
+
+def routing(block, x):
+    block.calls += 1
+    return torch.sigmoid(x[: len(x) // block.calls]).sum(0) * x
+
+
+@pytest.mark.parametrize(
+    ("disturb", "in_hint"),
+    [
+        (python_random, "draws from python's generator"),
+        (numpy_random, "draws from numpy's generator"),
+        (growing_cache, "computes other tensors the second time"),
+        (counter, "keeps state between calls"),
+        (routing, "computes other tensors the second time"),
+    ],
+)
+def test_parity_names_the_block_that_is_unfit(disturb, in_hint):
+    def build():
+        clean = [Faulty(lambda block, x: x) for _ in range(2)]
+        return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(clean)[0], Faulty(disturb), clean[1])
+
+    workload = Workload(
+        "unfit", build, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
+    )
+    verdict = recompute.recompute_parity(Case(workload), strategy="full")
+    assert verdict.passed is False, verdict
+    assert verdict.hint.startswith("2 "), verdict
+    assert in_hint in verdict.hint
+
+
+# Recompute is applied before DDP and FSDP2, and changes nothing else.
+
+
+def gradients_on_ranks():
+    workload = load_workload("transformer")
+    case = Case(workload)
+    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        syncs = []
+        gradients = []
+        for technique in (lambda model: [], recompute_blocks):
+            model = case.build()
+            technique(model)
+            if kind == "ddp":
+                model = DistributedDataParallel(model)
+            else:
+                mesh = init_device_mesh("cpu", (2,))
+                for layer in model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            for _ in range(2):
+                model.zero_grad()
+                with GradientSyncs() as counted:
+                    workload.mean_loss(model, batch).backward()
+            syncs.append(counted.num_calls)
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
+        found[kind] = [
+            syncs,
+            max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
+        ]
+    return found
+
+
+def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
+    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
+        for syncs, difference in found.values():
+            assert syncs[0] == syncs[1] > 0
+            assert difference == 0.0

@@ -1,0 +1,402 @@
+"""Tests of the SAC gates: they hold on real workloads and fail on planted faults.
+
+python -m pytest tests/gates/test_sac.py
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from curry_train.core.blocks import find_blocks
+from curry_train.gates import sac
+from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.verdict import Gate
+from curry_train.primitives.regions import apply_regions
+from curry_train.primitives.sac import apply_sac
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case, Workload
+
+aten = torch.ops.aten
+CHECKS = {gate.name: gate.run for gate in sac.GATES}
+
+# The gates hold on the right implementation.
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_gates_hold_on_built_in_workloads(name, check):
+    verdict = CHECKS[check](Case(load_workload(name)))
+    assert verdict.passed in ((True,) if name == "transformer" else (True, None)), verdict
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    case = Case(transformer(dropout=0.1, depth=2), device=torch.device(device), dtype=dtype)
+    for check in CHECKS.values():
+        verdict = check(case)
+        assert verdict.passed is not False, verdict
+
+
+# The saboteurs.
+
+
+def torch_policy(policy):
+    """Build a technique: torch's selective checkpointing with this policy or list, unchecked."""
+
+    def apply(model, ignored=None, *, blocks=None):
+        names = list(find_blocks(model, getattr(ignored, "blocks", blocks)))
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        for name in names:
+            block = model.get_submodule(name)
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+            )
+        return names
+
+    return apply
+
+
+def any_policy(model, policy, *, blocks=None):
+    """`apply_sac` without its checks."""
+    return torch_policy(policy if callable(policy) else [aten.linear.default])(model, blocks=blocks)
+
+
+def miscounting():
+    """Counts products over all blocks, and over the first run and the recompute together."""
+    seen = [0]
+
+    def policy(context, operation, *args, **kwargs):
+        if operation not in (aten.mm.default, aten.addmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[0] += 1
+        return CheckpointPolicy.MUST_SAVE if seen[0] % 3 == 1 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def miscounted(model, policy, *, blocks=None):
+    return torch_policy(miscounting())(model, blocks=blocks)
+
+
+def keeps_drawn(context, operation, *args, **kwargs):
+    return operation in (aten.mm.default, aten.randn_like.default)
+
+
+def no_op(model, ignored=None, *, blocks=None):
+    return list(find_blocks(model, getattr(ignored, "blocks", blocks)))
+
+
+def detached(model, *ignored, **also_ignored):
+    names = apply_sac(model)
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: (args[0].detach(), *args[1:])
+        )
+    return names
+
+
+def reads_changed_boundary(model, *ignored, **also_ignored):
+    """Regions whose input is overwritten, undetected, after the block has read it."""
+    names = apply_regions(model)
+
+    def write_over(module, args, output):
+        args[0].data.mul_(1.5)  # .data does not raise the version counter
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(write_over)
+    return names
+
+
+def regions_of_everything(model, *, blocks=None):
+    """Recomputes all of a block, including its products."""
+    return torch_policy([aten._softmax.default])(model, blocks=blocks)
+
+
+class Noisy(nn.Module):
+    """Draws before and after a product: if the first draw is saved, the second is shifted."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        noisy = torch.sin(self.linear(x + 0.5 * torch.randn_like(x)))
+        return x + F.dropout(noisy, 0.5) * noisy
+
+
+NOISY = Workload(
+    "noisy",
+    lambda: nn.Sequential(*[Noisy() for _ in range(3)]),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+class ThreeProducts(nn.Module):
+    """Products of one shape, so that a saved output fits in the place of another.
+
+    The last product is never recomputed.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for linear in self.linears[:2]:
+            x = x + torch.sin(linear(x))
+        return self.linears[2](x)
+
+
+SQUARE = Workload(
+    "square",
+    lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+class Shared(nn.Module):
+    """Blocks that share one weight under autocast, which casts it once for all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(16, 16, bias=False), nn.SiLU()) for _ in range(3)]
+        )
+        for layer in self.layers:
+            layer[0].weight = self.layers[0][0].weight
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x)
+        return x.float()
+
+
+SHARED = Workload(
+    "shared",
+    Shared,
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+def parity(case, *, apply):
+    return sac.sac_parity(case, strategy="sac", apply=apply)
+
+
+def keeps_casts(context, operation, *args, **kwargs):
+    return operation in (aten.mm.default, aten._to_copy.default)
+
+
+@pytest.mark.parametrize(
+    ("check", "saboteur", "workload", "in_hint"),
+    [
+        (parity, no_op, "transformer", "nothing ran twice or was freed"),
+        (parity, detached, "transformer", "gets no gradient"),
+        (parity, torch_policy(keeps_drawn), NOISY, "computes another value"),
+        (parity, reads_changed_boundary, "transformer", "computes another value"),
+        (sac.products, no_op, "transformer", "names operations that never run"),
+        (sac.products, any_policy, "transformer", "names operations that never run"),
+        (sac.products, miscounted, SQUARE, "counts the second"),
+        (sac.regions, no_op, "transformer", "nothing is freed"),
+        (sac.regions, regions_of_everything, "transformer", "a product runs again"),
+        (
+            sac.regions,
+            torch_policy([aten.mm.default, aten.bmm.default]),
+            "transformer",
+            "a dispatch mode is on",
+        ),
+        (
+            sac.refusals,
+            any_policy,
+            "transformer",
+            "matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD",
+        ),
+        (sac.refusals, no_op, "transformer", "matches nothing"),
+    ],
+)
+def test_gate_catches(check, saboteur, workload, in_hint):
+    case = Case(load_workload(workload) if isinstance(workload, str) else workload)
+    verdict = check(case, apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert in_hint in verdict.hint, verdict
+
+
+class Lone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+LONE = Workload(
+    "lone",
+    Lone,
+    lambda size: torch.randn(size, 8),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+@pytest.mark.parametrize("apply", [None, no_op], ids=["sac", "no-op"])
+@pytest.mark.parametrize("strategy", ["sac", "sac_every_second", "regions"])
+def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(strategy, apply):
+    verdict = sac.sac_parity(Case(LONE, blocks="layers.*"), strategy=strategy, apply=apply)
+    assert verdict.passed is None, verdict
+
+
+@pytest.mark.parametrize(
+    ("check", "saboteur"),
+    [(sac.products, any_policy), (sac.refusals, any_policy), (sac.refusals, no_op)],
+)
+def test_policies_are_for_the_blocks_that_were_named(check, saboteur):
+    # Without a pattern this model has no blocks, which is an error of its own.
+    case = Case(LONE, blocks="layers.*")
+    assert check(case).passed
+    assert check(case, apply=saboteur).passed is False
+
+
+@pytest.mark.skipif(
+    torch.__version__ >= "2.13", reason="torch 2.13 calls a policy only in the first run"
+)
+def test_parity_catches_a_policy_that_counts_both_runs():
+    verdict = parity(Case(SQUARE), apply=torch_policy(miscounting()))
+    assert verdict.passed is False
+    assert "computes another value" in verdict.hint
+
+
+def test_a_policy_that_counts_both_runs_is_right_here():
+    def apply(model, sample):
+        return apply_sac(model, miscounting(), blocks=sample.blocks)
+
+    verdict = parity(Case(SQUARE), apply=apply)
+    assert verdict.passed, verdict
+
+
+def test_parity_catches_a_shared_weight_under_autocast():
+    verdict = Gate("sac/parity", functools.partial(parity, apply=torch_policy(keeps_casts))).run(
+        Case(SHARED)
+    )
+    assert verdict.passed is False, verdict
+    assert parity(Case(SHARED), apply=None).passed
+
+
+def test_random_operations_are_replayed_though_a_policy_names_them():
+    def apply(model, sample):
+        return apply_sac(model, ["aten.mm", "aten.randn_like"], blocks=sample.blocks)
+
+    assert parity(Case(NOISY), apply=apply).passed
+
+
+# SAC is applied before DDP and FSDP2, and changes nothing else.
+
+
+def gradients_on_ranks():
+    workload = load_workload("transformer")
+    case = Case(workload)
+    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        syncs = []
+        gradients = []
+        for technique in (lambda model: [], apply_sac, apply_regions):
+            model = case.build()
+            technique(model)
+            if kind == "ddp":
+                model = DistributedDataParallel(model)
+            else:
+                mesh = init_device_mesh("cpu", (2,))
+                for layer in model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            for _ in range(2):
+                model.zero_grad()
+                with GradientSyncs() as counted:
+                    workload.mean_loss(model, batch).backward()
+            syncs.append(counted.num_calls)
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
+        worst = [largest_difference(gradients[0], other) for other in gradients[1:]]
+        found[kind] = [syncs, worst]
+    return found
+
+
+def largest_difference(gradients, others):
+    return max((a - b).abs().max().item() for a, b in zip(gradients, others, strict=True))
+
+
+def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
+    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
+        for syncs, worst in found.values():
+            assert syncs[0] == syncs[1] == syncs[2] > 0
+            assert worst == [0.0, 0.0]
+
+
+class Reducing(nn.Module):
+    """A block with a collective of its own, as under tensor parallelism."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        total = torch.distributed._functional_collectives.all_reduce(
+            torch.sin(self.linear(x)).detach(), "sum", dist.group.WORLD
+        )
+        return x + torch.sin(self.linear(x) * total)
+
+
+def collectives_on_ranks():
+    calls = []
+    gradients = []
+    reduce = torch.ops._c10d_functional.all_reduce.default
+    for policy in (None, "save_expensive", ["aten.mm"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Reducing() for _ in range(2)])
+        if policy:
+            apply_sac(model, policy)
+        with Counted(reduce) as counted:
+            model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
+        calls.append(counted.calls)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    equal = [all(map(torch.equal, gradients[0], other)) for other in gradients[1:]]
+    return [calls, equal]
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is self.operation
+        return func(*args, **(kwargs or {}))
+
+
+def test_collectives_are_kept_or_run_again_on_all_ranks():
+    for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
+        assert calls == [2, 2, 4]
+        assert equal == [True, True]

@@ -1,0 +1,71 @@
+"""`make` and `.ci/run` say what is wrong and end non-zero: an older Python, a failing part, tests that did not run.
+
+Run: `python -m pytest tests/house/test_make.py`.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from house import ROOT
+
+# Stands for pytest: leaves the report that PYTEST_ADDOPTS asks for.
+REPORTING = """
+echo '<testsuite tests="{passed}" skipped="0" failures="0" errors="0"/>' >"${{PYTEST_ADDOPTS#--junitxml=}}"
+exit {status}
+"""
+ALL_RIGHT = REPORTING.format(passed=9999, status=0)
+
+
+def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    told = os.environ | environment
+    return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=60)
+
+
+def test_an_older_python_is_refused_in_one_line(tmp_path):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python3"
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1 && exit\n[ "$1" = -c ] && exit 1\n'
+    )
+    python.chmod(0o755)
+    done = run(["make", "test"], tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert said == [
+        "curry-train needs Python 3.11 or newer and python3 is Python 3.10.1: "
+        "put a newer one first on PATH, or name one that has everything with make PYTHON=/path/to/python"
+    ]
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_every_target_of_make_is_told_in_its_help():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
+    told = [line.split()[0] for line in run(["make", "help"], ROOT).stdout.splitlines()]
+    assert sorted(told) == sorted(phony.split()[1:])
+
+
+@pytest.mark.parametrize(
+    ("test", "static", "expected"),
+    [
+        pytest.param(ALL_RIGHT, "true", 0, id="all right"),
+        pytest.param(REPORTING.format(passed=9999, status=1), "true", 1, id="a test fails"),
+        pytest.param(ALL_RIGHT, "false", 1, id="another check fails"),
+        pytest.param(
+            REPORTING.format(passed=1, status=0), "true", 1, id="discovery lost the tests"
+        ),
+        pytest.param("true", "true", 1, id="pytest never ran"),
+        pytest.param(f"read line || exit 1\n{ALL_RIGHT}", "true", 1, id="a question is asked"),
+    ],
+)
+def test_ci_fails_when_any_part_does(tmp_path, test, static, expected):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    (tmp_path / "test.sh").write_text(test)
+    (tmp_path / "Makefile").write_text(f"test:\n\t@sh test.sh\nstatic:\n\t@{static}\n")
+    assert run([".ci/run"], tmp_path).returncode == expected

@@ -1,0 +1,122 @@
+"""The forked `python` of the tests runs a file, a module and a text as a new interpreter does.
+
+python -m pytest tests/house/test_warm_python.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from warm_python import warm_python
+
+SEES = (
+    "import json, os, sys; "
+    "print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get('MINE'), __name__, 'curry_train' in sys.modules])); "
+    "print('error', file=sys.stderr); print(sys.stdin.read(), end=''); import beside; beside.say()"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A program in three forms, and a module that it finds beside it."""
+    (tmp_path / "program.py").write_text(SEES.replace("; ", "\n"))
+    (tmp_path / "beside.py").write_text("def say(): print('beside')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "how", [["program.py"], ["-m", "program"], ["-c", SEES]], ids=lambda how: how[0]
+)
+def test_it_sees_and_says_what_a_new_interpreter_does(folder, how):
+    options = dict(
+        cwd=folder, env=os.environ | {"MINE": "1"}, input="in\n", capture_output=True, text=True
+    )
+    warm, new = (
+        subprocess.run([python, *how, "a", "--b"], **options)
+        for python in (warm_python(), sys.executable)
+    )
+    assert (warm.returncode, warm.stdout, warm.stderr) == (new.returncode, new.stdout, new.stderr)
+    assert json.loads(warm.stdout.splitlines()[0]) == [
+        ["a", "--b"],
+        str(folder),
+        "1",
+        "__main__",
+        False,
+    ]
+    assert warm.stdout.splitlines()[1:] == ["in", "beside"]
+
+
+def test_modules_of_pythonpath_come_before_what_is_installed(folder):
+    (folder / "yes").mkdir()
+    (folder / "yes" / "curry_train.py").write_text("print('mine')\n")
+    words, environment = (
+        [warm_python(), "-c", "import curry_train"],
+        os.environ | {"PYTHONPATH": "yes"},
+    )
+    assert (
+        subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True).stdout
+        == "mine\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('said')", 1),
+        ("1 / 0", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import atexit; atexit.register(print, 'end')", 0),
+    ],
+)
+def test_it_ends_as_a_new_interpreter_does(text, status):
+    warm, new = (
+        subprocess.run([python, "-c", text], capture_output=True, text=True)
+        for python in (warm_python(), sys.executable)
+    )
+    assert warm.returncode == new.returncode == status
+    assert warm.stdout == new.stdout
+    assert warm.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
+
+
+def test_processes_do_not_see_each_other():
+    (one, two) = (
+        subprocess.run([warm_python(), "-c", text], capture_output=True, text=True)
+        for text in ("import torch; torch.mine = 1", "import torch; print(hasattr(torch, 'mine'))")
+    )
+    assert (one.returncode, two.stdout) == (0, "False\n")
+
+
+def test_it_computes_backward():
+    """The engine's threads are those of the fork."""
+    text = "import torch; x = torch.ones(3, requires_grad=True); x.square().sum().backward(); print(x.grad.tolist())"
+    done = subprocess.run([warm_python(), "-c", text], capture_output=True, text=True)
+    assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
+
+
+SPAWNS = """
+import multiprocessing
+def twice(number):
+    return 2 * number
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(twice, [3]))
+"""
+
+
+def test_a_script_is_found_by_the_processes_that_it_spawns(tmp_path):
+    """They look from the folder where multiprocessing was imported, which the fork has from before."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spawns.py").write_text(SPAWNS)
+        done = subprocess.run(
+            [warm_python(), "spawns.py"],
+            cwd=tmp_path / name,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout == "[6]\n", done.stderr

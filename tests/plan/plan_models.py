@@ -1,0 +1,99 @@
+"""Small models that plans are made for: equal blocks, blocks of two kinds, frozen ones, a loop, one whose shapes
+depend on values, and Hugging Face's."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.random import seeded
+from curry_train.workloads.workload import Workload, workload_parts
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, width=32):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+        )
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks of several widths between two layers; `times` runs all of them so often."""
+
+    def __init__(self, hidden, times=1, frozen=()):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.blocks, self.times = nn.ModuleList(Block(width) for width in hidden), times
+        for index in frozen:
+            self.blocks[index].requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = block(x)
+        return self.last(x)
+
+
+def net(*hidden, **settings):
+    return Workload(
+        "net",
+        lambda: Net(hidden, **settings),
+        lambda size: torch.randn(size, 64, 8),
+        lambda module, x: module(x).square().sum(),
+    )
+
+
+class Routed(nn.Module):
+    """Sends some rows through each block: its shapes depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            chosen = (x[:, 0] > 0).nonzero()[:, 0]
+            x = x.index_add(0, chosen, layer(x[chosen]))
+        return x
+
+
+ROUTED = Workload(
+    "routed",
+    Routed,
+    lambda size: torch.randn(size, 8),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+def of_hugging_face(build):
+    with seeded(0):
+        parts = workload_parts(build())
+    return Workload(build.__name__, build, parts.batch, parts.loss, parts.count, parts.mask)
+
+
+def llama():
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+    )  # on ranks that plan for other models it takes seconds
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )  # fmt: skip
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    )

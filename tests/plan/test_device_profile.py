@@ -1,0 +1,303 @@
+"""What a planner believes about a device: the formula by hand, figures that can be, and a measurement that repeats.
+
+python -m pytest tests/plan/test_device_profile.py
+"""
+
+import dataclasses
+import json
+import time
+
+import numpy
+import pytest
+import torch
+
+from curry_train.plan import device as module
+from curry_train.plan.device import (
+    PROFILES,
+    DeviceProfile,
+    find_profile,
+    measure_profile,
+    profile_of,
+)
+
+NO_GPU = "needs a CUDA device, and torch sees none"
+GIB = 2**30
+
+
+def plain_profile(**changes):
+    """Ten FLOP/s or twenty, five bytes/s and half a second at least."""
+    profile = DeviceProfile(
+        name="plain",
+        flops_per_second={"float32": 10.0, "bfloat16": 20.0},
+        bytes_per_second=5.0,
+        host_bytes_per_second=None,
+        dispatch_seconds=0.5,
+        sac_seconds=0.25,
+        regions_seconds=0.125,
+        memory_bytes=None,
+        source="measured",
+    )
+    return dataclasses.replace(profile, **changes)
+
+
+@pytest.fixture
+def one_thread():
+    """On a busy machine threads that wait for each other are most of what is measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# The formula.
+
+
+def test_an_operation_takes_the_most_of_its_products_its_bytes_and_its_dispatch():
+    profile = plain_profile()
+    seconds = profile.operation_seconds([100, 0, 0, 100], [0, 100, 0, 1000], dtype="float32")
+    assert isinstance(seconds, numpy.ndarray)
+    assert seconds.tolist() == [10.0, 20.0, 0.5, 200.0]
+    assert profile.operation_seconds([100], [0], dtype="bfloat16").tolist() == [5.0]
+
+
+def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
+    """A formula that adds them to the maximum says 10.25 for the first."""
+    profile = plain_profile()
+    extra = profile.sac_seconds
+    assert profile.operation_seconds(
+        [100, 0], [0, 0], dtype="float32", extra_seconds=extra
+    ).tolist() == [10.0, 0.75]
+    each = profile.operation_seconds([0, 0], 0, dtype="float32", extra_seconds=[0.0, 1.0])
+    assert each.tolist() == [0.5, 1.5]
+
+
+def test_a_dtype_without_a_rate_is_told_which_have_one():
+    with pytest.raises(
+        ValueError,
+        match=r"'plain' has no rate for the dtype 'float64': use one of float32, bfloat16",
+    ):
+        plain_profile().operation_seconds([1], [1], dtype="float64")
+
+
+# The profiles that come with it.
+
+
+def test_the_data_sheets_are_as_published():
+    """Peaks as literals from the sheets; the profile is the peak times the efficiency that the module states."""
+    sheets = {  # float32 and half FLOP/s, bytes/s, bytes/s of the link, GiB
+        "h100": (67e12, 989e12, 3.35e12, 64e9, 80),
+        "h200": (67e12, 989e12, 4.8e12, 64e9, 141),
+        "a100": (19.5e12, 312e12, 2.039e12, 32e9, 80),
+        "l4": (30.3e12, 121e12, 300e9, 32e9, 24),
+        "rtx4090": (82.6e12, 165e12, 1008e9, 32e9, 24),
+    }
+    assert {name for name, profile in PROFILES.items() if profile.source == "data sheet"} == set(
+        sheets
+    )
+    for name, (single, half, bandwidth, link, memory) in sheets.items():
+        profile = PROFILES[name]
+        rates = {"float32": 0.7 * single, "bfloat16": 0.7 * half, "float16": 0.7 * half}
+        assert profile.flops_per_second == pytest.approx(rates)
+        assert profile.bytes_per_second == pytest.approx(0.85 * bandwidth)
+        assert profile.host_bytes_per_second == pytest.approx(0.8 * link)
+        assert profile.memory_bytes == memory * GIB
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_says_nothing_that_can_not_be(name):
+    profile = PROFILES[name]
+    rates = profile.flops_per_second
+    assert profile.name == name
+    assert set(rates) == {"float32", "bfloat16", "float16"}
+    assert 1e9 < min(rates.values()) <= max(rates.values()) < 1e15
+    assert 1e9 < profile.bytes_per_second < 1e13
+    assert 0 < profile.regions_seconds < profile.sac_seconds / 8
+    assert 1e-6 <= profile.dispatch_seconds <= profile.sac_seconds <= 1e-4
+    if name == "cpu":
+        assert (profile.source, profile.host_bytes_per_second, profile.memory_bytes) == (
+            "measured",
+            None,
+            None,
+        )
+    else:
+        assert rates["bfloat16"] == rates["float16"] > rates["float32"]
+        assert 1e9 < profile.host_bytes_per_second < profile.bytes_per_second
+
+
+def test_names_are_found_in_any_spelling_and_others_are_told_the_nearest():
+    assert len(PROFILES) == 6
+    assert find_profile("H100") is PROFILES["h100"]
+    assert find_profile("RTX 4090") is find_profile("rtx-4090") is PROFILES["rtx4090"]
+    with pytest.raises(
+        ValueError,
+        match=r"there is no profile 'h10'. Did you mean 'h100'\? Use one of: h100, h200, a100",
+    ):
+        find_profile("h10")
+    with pytest.raises(
+        ValueError, match=r"there is no profile 'zzz'. Use one of: .*rtx4090, cpu, measured"
+    ):
+        find_profile("zzz")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops_per_second": {}}, "flops_per_second of the profile 'plain' must be a mapping"),
+        (
+            {"flops_per_second": {"float32": 0.0}},
+            "flops_per_second of float32 .* must be a number above 0, got 0.0",
+        ),
+        ({"bytes_per_second": float("nan")}, "bytes_per_second .* got nan"),
+        ({"host_bytes_per_second": -1.0}, "host_bytes_per_second .* got -1.0"),
+        ({"dispatch_seconds": "1"}, "dispatch_seconds .* got '1'"),
+        ({"sac_seconds": -1.0}, "sac_seconds .* must be a number of at least 0, got -1.0"),
+        ({"memory_bytes": 0}, "memory_bytes .* got 0"),
+    ],
+)
+def test_figures_that_can_not_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plain_profile(**changes)
+
+
+# Files.
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_comes_back_from_its_text(name):
+    assert DeviceProfile.from_json(PROFILES[name].to_json()) == PROFILES[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "the profile is not JSON .*: give the text that to_json wrote"),
+        ("[]", "a profile has the fields .* got list"),
+        (json.dumps({"name": "h100"}), r"a profile has the fields .* got \['name'\]"),
+        (json.dumps(json.loads(plain_profile().to_json()) | {"speed": 1}), "got .*'speed'"),
+        (
+            json.dumps(json.loads(plain_profile().to_json()) | {"flops_per_second": 1}),
+            "flops_per_second .* a mapping",
+        ),
+        (
+            json.dumps(json.loads(plain_profile().to_json()) | {"bytes_per_second": None}),
+            "bytes_per_second .* got None",
+        ),
+    ],
+)
+def test_a_text_that_is_no_profile_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        DeviceProfile.from_json(text)
+
+
+# Devices that are there.
+
+
+def test_the_cpu_is_measured_in_seconds_and_again_alike(one_thread):
+    state = torch.random.get_rng_state()
+    start = time.process_time()
+    first = measure_profile("cpu")
+    assert time.process_time() - start < 3
+    second = measure_profile(torch.device("cpu"))
+    assert torch.equal(state, torch.random.get_rng_state())
+    for profile in (first, second):
+        assert profile.source == "measured"
+        assert profile.name == "cpu, 1 threads"
+        assert (profile.host_bytes_per_second, profile.memory_bytes) == (None, None)
+        assert set(profile.flops_per_second) == {"float32", "bfloat16", "float16"}
+        assert 1e9 < profile.flops_per_second["float32"] < 1e12
+        assert min(profile.flops_per_second.values()) > 1e7
+        assert 1e8 < profile.bytes_per_second < 1e12
+        assert 1e-7 < profile.dispatch_seconds < 1e-3
+    assert DeviceProfile.from_json(first.to_json()) == first
+    for what in ("bytes_per_second", "dispatch_seconds"):
+        low, high = sorted((getattr(first, what), getattr(second, what)))
+        assert high < 3 * low
+    for dtype, rate in first.flops_per_second.items():
+        low, high = sorted((rate, second.flops_per_second[dtype]))
+        assert high < 3 * low
+
+
+def test_a_measurement_tells_the_work_from_the_dispatch(one_thread):
+    """A large product takes about what the measured rate says, where a profile of other units would be far off."""
+    profile, side = measure_profile("cpu"), 768
+    left = torch.randn(side, side)
+    seconds = []
+    for _ in range(8):
+        start = time.perf_counter()
+        left @ left
+        seconds.append(time.perf_counter() - start)
+    said = profile.operation_seconds([2 * side**3], [3 * 4 * side**2], dtype="float32")[0]
+    assert said > 10 * profile.dispatch_seconds
+    assert 1 / 4 < said / min(seconds) < 4
+
+
+def test_the_cpu_is_measured_once_for_a_number_of_threads(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        module, "measure_profile", lambda device=None: calls.append(device) or plain_profile()
+    )
+    module._measured_once.cache_clear()
+    assert profile_of("cpu") is profile_of(torch.device("cpu"))
+    assert calls == [torch.device("cpu")]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    profile_of("cpu")
+    assert len(calls) == 2
+    module._measured_once.cache_clear()
+    assert find_profile("Measured") == find_profile("measure") == plain_profile()
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_a_card_with_a_data_sheet_has_its_profile(monkeypatch, card, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    assert profile_of("cuda") is PROFILES[name]
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA L40S",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ],
+)
+def test_a_card_of_a_like_name_is_measured(monkeypatch, card):
+    """Other rates stand behind these names: a search for "H100" or "L4" in them would be up to twice wrong."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
+    monkeypatch.setattr(module, "_measured_once", lambda device, threads: plain_profile())
+    assert profile_of("cuda") == plain_profile()
+
+
+def test_a_device_that_is_not_there_or_has_no_profile_is_refused(monkeypatch):
+    with pytest.raises(
+        ValueError, match="there is no profile of the device 'meta': give 'cpu' or 'cuda'"
+    ):
+        profile_of("meta")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        RuntimeError, match="torch sees no GPU for the device 'cuda': use 'cpu', or find_profile"
+    ):
+        measure_profile("cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+def test_a_gpu_is_measured_in_seconds():
+    start = time.perf_counter()
+    profile = measure_profile("cuda")
+    assert time.perf_counter() - start < 10
+    assert profile.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert 1e9 < profile.host_bytes_per_second < profile.bytes_per_second
+    assert profile.flops_per_second["float16"] > profile.flops_per_second["float32"]

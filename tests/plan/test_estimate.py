@@ -1,0 +1,509 @@
+"""A step from shapes is the measured one to the byte, or says which operation makes it measure for real.
+
+python -m pytest tests/plan/test_estimate.py
+"""
+
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from curry_train.core.measure import LiveStorages
+from curry_train.plan import estimate, shapes
+from curry_train.plan import estimate as trial
+from curry_train.plan.estimate import OPTIMIZERS, BytesForEach, Sketch, make_optimizer
+from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
+from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
+from curry_train.workloads.workload import Case, Workload, WorkloadError, workload_parts
+
+
+def two_segments(module):
+    recompute_segments(module, 2)
+
+
+def from_factory(factory):
+    parts = workload_parts(factory())
+    return Workload(
+        factory.__name__, lambda: parted(factory()), parts.batch, parts.loss, parts.count
+    )
+
+
+def parted(made):
+    return made if isinstance(made, nn.Module) else made[0]
+
+
+def measured(
+    workload, size, *, optimizer="adamw", change=None, accumulated=False, foreach=False, **options
+):
+    """The real step, on real tensors; the optimizer is torch's own."""
+    case = Case(workload, **options)
+    module, batch = case.build(), case.batch(size)
+    optimizer = make_optimizer(optimizer, module, foreach=foreach)
+    if change is not None:
+        change(module)
+    loss = case.workload.mean_loss
+    return timeline_of(
+        record_step_storages(module, batch, loss, optimizer=optimizer, accumulated=accumulated),
+        "real",
+    )
+
+
+def check(sketch, real, size, **options):
+    found = sketch.step(size, **options)
+    told = found.timeline
+    assert (told.after, told.peak.bytes_alive) == (real.after, real.peak.bytes_alive)
+    assert (told.peak.phase, told.peak.owners) == (real.peak.phase, real.peak.owners)
+    return found
+
+
+def check_workload(workload, *, sizes=(3,), changes=(None,), **options):
+    step = {
+        "optimizer": options.get("optimizer", "adamw"),
+        "dtype": options.get("dtype", torch.float32),
+    }
+    real = {
+        (size, change): measured(workload, size, change=change, **step)
+        for size in sizes
+        for change in changes
+    }
+    with Sketch(workload, **options) as sketch:
+        for (size, change), timeline in real.items():
+            check(sketch, timeline, size, change=change)
+    return sketch
+
+
+# Equal to the byte.
+
+
+SMALL = {"transformer": {"depth": 2}, "resnet": {"depth": 3}, "snn": {"timesteps": 6}}
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_built_in_workloads_with_every_way_to_recompute(name):
+    changes = (None, recompute_blocks, apply_sac, *([] if name == "snn" else [two_segments]))
+    assert (
+        check_workload(BUILTIN_WORKLOADS[name](**SMALL.get(name, {})), changes=changes).why_real
+        is None
+    )
+
+
+def test_batch_sizes():
+    assert (
+        check_workload(
+            transformer(depth=2), sizes=(1, 2, 3, 4, 5), changes=(None, apply_regions)
+        ).why_real
+        is None
+    )
+
+
+def llama():
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+
+
+def gpt2():
+    tokens = {"bos_token_id": 1, "eos_token_id": 1}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, **tokens)
+    )
+
+
+def bert():
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return BertForMaskedLM(BertConfig(num_attention_heads=4, **sizes))
+
+
+def frozen():
+    module = llama()
+    module.model.embed_tokens.requires_grad_(False)
+    module.model.layers[0].requires_grad_(False)
+    return module
+
+
+def hugging_face_recomputes():
+    module = llama()
+    enable = getattr(
+        module, "activation_checkpointing_enable", module.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
+    return module
+
+
+@pytest.mark.parametrize("factory", [llama, gpt2, bert, frozen, hugging_face_recomputes])
+def test_hugging_face_models(factory):
+    changes = (
+        (None, recompute_blocks, apply_sac, apply_regions) if factory in (llama, bert) else (None,)
+    )
+    assert check_workload(from_factory(factory), changes=changes).why_real is None
+
+
+@pytest.mark.parametrize("factory", [llama, lambda: transformer(dropout=0.1, depth=2)])
+def test_half_precision(factory):
+    workload = factory()
+    workload = workload if isinstance(workload, Workload) else from_factory(factory)
+    assert (
+        check_workload(workload, changes=(None, recompute_blocks), dtype=torch.bfloat16).why_real
+        is None
+    )
+
+
+class Runs(nn.Module):
+    """Whatever a function does with some modules."""
+
+    def __init__(self, run, *modules):
+        super().__init__()
+        self.run, self.inner = run, nn.ModuleList(modules)
+
+    def forward(self, x):
+        return self.run(self.inner, x)
+
+
+class Averages(nn.Module):
+    """A buffer that is assigned, and a cache that the first step makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.places = nn.Linear(16, 16), None
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        if self.places is None:
+            self.places = torch.arange(12.0)[:, None]
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        return y - self.mean + self.places
+
+
+class SkipsLayers(nn.Module):
+    """Python's random numbers say which layers run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) if random.random() < 0.5 else x
+        return self.layers[0](x)
+
+
+def attention(mask):
+    def run(inner, x):
+        query, key, value = (layer(x).unflatten(-1, (4, 4)).transpose(1, 2) for layer in inner)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask(x), dropout_p=0.1
+        ).flatten(1)
+
+    return Runs(run, *(nn.Linear(16, 16) for _ in range(3)))
+
+
+def checkpointed(inner, x):
+    for layer in inner:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def autocast(inner, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return inner[1](F.gelu(inner[0](x))).float()
+
+
+def penalty(inner, x):
+    loss = inner[0](x).square().sum()
+    return torch.autograd.grad(loss, inner[0].weight, create_graph=True)[0]
+
+
+ROWS, IMAGES = torch.randn(8, 12, 16), torch.randn(8, 4, 16, 16)
+LAST = {"memory_format": torch.channels_last}
+MODELS = {
+    "loop": lambda: Runs(
+        lambda inner, x: inner[0](inner[0](inner[0](x))),
+        nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+    ),
+    "encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2
+    ),
+    "unused": lambda: Runs(lambda inner, x: inner[0](x), nn.Linear(16, 16), nn.Linear(16, 16)),
+    "averages": Averages,
+    "skips-layers": SkipsLayers,
+    "attention-bool-mask": lambda: attention(lambda x: torch.ones(12, 12, dtype=torch.bool).tril()),
+    "attention-float-mask": lambda: attention(lambda x: x.new_zeros(1, 1, 12, 12)),
+    "user-checkpoint": lambda: Runs(
+        checkpointed, *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+    ),
+    "autocast": lambda: Runs(autocast, nn.Linear(16, 32), nn.Linear(32, 16)),
+    "gradient-penalty": lambda: Runs(penalty, nn.Linear(16, 16)),
+    "fft": lambda: Runs(
+        lambda inner, x: torch.fft.rfft(inner[0](x), dim=1).abs(), nn.Linear(16, 16)
+    ),
+    "complex": lambda: Runs(
+        lambda inner, x: torch.complex(inner[0](x), x).abs(), nn.Linear(16, 16)
+    ),
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+    "lstm-cell": lambda: Runs(lambda inner, x: inner[0](x[:, 0])[0], nn.LSTMCell(16, 16)),
+}
+PICTURES = {
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2), nn.GELU(), nn.ConvTranspose2d(8, 4, 3)
+    ),
+    "channels-last": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+    ).to(**LAST),
+    "group-norm": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 1, groups=2), nn.GroupNorm(2, 8), nn.Dropout2d(0.1)
+    ),
+    "interpolate": lambda: nn.Sequential(
+        nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")
+    ),
+    "pool-indices": lambda: Runs(
+        lambda inner, x: F.max_unpool2d(*F.max_pool2d(inner[0](x), 2, return_indices=True), 2),
+        nn.Conv2d(4, 4, 1),
+    ),
+}
+
+
+def named(name):
+    rows, build = (ROWS, MODELS[name]) if name in MODELS else (IMAGES, PICTURES[name])
+    return from_factory(lambda: (build(), rows))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *PICTURES])
+def test_models_of_many_kinds(name):
+    assert check_workload(named(name)).why_real is None
+
+
+# Optimizers and accumulation.
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "sgd", "sgd-momentum", "adamw-master", "adamw-8bit", 6]
+)
+def test_optimizers_are_torchs_own(optimizer, kernels):
+    """On CUDA they take all parameters at once; there is no attention here whose kernel differs."""
+    workload = mlp(depth=2, width=32)
+    real = measured(workload, 3, optimizer=optimizer, foreach=kernels == "cuda")
+    with Sketch(workload, optimizer=optimizer, kernels=kernels) as sketch:
+        check(sketch, real, 3)
+
+
+def test_optimizer_state_by_arithmetic():
+    numbers = 2 * (32 * 32 + 32) + 32 * 10 + 10
+    parameters, steps = 4 * numbers, 6 * 4
+    for optimizer, state in {
+        "adamw": 2 * parameters + steps,
+        "sgd": 0,
+        "sgd-momentum": parameters,
+        "adamw-master": 12 * numbers,
+        "adamw-8bit": 2 * numbers,
+        "6": 6 * numbers,
+        0.5: numbers // 2,
+    }.items():
+        with Sketch(mlp(depth=2, width=32), optimizer=optimizer) as sketch:
+            step = sketch.step(3)
+        assert step.timeline.owners["optimizer state"][0] == state
+        assert (step.gradients, step.fixed) == (parameters, parameters + state + 3 * 32 * 4 + 3 * 8)
+    assert isinstance(make_optimizer("6.5", nn.Linear(2, 2)), BytesForEach)
+    with pytest.raises(ValueError, match="did you mean 'adamw-8bit'"):
+        make_optimizer("adam-8bit", nn.Linear(2, 2))
+    assert all(make_optimizer(name, nn.Linear(2, 2)) for name in OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: transformer(depth=2), lambda: named("unused"), lambda: BUILTIN_WORKLOADS["resnet"]()],
+)
+def test_a_microstep_that_finds_gradients(make):
+    workload = make()
+    real = measured(workload, 3, accumulated=True)
+    with Sketch(workload) as sketch:
+        found = check(sketch, real, 3, accumulated=True)
+        first = sketch.step(3)
+    assert found.timeline.after["forward"] > first.timeline.after["forward"]
+    assert found.timeline.owners["gradients"][0] == first.timeline.owners["gradients"][-1]
+    case = Case(workload)  # another instrument
+    module, batch = case.build(), case.batch(3)
+    workload.mean_loss(module, batch).backward()
+    with LiveStorages() as storages:
+        workload.mean_loss(module, batch).backward()
+    before = ("parameters", "gradients", "buffers and batch", "optimizer state")
+    there = sum(found.timeline.owners[group][0] for group in before)
+    within = max(point.bytes_alive for point in found.timeline.points if point.phase != "step")
+    assert within - there == storages.bytes_peak
+
+
+# What shapes do not tell is measured for real, and named.
+
+
+def routed(inner, x):
+    chosen, out = inner[0](x).argmax(-1), torch.zeros_like(x)
+    for index, expert in enumerate(inner[1:]):
+        rows = (chosen == index).nonzero(as_tuple=True)
+        out = out.index_put(rows, expert(x[rows]))
+    return out + inner[0](x).sum(-1, keepdim=True)
+
+
+def recurrent(kind):
+    return lambda: Runs(lambda inner, x: inner[0](x)[0], kind(16, 16, 2, batch_first=True))
+
+
+def linear(run):
+    return lambda: Runs(run, nn.Linear(16, 16))
+
+
+def sparse(inner, x):
+    return torch.sparse.mm(torch.eye(12).to_sparse(), inner[0](x)[0])
+
+
+def ctc(inner, x):
+    chances, size = inner[0](x).log_softmax(-1).transpose(0, 1), x.shape[0]
+    lengths = torch.full((size,), 12), torch.full((size,), 3)
+    return F.ctc_loss(chances, torch.ones(size, 3, dtype=torch.long), *lengths)
+
+
+def looked_up(kind, **options):
+    return lambda: Runs(lambda inner, x: inner[0]((x[..., 0] > 0).long()), kind(4, 8, **options))
+
+
+TOLD = {
+    "routing": (
+        lambda: Runs(routed, *(nn.Linear(16, size) for size in (2, 16, 16))),
+        "aten.nonzero.*of Runs, .*py:",
+    ),
+    "item": (
+        linear(lambda inner, x: inner[0](x) * inner[0](x).sum().item()),
+        "_local_scalar_dense.*of Runs",
+    ),
+    "boolean index": (linear(lambda inner, x: (y := inner[0](x))[y > 0]), "aten.nonzero.*of Runs"),
+    "numpy": (
+        linear(lambda inner, x: inner[0](x) * float(x.numpy().mean())),
+        "Tensor.numpy.*of Runs",
+    ),
+    "lstm": (recurrent(nn.LSTM), "lstm in the forward of LSTM.*kernel keeps a state"),
+    "gru": (recurrent(nn.GRU), "gru in the forward of GRU"),
+    "rnn": (recurrent(nn.RNN), "rnn_tanh in the forward of RNN"),
+    "sparse product": (linear(sparse), "sparse.*of Runs"),
+    "ctc": (linear(ctc), "aten._ctc_loss"),
+    "fold": (
+        linear(lambda inner, x: F.fold(F.unfold(inner[0](x)[:, None], 3), (12, 16), 3)),
+        "col2im",
+    ),
+    "unfold": (linear(lambda inner, x: F.unfold(inner[0](x)[:, None], 3)), "col2im"),
+    "sparse rows": (looked_up(nn.Embedding, sparse=True), "aten.embedding.*sparse tensor"),
+    "bag": (looked_up(nn.EmbeddingBag), "_embedding_bag.*of EmbeddingBag"),
+}
+
+
+def check_told(name):
+    build, said = TOLD[name]
+    optimizer = (
+        "sgd-momentum" if name == "sparse rows" else "adamw"
+    )  # Adam takes no sparse gradient
+    sketch = check_workload(from_factory(lambda: (build(), ROWS)), optimizer=optimizer)
+    assert sketch.why_real is not None
+    assert re.search(said, sketch.why_real), sketch.why_real
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_shapes_do_not_tell(name):
+    check_told(name)
+
+
+def test_token_ids_have_values_and_shapes_may_depend_on_them():
+    """Those that are drawn: a batch that is whole numbers alone is drawn as in the real step."""
+
+    def batch(size):
+        return torch.randint(1, 12, (size, 12))
+
+    def loss(module, tokens):
+        return module(tokens[tokens > 3])[: int(tokens.max())].square().sum()
+
+    workload = Workload("tokens", lambda: nn.Sequential(nn.Embedding(32, 8)), batch, loss)
+    assert check_workload(workload).why_real is None
+
+
+def test_errors_of_the_users_own_are_passed_on():
+    def raises(module, batch):
+        raise KeyError("planted")
+
+    with (
+        pytest.raises(KeyError, match="planted"),
+        Sketch(Workload("own", Averages, lambda n: ROWS[:n], raises)),
+    ):
+        pass
+    with pytest.raises(WorkloadError, match="no workload is called"), Sketch("absent"):
+        pass
+    assert type(torch.zeros(2)) is torch.Tensor
+
+
+# Planted faults.
+
+
+def gradients_are_freed(monkeypatch):
+    def timeline(lives, model):
+        lives.lives = [life for life in lives.lives if life.owner[0] != "gradients"]
+        return timeline_of(lives, model)
+
+    monkeypatch.setattr(estimate, "timeline_of", timeline)
+
+
+def the_state_is_forgotten(monkeypatch):
+    made = estimate.make_optimizer
+    monkeypatch.setattr(
+        estimate, "make_optimizer", lambda _, module, **options: made("sgd", module, **options)
+    )
+
+
+def the_second_step_is_like_the_first(monkeypatch):
+    needs = trial.needs_rehearsal
+    monkeypatch.setattr(estimate, "needs_rehearsal", lambda case: needs(case) and False)
+
+
+def recurrent_kernels_are_decomposed(monkeypatch):
+    monkeypatch.delitem(shapes.FAKE_METHODS, torch._VF.lstm)
+
+
+def larger_tensors_go_unseen(monkeypatch):
+    monkeypatch.setattr(trial, "_KERNEL_SIZED_PACKETS", set())
+
+
+def one_block(monkeypatch):
+    monkeypatch.setattr(estimate, "_bytes", lambda module, *, trained: 0)
+
+
+def check_optimizer(name="adamw"):
+    check_workload(mlp(depth=2, width=32), optimizer=name)
+
+
+@pytest.mark.parametrize(
+    ("plant", "caught_by"),
+    [
+        (gradients_are_freed, check_optimizer),
+        (the_state_is_forgotten, check_optimizer),
+        (the_state_is_forgotten, lambda: check_optimizer("sgd-momentum")),
+        (one_block, test_optimizer_state_by_arithmetic),
+        (the_second_step_is_like_the_first, lambda: check_workload(named("averages"))),
+        (the_second_step_is_like_the_first, lambda: check_workload(named("unused"))),
+        (the_second_step_is_like_the_first, lambda: check_workload(named("skips-layers"))),
+        (recurrent_kernels_are_decomposed, lambda: check_told("lstm")),
+        (larger_tensors_go_unseen, lambda: check_told("bag")),
+        (larger_tensors_go_unseen, lambda: check_told("fold")),
+    ],
+)
+def test_the_figures_catch(monkeypatch, plant, caught_by):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        caught_by()

@@ -1,0 +1,46 @@
+"""A loop that still has its loss in the next forward holds no more than it would without a technique.
+
+python -m pytest tests/plan/test_held_loss.py
+"""
+
+import gc
+
+import pytest
+
+from curry_train.core.measure import LiveStorages
+from curry_train.gates.same_training import sample_of
+from curry_train.plan.strategies import STRATEGIES
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.workload import Case
+
+MODELS = ("transformer", "resnet", "snn")
+
+
+def bytes_after_backward(workload, strategy):
+    """With the loss and the gradients alive, and nothing else of the step."""
+    case = Case(load_workload(workload))
+    module, batch = case.build(), case.batch()
+    STRATEGIES[strategy].apply(module, sample_of(case))
+    for _ in range(2):  # the first may keep what it has measured
+        module.zero_grad()
+        gc.collect()
+        with LiveStorages() as storages:
+            loss = case.workload.mean_loss(module, batch)
+            loss.backward()
+            gc.collect()
+            alive = storages.bytes_alive
+        del loss
+    return alive
+
+
+@pytest.mark.parametrize("workload", MODELS)
+def test_nothing_of_a_step_outlives_its_backward_though_the_loss_does(workload):
+    plain = bytes_after_backward(workload, "none")
+    found, why = {}, {}
+    for strategy in STRATEGIES:
+        try:
+            found[strategy] = bytes_after_backward(workload, strategy)
+        except (ValueError, RuntimeError) as error:
+            why[strategy] = str(error)  # it does not apply to this model
+    assert len(found) >= 5, why
+    assert {name: held for name, held in found.items() if held > plain} == {}

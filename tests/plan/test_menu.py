@@ -1,0 +1,389 @@
+"""What a block costs in each way to run it is what the real one costs, and blocks are taken for equal if they are.
+
+python -m pytest tests/plan/test_menu.py
+"""
+
+import contextlib
+import functools
+import itertools
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.measure import LiveStorages, count_flops
+from curry_train.core.parity import compare, record_step
+from curry_train.core.random import seeded
+from curry_train.plan import costs
+from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
+from curry_train.plan.device import find_profile
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.saved import (
+    FULL_KIND,
+    NONE_KIND,
+    OFFLOAD_KIND,
+    REGIONS_KIND,
+    SAC_KIND,
+    Option,
+    apply_options,
+    remove_options,
+)
+from curry_train.primitives.sac import Policy, PolicyError, apply_sac
+from curry_train.workloads.models import Bottleneck, transformer
+from curry_train.workloads.workload import Case, Workload
+
+CASE = Case(transformer(depth=2), batch_size=4)
+LOSS = CASE.workload.mean_loss
+
+
+def workload(build, shape, name="own"):
+    return Workload(
+        name,
+        build,
+        lambda size: torch.randn(size, *shape),
+        lambda module, x: module(x).square().flatten(1).mean(1).sum(),
+    )
+
+
+class Scale(nn.Module):
+    """What comes first, so that all blocks get an input that requires grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def stack(build, number, shape):
+    return workload(
+        lambda: nn.Sequential(Scale(), nn.Sequential(*[build(index) for index in range(number)])),
+        shape,
+    )
+
+
+@contextlib.contextmanager
+def kinds_of(made):
+    """Tensors have no values until the end of it."""
+    with Sketch(made) as sketch:
+        yield find_kinds(sketch, sketch.step(4), 4)
+
+
+# The figures of a block alone.
+
+
+def real_figures(build, x, option):
+    """Held after forward, and the peak on top, of the block on tensors that have values."""
+    holder = nn.ModuleList([build()]).train()
+    apply_options(holder, {"0": option})
+    leaf = x.clone().requires_grad_()
+    with seeded(0), LiveStorages() as lives:
+        given = leaf.clone()
+        output = holder[0](given)
+        del given
+        kept = output.clone()
+        own = set(lives.lives_of(output))
+        del output
+        passed_on = sum(life.nbytes for life in own if life.died is None)
+        held, lives.bytes_peak = lives.bytes_alive - kept.nbytes - passed_on, lives.bytes_alive
+        torch.autograd.backward([kept], [torch.ones_like(kept)])
+    return held, lives.bytes_peak - kept.nbytes - held
+
+
+class Gated(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 64),
+            nn.Linear(32, width),
+        )
+
+    def forward(self, x):
+        value, gate = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(value * F.silu(gate))
+
+
+BLOCKS = {
+    "gated": (Gated, (8, 16)),
+    "relu": (functools.partial(Bottleneck, 16), (16, 6, 6)),
+    "gelu": (lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()), (16,)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bytes_of_each_option_are_those_of_the_real_block(name):
+    build, shape = BLOCKS[name]
+    with kinds_of(stack(lambda _: build(), 3, shape)) as (kind,):
+        found = {option: kind.run(option)[0] for option in candidates(kind, offload=False)}
+    assert {NONE_KIND, REGIONS_KIND, FULL_KIND} <= {option.kind for option in found}
+    x = torch.randn(4, *shape)
+    for option, measured in found.items():
+        assert (measured.held, measured.transient) == real_figures(build, x, option), option
+
+
+def test_offload_leaves_the_device_what_is_no_activation():
+    with kinds_of(CASE.workload) as (kind,):
+        plain, away = (kind.run(Option(which))[0] for which in (NONE_KIND, OFFLOAD_KIND))
+        assert away.held < 0.01 * plain.held
+        assert (
+            plain.held - away.held <= away.moved_away
+        )  # what two blocks share moves once for each
+        assert kind.run(Option(NONE_KIND))[0].held == plain.held  # the block is as it was
+
+
+def test_a_block_is_left_as_it_was_though_an_option_fails(monkeypatch):
+    with kinds_of(CASE.workload) as (kind,):
+        before = type(kind.block)
+        monkeypatch.setattr(before, "forward", lambda self, *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            kind.run(Option(FULL_KIND))
+        assert type(kind.block) is before
+        assert all(parameter.grad is None for parameter in kind.block.parameters())
+
+
+def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():
+    with kinds_of(CASE.workload) as (kind,):
+        profile = find_profile("cpu")
+        kept = Option(SAC_KIND, frozenset({("matmul", 0)}))
+        measured, _ = kind.run(kept)
+        slower = measured.seconds(kept, profile, "float32") - measured.seconds(
+            Option(FULL_KIND), profile, "float32"
+        )
+        assert 0 < slower <= profile.sac_seconds * measured.again.sum() * (1 + 1e-9)
+
+
+# Which blocks are equal.
+
+
+def measured_kinds(made, monkeypatch):
+    calls = []
+    run = BlockKind.run
+    monkeypatch.setattr(
+        BlockKind, "run", lambda self, option: calls.append(self.names) or run(self, option)
+    )
+    with Sketch(made) as sketch:
+        kinds, _ = measure_menus(
+            sketch,
+            [sketch.step(2), sketch.step(4)],
+            offload=False,
+            without=(SAC_KIND, REGIONS_KIND),
+        )
+    return kinds, calls
+
+
+def test_blocks_of_one_kind_are_measured_once(monkeypatch):
+    counts = {}
+    for depth in (2, 6):
+        kinds, calls = measured_kinds(stack(lambda _: Gated(), depth, (8, 16)), monkeypatch)
+        assert [len(names) for names, _ in kinds] == [depth]
+        counts[depth] = len(calls)
+        monkeypatch.undo()
+    assert counts[2] == counts[6] <= 6
+
+
+class Windowed(nn.Module):
+    """Of one class and with equal parameters, and what they hold after forward is equal as well."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.again, self.linear = again, nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            scale = torch.stack([y * y for _ in range(self.again)]).mean() + 1
+        return x + y * scale
+
+
+class Dropping(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(16, 16), nn.Dropout(rate)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda index: Windowed(1 + 7 * (index % 2)),
+        lambda index: Dropping(0.5 * (index % 2)),
+        lambda index: nn.Sequential(
+            nn.Linear(16, 16 + 16 * (index % 2)), nn.GELU(), nn.Linear(16 + 16 * (index % 2), 16)
+        ),
+    ],
+    ids=["another attribute", "dropout", "another width"],
+)
+def test_two_kinds_of_one_class_are_not_confused(build):
+    with kinds_of(stack(build, 4, (16,))) as kinds:
+        assert [kind.names for kind in kinds] == [("1.0", "1.2"), ("1.1", "1.3")]
+        first, second = (
+            [kind.run(Option(which))[0] for which in (NONE_KIND, FULL_KIND)] for kind in kinds
+        )
+    assert [(cost.held, cost.transient) for cost in first] != [
+        (cost.held, cost.transient) for cost in second
+    ]
+
+
+def test_a_frozen_block_is_a_kind_of_its_own():
+    def build():
+        model = transformer(depth=3, dim=32).build()
+        return model.layers[1].requires_grad_(False) and model
+
+    made = Workload("frozen", build, CASE.workload.batch, CASE.workload.loss)
+    with kinds_of(made) as kinds:
+        assert [kind.names for kind in kinds] == [("layers.0", "layers.2"), ("layers.1",)]
+
+
+def test_an_option_that_a_block_can_not_run_is_left_out_and_said():
+    class Writes(nn.Module):
+        """Remembers how often it was run, and computes something else the second time."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.runs = nn.Linear(16, 16), 0
+
+        def forward(self, x):
+            self.runs += 1
+            x = self.linear(x)
+            return torch.tanh(x) if self.runs % 2 else torch.tanh(x) * torch.sigmoid(x)
+
+    made = stack(lambda _: Writes(), 2, (16,))
+    with Sketch(made) as sketch:
+        kinds, left_out = measure_menus(
+            sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC_KIND,)
+        )
+    assert any(f"can't run as {FULL_KIND}" in reason for reason in left_out)
+    assert all(option.kind != FULL_KIND for _, options in kinds for option, _ in options)
+
+
+# Which sets of calls a policy may keep.
+
+
+def test_no_set_of_calls_beats_another_on_paper():
+    calls = [("matmul", 100, 10), ("matmul", 10, 100), ("attention", 50, 60), ("matmul", 100, 200)]
+    named = [((family, index), made, flops) for index, (family, made, flops) in enumerate(calls)]
+    found = costs._unbeaten(named)
+    points = [
+        (
+            sum(made for name, made, _ in named if name in keep),
+            sum(flops for name, _, flops in named if name in keep),
+        )
+        for keep in found
+    ]
+    assert len(found) == len(set(found)) >= 4
+    assert points == sorted(points)  # more bytes, fewer FLOPs again
+    assert all(first[1] < second[1] for first, second in itertools.pairwise(points))
+
+
+def test_many_calls_are_looked_at_by_their_flops_for_each_byte():
+    named = [(("matmul", index), 100, index) for index in range(40)]
+    found = costs._unbeaten(named)
+    assert len(found) <= costs.MOST_SETS
+    assert all(
+        keep == tuple(("matmul", 39 - place) for place in range(len(keep))) for keep in found
+    )
+
+
+def test_calls_that_draw_are_never_offered(monkeypatch):
+    with kinds_of(CASE.workload) as (kind,):
+        assert any(("attention", 0) in option.keep for option in candidates(kind, offload=False))
+        monkeypatch.setattr(
+            costs.operations,
+            "draws",
+            lambda operation, args, kwargs: "attention" in str(operation),
+        )
+        anew = replace(kind)  # which has not run yet
+        assert not any(
+            ("attention", 0) in option.keep for option in candidates(anew, offload=False)
+        )
+
+
+# Policies by place keep what they say.
+
+
+def sac_figures(calls, context=None):
+    model = CASE.build()
+    apply_sac(model, Policy("by place", calls=frozenset(calls)))
+    record = record_step(model, CASE.batch(), LOSS)
+    return model, record, count_flops(model, CASE.batch(), LOSS)
+
+
+def test_each_product_by_place_is_not_computed_again_and_all_others_are():
+    plain = count_flops(CASE.build(), CASE.batch(), LOSS)
+    reference = record_step(CASE.build(), CASE.batch(), LOSS)
+    with kinds_of(CASE.workload) as (kind,):
+        _, calls = kind.run(Option(NONE_KIND))
+    products = [flops for family, _, flops in calls if family == "matmul"]
+    everything = [("matmul", place) for place in range(len(products) - 1)] + [("attention", 0)]
+    _, record, flops = sac_figures(everything)
+    assert flops.backward == plain.backward  # early stop: the last product is never computed again
+    for place, saved in enumerate(products[:-1]):
+        _, record, flops = sac_figures(set(everything) - {("matmul", place)})
+        assert flops.backward - plain.backward == 2 * saved, place  # two blocks
+        assert compare(reference, record).bit_equal
+
+
+def test_a_call_that_is_not_there_is_an_error():
+    model = CASE.build()
+    apply_sac(model, Policy("by place", calls=frozenset({("matmul", 99)})))
+    with pytest.raises(PolicyError, match=r"saves no output of layers\.0"):
+        LOSS(model, CASE.batch())
+
+
+def test_a_policy_by_place_is_pickled_and_undone():
+    policy = Policy("by place", calls=frozenset({("matmul", 1), ("attention", 0)}))
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    model, _, flops = sac_figures(policy.calls)
+    again = pickle.loads(pickle.dumps(model))
+    assert count_flops(again, CASE.batch(), LOSS) == flops
+    assert remove_options(model) == ["layers.0", "layers.1"]
+
+
+def test_a_policy_by_place_holds_under_autocast():
+    records = []
+    for calls in (None, {("matmul", 0), ("matmul", 3), ("attention", 0)}):
+        model = CASE.build()
+        if calls:
+            apply_sac(model, Policy("by place", calls=frozenset(calls)))
+
+        def loss(module, batch):
+            with torch.autocast("cpu", torch.bfloat16):
+                return LOSS(module, batch)
+
+        records.append(record_step(model, CASE.batch(), loss))
+    assert compare(*records).bit_equal
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Option("half"),
+            "a block is run as one of none, regions, sac, offload, full, got 'half'",
+        ),
+        (lambda: Option(SAC_KIND), "'sac' needs keep"),
+        (lambda: Option(FULL_KIND, frozenset({("matmul", 0)})), "other kinds take none"),
+        (lambda: Option.from_json(["full"]), "a mapping with a kind"),
+        (
+            lambda: Option.from_json({"kind": "sac", "keep": ["matmul"]}),
+            "a list of pairs of family and index",
+        ),
+    ],
+)
+def test_wrong_options_are_told(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_options_are_told_apart_as_text_and_come_back_from_json():
+    option = Option(SAC_KIND, frozenset({("matmul", 3), ("matmul", 0), ("attention", 0)}))
+    assert str(option) == "sac(attention 0; matmul 0,3)"
+    assert Option.from_json(option.to_json()) == option
+    assert Option.from_json({"kind": FULL_KIND}) == Option(FULL_KIND)

@@ -1,0 +1,41 @@
+"""Neighbouring blocks that are run in different ways are still the same training.
+
+python -m pytest tests/plan/test_mixed_options.py
+"""
+
+import itertools
+
+import pytest
+
+from curry_train.core.blocks import find_blocks
+from curry_train.gates.same_training import same_training
+from curry_train.plan.saved import (
+    FULL_KIND,
+    OFFLOAD_KIND,
+    REGIONS_KIND,
+    SAC_KIND,
+    Option,
+    apply_options,
+)
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.workload import Case
+
+OPTIONS = {
+    FULL_KIND: Option(FULL_KIND),
+    REGIONS_KIND: Option(REGIONS_KIND),
+    SAC_KIND: Option(SAC_KIND, frozenset({("matmul", 0)})),
+    OFFLOAD_KIND: Option(OFFLOAD_KIND),
+}
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(OPTIONS, 2)), ids="-".join)
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_two_ways_in_turns(name, pair):
+    """An `mlp` block ends in an activation, which the next block's regions could make from what the first one saved."""
+
+    def apply(model, sample):
+        chosen = {block: OPTIONS[pair[place % 2]] for place, block in enumerate(find_blocks(model))}
+        return apply_options(model, chosen)
+
+    verdict = same_training("mixed", Case(load_workload(name)), apply)
+    assert verdict.passed, verdict

@@ -1,0 +1,50 @@
+"""What an operation computes and moves, as plans count it.
+
+python -m pytest tests/plan/test_operation_cost.py
+"""
+
+import pytest
+import torch
+
+from curry_train.plan.estimate import Sketch, operation_cost
+from curry_train.workloads.models import mlp
+
+aten = torch.ops.aten
+
+
+def cost(function, *args, **kwargs):
+    return operation_cost(function, args, kwargs, function(*args, **kwargs))
+
+
+def test_what_an_operation_costs():
+    a, b = torch.ones(8, 16), torch.ones(16, 4)
+    assert cost(aten.mm.default, a, b) == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4))
+    assert cost(aten.bmm.default, a[None], b[None])[0] == 1024
+    assert cost(aten.add.Tensor, a, a) == (0, 2 * 4 * 8 * 16)  # one tensor is read once
+    for view in (aten.t.default, aten.detach.default, aten.alias.default):
+        assert cost(view, a) == (0, 0)
+    assert cost(aten.view.default, a, [16, 8]) == (0, 0)
+    assert cost(aten.expand.default, a[:1], [8, 16]) == (0, 0)
+    assert cost(aten.mul_.Tensor, a, a.clone()) == (0, 2 * 4 * 8 * 16)
+    assert cost(aten.zero_.default, a) == (0, 4 * 8 * 16)
+    assert cost(aten._foreach_add_.Scalar, [a, b], 1.0) == (0, 4 * (8 * 16 + 16 * 4))
+    assert cost(aten.add.Tensor, torch.eye(4).to_sparse(), torch.eye(4).to_sparse())[1] > 0
+
+
+def test_a_step_has_the_flops_of_its_products():
+    with Sketch(mlp(depth=2, width=32)) as sketch:
+        step = sketch.step(3)
+    matmuls = 2 * 3 * (2 * 32 * 32 + 32 * 10)
+    assert (
+        step.flops.sum() == 3 * matmuls - 2 * 3 * 32 * 32
+    )  # the first layer's input needs no gradient
+    assert len(step.flops) == len(step.moved)
+    assert (step.moved[step.flops > 0] > 0).all()
+
+
+def test_a_view_that_costs_is_caught(monkeypatch):
+    """And a product that costs nothing: both would move every predicted time."""
+    for wrong in (lambda *told: (0, 1), lambda *told: (0, 0)):
+        monkeypatch.setitem(globals(), "operation_cost", wrong)
+        with pytest.raises(AssertionError):
+            test_what_an_operation_costs()

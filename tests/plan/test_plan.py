@@ -1,0 +1,350 @@
+"""A plan is within its budget to the byte, none that fits is faster, and the planned model is the same one.
+
+python -m pytest tests/plan/test_plan.py
+"""
+
+import contextlib
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_models import gpt2, llama, net, of_hugging_face
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.same_training import same_training
+from curry_train.plan import planner as whole_step
+from curry_train.plan.device import PROFILES
+from curry_train.plan.estimate import make_optimizer
+from curry_train.plan.planner import Infeasible, Planner, WholeSteps, what_microbatches_change
+from curry_train.plan.saved import (
+    FULL_KIND,
+    NONE_KIND,
+    REGIONS_KIND,
+    SAC_KIND,
+    Candidate,
+    Option,
+    Plan,
+)
+from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.workloads.models import mlp, resnet, transformer
+from curry_train.workloads.workload import Case, Workload
+
+MICRO = 8
+
+
+WORKLOADS = {
+    "transformer": lambda: transformer(depth=2, dim=64),
+    "mlp": lambda: mlp(depth=4, width=32),
+    "resnet": lambda: resnet(depth=4, width=16, size=8),
+    "two kinds": lambda: net(64, 256, 64, 256),
+    "frozen": lambda: net(64, 64, 64, 64, frozen=(0, 1)),
+    "loop": lambda: net(64, 64, times=3),
+    "llama": lambda: of_hugging_face(llama),
+    "gpt2": lambda: of_hugging_face(gpt2),
+}
+WITHOUT = {
+    "transformer": (SAC_KIND,),
+    "llama": (SAC_KIND,),
+    "gpt2": (SAC_KIND, REGIONS_KIND),
+}  # which takes a second for each of its sets
+MANY = {"mlp": 512}
+
+
+def measured(workload, found):
+    """The peak of a real step of the plan."""
+    case = Case(workload, batch_size=found.microbatch)
+    module = case.build()
+    found.apply(module)
+    optimizer = make_optimizer(found.settings["optimizer"], module)
+    lives = record_step_storages(
+        module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=found.steps > 1
+    )
+    return timeline_of(lives, "").peak.bytes_alive
+
+
+@functools.cache
+def plans(name, steps=1):
+    """The workload, its plain and least peaks, and plans for budgets between them."""
+    workload, size = WORKLOADS[name](), MANY.get(name, MICRO)
+    with Planner(workload, without=WITHOUT.get(name, ()), chunked_loss=False) as planner:
+        make = functools.partial(planner.plan, global_batch=size * steps, microbatch=size)
+        plain = make(2**40)
+        with pytest.raises(Infeasible) as error:
+            make(1)
+        least = error.value.least_bytes
+        budgets = [least + round(share * (plain.peak_bytes - least)) for share in (0.0, 0.5)]
+        return workload, plain, least, [make(budget) for budget in budgets]
+
+
+# No plan is above its budget, and what was predicted is measured.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "gpt2")) for name in WORKLOADS]
+)
+def test_a_plan_takes_what_it_says_and_no_more_than_its_budget(name):
+    workload, plain, least, found = plans(name)
+    assert all(option.kind == NONE_KIND for option in plain.options.values())
+    assert found[0].peak_bytes == least < plain.peak_bytes
+    for one in [plain, *found]:
+        assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+    assert plain.step_seconds < found[0].step_seconds
+    assert [one.step_seconds for one in found] == sorted(
+        (one.step_seconds for one in found), reverse=True
+    )
+
+
+def test_accumulated_gradients_are_there_from_the_start():
+    workload, _, _, found = plans("two kinds", steps=2)
+    for one in found:
+        assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+
+
+def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
+    workload = net(64)
+    with Planner(workload, blocks=None, chunked_loss=False) as planner:
+        whole = planner.plan(2**40, global_batch=8)
+        small = planner.plan(whole.peak_bytes - 1, global_batch=8)
+    assert (whole.microbatch, small.microbatch, small.options) == (8, 4, {})
+    assert measured(workload, small) == small.peak_bytes < whole.peak_bytes
+    assert "no block is repeated" in small.explain()
+
+
+class Drawing(nn.Module):
+    def __init__(self, dropout=0.1, norm=False):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(16, 64), nn.BatchNorm1d(64) if norm else nn.GELU(), nn.Dropout(dropout)
+        )
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Drawing(), "Each microbatch draws its own dropout (body.2): to get exactly the losses"),
+        (
+            Drawing(0.0, norm=True),
+            "Each microbatch has its own statistics (body.1): to get exactly the losses",
+        ),
+        (nn.TransformerEncoderLayer(8, 2), "draws its own dropout (self_attn)"),
+        (Drawing(0.0), ""),
+    ],
+    ids=["dropout", "norm", "attention", "neither"],
+)
+def test_a_plan_says_where_its_microbatches_are_another_training(model, said):
+    best = Candidate(2, 4, False, 0, 1.0)
+    found = what_microbatches_change(model, best)
+    assert said in found
+    assert bool(found) == bool(said)
+    assert "--microbatch 8" in found or not said
+    assert what_microbatches_change(model, replace(best, steps=1)) == ""
+
+
+def test_the_planner_says_so_of_its_plan():
+    workload = Workload(
+        "own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum()
+    )
+    with Planner(workload, blocks=None, chunked_loss=False) as planner:
+        whole = planner.plan(2**40, global_batch=64)
+        small = planner.plan(whole.peak_bytes - 1, global_batch=64)
+    assert "its own dropout" in small.explain()
+    assert "its own dropout" not in whole.explain()
+
+
+def test_a_budget_that_binds_a_deep_model_is_used():
+    workload = transformer(depth=12)
+    with Planner(workload, without=(SAC_KIND,), chunked_loss=False) as planner:
+        plain = planner.plan(2**40, global_batch=MICRO, microbatch=MICRO).peak_bytes
+        full = dict.fromkeys((f"layers.{index}" for index in range(12)), Option(FULL_KIND))
+        least = planner.whole_steps.peak(Candidate(MICRO, 1, False, 0, None, full))[0]
+        for share in (0.2, 0.5):
+            budget = round(least + share * (plain - least))
+            found = planner.plan(budget, global_batch=MICRO, microbatch=MICRO)
+            assert 0.97 * budget <= found.peak_bytes <= budget, share
+
+
+def test_what_fits_nowhere_is_chosen_by_its_bytes_and_not_by_how_fast_the_device_is():
+    """Of a row that is too large the times decided among choices with one peak by the chain, one of them higher."""
+    slow = replace(PROFILES["cpu"], name="slow", dispatch_seconds=1e-3, regions_seconds=1e-2)
+    fast = replace(PROFILES["cpu"], name="fast", dispatch_seconds=1e-9, regions_seconds=1e-9)
+    rows = []
+    for profile in (slow, fast):
+        with Planner(
+            transformer(dim=64), device=profile, without=(SAC_KIND,), chunked_loss=False
+        ) as planner:
+            budget = round(1.05 * planner.plan(2**40, microbatch=1).peak_bytes)
+            found = planner.plan(budget, global_batch=8)
+            large = [one for one in found.candidates if one.step_seconds is None]
+            rows.append({(one.microbatch, one.peak_bytes, one.summary()) for one in large})
+            for one in large:
+                assert one.checked or one.peak_bytes > whole_step.CHAIN_OVERESTIMATE_RATIO * budget
+                full = replace(one, options=dict.fromkeys(one.options, Option(FULL_KIND)))
+                assert not one.checked or one.peak_bytes <= planner.whole_steps.peak(full)[0]
+    assert rows[0] == rows[1]
+    assert rows[0]
+
+
+def test_a_plan_that_is_not_what_runs_is_noticed():
+    """The twin: another choice for one block, or none at all, has another peak."""
+    workload, _, _, (_, found) = plans("two kinds")
+    name, option = next(
+        (name, option) for name, option in found.options.items() if option.kind != NONE_KIND
+    )
+    for other in (
+        {},
+        found.options | {name: Option(FULL_KIND if option.kind != FULL_KIND else NONE_KIND)},
+    ):
+        changed = Plan.from_json(
+            found.to_json() | {"options": {key: one.to_json() for key, one in other.items()}}
+        )
+        assert measured(workload, changed) != found.peak_bytes
+
+
+# None that fits is faster.
+
+
+@contextlib.contextmanager
+def all_choices(workload, *, without, steps=1, size=MICRO):
+    """A planner, and the exact peak and the seconds of every combination of options."""
+    with Planner(workload, without=without, chunked_loss=False) as planner:
+        planner.plan(2**40, global_batch=size * steps, microbatch=size)
+        chain, found = planner.chains[False], []
+        menus = [[option for option, _ in chain._menu(name)] for name in chain.names]
+        for options in itertools.product(*menus):
+            candidate = Candidate(
+                size, steps, False, 0, None, dict(zip(chain.names, options, strict=True))
+            )
+            peak, _ = planner.whole_steps.peak(candidate)
+            found.append(
+                (peak, steps * chain.seconds(size, candidate.options) + chain.optimizer_seconds)
+            )
+        planner.whole_steps.known.clear()  # what is known would be no search
+        yield planner, found
+
+
+def slower_plans(planner, found, *, steps=1, size=MICRO):
+    slower = []
+    for budget in sorted({peak for peak, _ in found}):
+        best = min(seconds for peak, seconds in found if peak <= budget)
+        try:
+            planned = planner.plan(budget, global_batch=size * steps, microbatch=size).step_seconds
+        except Infeasible:
+            planned = float("inf")
+        slower += [budget] if planned > best * (1 + 1e-9) else []
+    return slower
+
+
+@pytest.mark.parametrize(
+    ("workload", "without", "steps"),
+    [
+        (net(64, 256, 64), (SAC_KIND,), 2),
+        (resnet(depth=3, width=16, size=8), (SAC_KIND, REGIONS_KIND), 1),
+    ],
+    ids=["two kinds, accumulated", "resnet"],
+)
+def test_no_combination_of_options_that_fits_is_faster(workload, without, steps):
+    with all_choices(workload, without=without, steps=steps) as (planner, found):
+        assert slower_plans(planner, found, steps=steps) == []
+
+
+def test_a_chain_that_is_not_corrected_by_the_whole_step_is_slower(monkeypatch):
+    """The twin: the chain alone says too much, so that budgets stay unused."""
+    monkeypatch.setattr(whole_step, "MOST_STEPS", 1)
+    monkeypatch.setattr(WholeSteps, "_poorest", lambda self, candidate: [self._whole(candidate)])
+    monkeypatch.setattr(WholeSteps, "_last_as_it_is", lambda self, best, budget: best)
+    with all_choices(net(64, 64, 64), without=(SAC_KIND,)) as (planner, found):
+        assert slower_plans(planner, found)
+
+
+def test_no_policy_for_all_blocks_beats_the_plan_in_its_own_bytes():
+    workload = transformer(depth=3, dim=64)
+    with Planner(workload, chunked_loss=False) as planner:
+        planner.plan(2**40, global_batch=MICRO, microbatch=MICRO)
+        chain = planner.chains[False]
+        policies = {option for option, _ in chain._menu("layers.0") if option.kind != NONE_KIND}
+        assert {option.kind for option in policies} == {FULL_KIND, REGIONS_KIND, SAC_KIND}
+        for option in [*sorted(policies, key=str)[::3], Option(FULL_KIND), Option(REGIONS_KIND)]:
+            whole = dict.fromkeys(chain.names, option)
+            peak, _ = planner.whole_steps.peak(Candidate(MICRO, 1, False, 0, None, whole))
+            best = chain.seconds(MICRO, whole) + chain.optimizer_seconds
+            found = planner.plan(peak, global_batch=MICRO, microbatch=MICRO)
+            assert found.peak_bytes <= peak, option
+            assert found.step_seconds <= best * (1 + 1e-9), option
+
+
+# The planned model is the same one.
+
+
+@pytest.mark.parametrize("name", ["transformer", "mlp", "two kinds", "loop", "resnet"])
+def test_the_planned_model_trains_as_before_under_the_same_names(name):
+    workload, _, _, (poorest, middle) = plans(name)
+    case = Case(workload)
+    for found in (poorest, middle):
+        module = case.build()
+        names, keys = [key for key, _ in module.named_parameters()], list(module.state_dict())
+        changed = found.apply(module)
+        assert changed == [key for key, option in found.options.items() if option.kind != NONE_KIND]
+        assert ([key for key, _ in module.named_parameters()], list(module.state_dict())) == (
+            names,
+            keys,
+        )
+        verdict = same_training(
+            "plan", case, lambda module, sample, found=found: found.apply(module)
+        )
+        assert verdict.passed, verdict
+        assert "bit-equal" in verdict.required
+
+
+def gradients_on_ranks(plan):
+    """Of one step of the planned model on all ranks; the worst difference to the whole batch on one."""
+    return [difference_on_ranks(kind, plan) for kind in ("ddp", "fsdp2")]
+
+
+def difference_on_ranks(kind, plan):
+    import torch.distributed as dist
+
+    case = Case(net(64, 64, 64), batch_size=4)
+    plain, found = case.build(), Plan.from_json(plan)
+    case.workload.mean_loss(plain, case.batch()).backward()
+    module = case.build()
+    assert found.apply(module)
+    if kind == "ddp":
+        module = DistributedDataParallel(module)
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in module.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    case.workload.mean_loss(
+        module, case.batch().chunk(dist.get_world_size())[dist.get_rank()]
+    ).backward()
+    worst = 0.0
+    for one, other in zip(plain.parameters(), module.parameters(), strict=True):
+        gradient = other.grad.full_tensor() if kind == "fsdp2" else other.grad
+        worst = max(worst, float((gradient - one.grad).norm() / one.grad.norm()))
+    return worst
+
+
+def test_gradients_on_two_ranks_under_ddp_and_fsdp2_are_those_of_one():
+    options = {
+        "blocks.0": Option(FULL_KIND),
+        "blocks.1": Option(REGIONS_KIND),
+        "blocks.2": Option(SAC_KIND, frozenset({("matmul", 0)})),
+    }
+    _, found, _, _ = plans("frozen")
+    saved = {
+        **found.to_json(),
+        "options": {name: option.to_json() for name, option in options.items()},
+    }
+    saved["fingerprint"] = dict.fromkeys(options, found.fingerprint["blocks.2"])
+    for worst in run_on_ranks(f"{__file__}:gradients_on_ranks", plan=saved):
+        assert max(worst) <= 1e-6

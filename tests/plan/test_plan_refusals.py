@@ -1,0 +1,295 @@
+"""Plans as files, models that a plan is not for, and what is said where nothing fits or the input is wrong.
+
+python -m pytest tests/plan/test_plan_refusals.py
+"""
+
+import functools
+import json
+
+import pytest
+from plan_models import Net, net
+from torch import nn
+
+from curry_train.core.blocks import Derived
+from curry_train.plan.device import find_profile
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.planner import Infeasible, Planner, Sharding, plan
+from curry_train.plan.saved import (
+    FULL_KIND,
+    NONE_KIND,
+    OFFLOAD_KIND,
+    REGIONS_KIND,
+    SAC_KIND,
+    Option,
+    Plan,
+    PlanMismatch,
+    apply_options,
+)
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Workload
+
+
+@functools.cache
+def half():
+    """A plan for half of what recomputing saves."""
+    with Planner(
+        net(64, 256, 64, 256), without=(SAC_KIND, REGIONS_KIND), chunked_loss=False
+    ) as planner:
+        plain = planner.plan(2**40, global_batch=8, microbatch=8).peak_bytes
+        return planner.plan(round(0.75 * plain), global_batch=8, microbatch=8)
+
+
+# Plans as files.
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path):
+    found = half()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(found.to_json()))
+    again = Plan.load(path)
+    assert {**again.to_json(), "candidates": []} == {
+        **json.loads(path.read_text()),
+        "candidates": [],
+    }
+    assert (again.options, again.peak_bytes, again.fingerprint) == (
+        found.options,
+        found.peak_bytes,
+        found.fingerprint,
+    )
+    assert again.apply(net(64, 256, 64, 256).build()) == [
+        n for n, o in found.options.items() if o.kind != NONE_KIND
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: json.dumps(data)[:100], "not a complete plan, its JSON can't be read"),
+        (lambda data: json.dumps([data]), "this is not a plan of version 1, its version is 'list'"),
+        (
+            lambda data: json.dumps({**data, "version": 2}),
+            "not a plan of version 1, its version is 2: make the plan again",
+        ),
+        (
+            lambda data: json.dumps({k: v for k, v in data.items() if k != "options"}),
+            "the plan lacks options",
+        ),
+        (
+            lambda data: json.dumps({**data, "options": []}),
+            r"options of the plan must be a mapping, got \[\]",
+        ),
+        (
+            lambda data: json.dumps({**data, "options": {"blocks.0": "full"}}),
+            "a mapping with a kind, got 'full'",
+        ),
+        (
+            lambda data: json.dumps({**data, "options": {"blocks.0": {"kind": "most"}}}),
+            "got 'most'",
+        ),
+    ],
+)
+def test_a_file_that_is_no_plan_is_told(tmp_path, change, said):
+    path = tmp_path / "plan.json"
+    path.write_text(change(half().to_json()))
+    with pytest.raises(ValueError, match=said):
+        Plan.load(path)
+    with pytest.raises(ValueError, match="can't read the plan"):
+        Plan.load(tmp_path / "none.json")
+
+
+def recomputed(model):
+    apply_options(model, {"blocks.3": Option(FULL_KIND)})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: net(64, 256, 64).build(), r"a block blocks\.3, which Net does not have"),
+        (
+            lambda: net(64, 256, 64, 256, 64).build(),
+            r"Net has a block blocks\.4, which the plan does not have",
+        ),
+        (
+            lambda: net(64, 256, 128, 256).build(),
+            r"block blocks\.2 is a Block with up.weight\[128, 32\], and .* up.weight\[64, 32\]",
+        ),
+        (
+            lambda: nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(4))}),
+            "is a Linear, .* a Block",
+        ),
+        (
+            lambda: recomputed(net(64, 256, 64, 256).build()),
+            r"blocks\.3 is changed already.*as it was built",
+        ),
+    ],
+)
+def test_another_model_is_refused_with_the_first_difference_and_left_alone(make, said):
+    found = half()
+    model = make()
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(PlanMismatch, match=said):
+        found.apply(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert any(isinstance(module, Derived) for module in model.modules()) == ("changed" in said)
+
+
+# Where nothing fits.
+
+
+def infeasible(budget, workload=None, **settings):
+    call = {key: settings.pop(key) for key in ("global_batch", "microbatch") if key in settings}
+    with pytest.raises(Infeasible) as error:
+        plan(
+            workload or net(64, 64, 64),
+            budget,
+            **({"global_batch": 8} | call),
+            **({"without": (SAC_KIND, REGIONS_KIND)} | settings),
+        )
+    assert all(len(line) <= 80 for line in str(error.value).splitlines())
+    return " ".join(str(error.value).split()), error.value
+
+
+def test_what_is_missing_and_every_lever_has_its_figure():
+    said, error = infeasible(200_000, microbatch=8)
+    assert "nothing fits 195 KiB: the least peak is" in said
+    assert "too much, with microbatch 8" in said
+    assert "before any activation" in said
+    for lever in (
+        "microbatch 1: a peak of",
+        "FSDP2 on",
+        "optimizer state of 2 bytes per parameter: a peak of",
+    ):
+        assert lever in said
+    assert error.least_bytes > 200_000
+    assert plan(
+        net(64, 64, 64),
+        error.least_bytes,
+        global_batch=8,
+        microbatch=8,
+        without=(SAC_KIND, REGIONS_KIND),
+    )
+
+
+def test_parameters_alone_above_the_budget_are_said_to_be():
+    said, _ = infeasible(10_000)
+    assert "that alone is over the budget, so no choice for activations helps" in said
+    assert "one microbatch per window" not in said or "accumulates no gradients" in said
+
+
+def test_the_loss_in_chunks_is_a_lever_where_it_was_ruled_out():
+    large = transformer(depth=2, dim=16, vocabulary=4096, length=8)
+    said, _ = infeasible(3 * 2**20, large, chunked_loss=False, microbatch=8)
+    assert "chunked loss: a peak of" in said
+
+
+# Several ranks, by hand.
+
+
+def test_ddp_keeps_a_second_copy_of_the_gradients_and_fsdp2_a_part_of_what_is_kept():
+    with Sketch(net(64, 256)) as sketch:
+        step = sketch.step(4)
+    parameters = {"first": 8 * 32 + 32, "last": 32 * 4 + 4}
+    parameters |= {hidden: 2 * 32 + 32 * hidden + hidden + hidden * 32 + 32 for hidden in (64, 256)}
+    nbytes = 4 * sum(parameters.values())
+    for accumulated in (False, True):
+        assert Sharding("ddp", 4).extra_bytes(step, accumulated=accumulated) == nbytes
+        assert Sharding().extra_bytes(step, accumulated=accumulated) == 0
+        assert Sharding("fsdp2", 1).extra_bytes(step, accumulated=accumulated) == 0
+    kept = step.fixed - step.timeline.owners["buffers and batch"][0]
+    assert kept == 3 * nbytes + 4 * len(
+        list(net(64, 256).build().parameters())
+    )  # AdamW counts its steps in tensors
+    beside, largest = 4 * (parameters["first"] + parameters["last"]), 2 * 4 * parameters[256]
+    whole = beside + 2 * largest - round(0.75 * kept)
+    assert Sharding("fsdp2", 4).extra_bytes(step, accumulated=True) == pytest.approx(whole, abs=1)
+    parted = Sharding("fsdp2", 4).extra_bytes(step, accumulated=False)
+    assert whole - 0.75 * nbytes <= parted <= whole
+
+
+def test_ranks_share_the_global_batch():
+    assert Sharding("ddp", 2).microbatches(8) == [(1, 4), (2, 2), (4, 1)]
+    assert Sharding("ddp", 2).microbatches(8, 2) == [(2, 2)]
+    with pytest.raises(
+        ValueError, match="a global batch of 8 can't be shared by 3 ranks: use a multiple of 3"
+    ):
+        Sharding("fsdp2", 3).microbatches(8)
+    with pytest.raises(
+        ValueError, match="microbatch 3 does not divide the 4 samples of a rank: use one of 1, 2, 4"
+    ):
+        Sharding("ddp", 2).microbatches(8, 3)
+
+
+def test_a_plan_for_several_ranks_has_what_they_add():
+    settings = {"global_batch": 8, "without": (SAC_KIND, REGIONS_KIND), "chunked_loss": False}
+    alone = plan(net(64, 64), 2**40, microbatch=4, **settings)
+    shared = plan(net(64, 64), 2**40, microbatch=4, sharding=Sharding("ddp", 2), **settings)
+    gradients = 4 * sum(parameter.numel() for parameter in net(64, 64).build().parameters())
+    assert (alone.steps, shared.steps, shared.ranks) == (2, 1, 2)
+    with Sketch(net(64, 64)) as sketch:
+        assert shared.peak_bytes == sketch.step(4).peak_bytes + gradients
+
+
+# Devices, values, and input that is wrong.
+
+
+class NeedsValues(Net):
+    def forward(self, x):
+        if x.sum() > 1e9:
+            return self.last(self.first(x))
+        return super().forward(x)
+
+
+def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_offload():
+    made = net(64, 64, 64)
+    own = Workload("own", lambda: NeedsValues((64, 64, 64)), made.batch, made.loss)
+    h100 = find_profile("h100")
+    with Planner(own, device=h100, without=(SAC_KIND,), chunked_loss=False) as planner:
+        plain = planner.plan(2**40, global_batch=4, microbatch=4)
+        kinds = {option.kind for _, menu in planner.chains[False].kinds for option, _ in menu}
+        found = planner.plan(round(0.8 * plain.peak_bytes), global_batch=4, microbatch=4)
+    assert "needs values" in found.settings["why_real"]
+    assert OFFLOAD_KIND not in kinds
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_offload_is_offered_to_a_device_with_a_link_to_the_host():
+    with Planner(
+        net(64, 64, 64),
+        device="h100",
+        without=(SAC_KIND, REGIONS_KIND, FULL_KIND),
+        chunked_loss=False,
+    ) as planner:
+        plain = planner.plan(2**40, global_batch=8, microbatch=8)
+        found = planner.plan(round(0.7 * plain.peak_bytes), global_batch=8, microbatch=8)
+    assert {option.kind for option in found.options.values()} <= {NONE_KIND, OFFLOAD_KIND}
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_a_whole_step_is_estimated_once_for_several_budgets():
+    with Planner(net(64, 64, 64), without=(SAC_KIND, REGIONS_KIND), chunked_loss=False) as planner:
+        first = planner.plan(2**40, global_batch=8, microbatch=8)
+        num_known = len(planner.whole_steps.known)
+        assert planner.plan(2**41, global_batch=8, microbatch=8).options == first.options
+        assert len(planner.whole_steps.known) == num_known
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: plan(net(64, 64), 0), "budget_bytes must be a whole number of at least 1, got 0"),
+        (lambda: plan(net(64, 64), 2.5e9), "budget_bytes must be .* got 2500000000.0"),
+        (lambda: plan(net(64, 64), 2**30, global_batch=0), "global_batch must be .* got 0"),
+        (
+            lambda: plan(net(64, 64), 2**30, without=("half",)),
+            r"without=\['half'\]: a block is run as one of",
+        ),
+        (lambda: plan(net(64, 64), 2**30, chunked_loss=True), "Net has no output layer"),
+        (lambda: Sharding("zero", 2), "parallel must be one of ddp, fsdp2, got 'zero'"),
+        (lambda: Sharding(None, 2), "2 ranks need a way to share the training"),
+        (lambda: Sharding("ddp", 0), "ranks must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_wrong_input_is_told(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -1,0 +1,529 @@
+"""What each layer holds, to the byte: by hand, against the whole, and against what recomputing it really frees.
+
+python -m pytest tests/plan/test_profiler.py
+"""
+
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from curry_train.core.measure import (
+    REST_LAYER,
+    Boundaries,
+    LiveStorages,
+    RunningLayers,
+    divide,
+    measure_memory,
+)
+from curry_train.plan.profiler import MemoryProfiler
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case
+
+MIB = 2**20
+
+
+class Residual(nn.Module):
+    """Holds the sigmoid's output, 4 x 16 floats, and its own, 4 x 8, which the next linear layer saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.narrow(torch.sigmoid(self.wide(x)).view(4, 16))
+
+
+class Tower(nn.Module):
+    """Blocks, and a tanh of the model's own behind them, which saves its output and not its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(x))
+
+
+TOWER = {  # held, and what stays when it is recomputed
+    "blocks.0": (256 + 128, 128),
+    "blocks.1": (256 + 128, 128),
+    "blocks.2": (256, 0),
+    "(rest)": (128 + 4, 128 + 4),  # the tanh, and the loss
+    "stem": (128, 128),
+    "head": (0, 0),
+}
+
+
+def figures(report):
+    return {layer.name: (layer.bytes, layer.boundary_bytes) for layer in report.layers}
+
+
+def profile(model, batch, **options):
+    return MemoryProfiler(model).profile(batch, 1, **options)
+
+
+def test_every_layer_by_hand():
+    report = MemoryProfiler(Tower()).profile(torch.randn(4, 8))
+    assert figures(report) == TOWER
+    assert [layer.name for layer in report.layers] == list(
+        TOWER
+    )  # most first, equal ones in the model's order
+    assert report.held_bytes == 1284
+    assert report.spread == 0
+    assert [layer.class_name for layer in report.layers][:5] == ["Residual"] * 3 + [
+        "Tower",
+        "Linear",
+    ]
+    assert report.layers[0].megabytes == 384 / MIB
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_the_layers_add_up_to_what_the_model_holds(name):
+    case = Case(load_workload(name))
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    report = MemoryProfiler(module).profile(batch, loss=loss)
+    assert report.held_bytes == sum(layer.bytes for layer in report.layers)
+    assert report.held_bytes == measure_memory(module, batch, loss).held_bytes
+    assert report.spread == 0
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])
+def test_recomputing_what_is_recommended_frees_exactly_what_was_said(name, share):
+    case = Case(load_workload(name))
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    report = profile(module, batch, loss=loss)
+    budget = share * report.held_bytes
+    names = report.recommend_layers(budget / MIB)
+    said = report.held_bytes - sum(
+        layer.saving_bytes for layer in report.layers if layer.name in names
+    )
+    recompute_blocks(
+        module, blocks=names, preserve_rng_state=False
+    )  # the state would be 5056 bytes more on CPU
+    assert measure_memory(module, batch, loss).held_bytes == said <= budget
+
+
+def test_a_layer_that_is_recomputed_already_is_not_recommended():
+    case = Case(transformer())
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    recompute_blocks(module, blocks=["layers.0", "layers.1"])
+    saving = [
+        layer.name for layer in profile(module, batch, loss=loss).layers if layer.saving_bytes > 0
+    ]
+    assert set(saving) & {f"layers.{index}" for index in range(4)} == {"layers.2", "layers.3"}
+
+
+# How a model may be built and called.
+
+
+def test_a_layer_that_runs_at_every_timestep_is_one_layer():
+    case = Case(load_workload("snn"))
+    report = profile(case.build(), case.batch(), loss=case.workload.mean_loss)
+    assert {layer.name: layer.calls for layer in report.layers} == {
+        **{f"layers.{index}": 16 for index in range(3)},
+        "head": 1,
+        REST_LAYER: 0,
+    }
+
+
+def test_a_loop_holds_as_much_as_it_has_turns():
+    class Loop(Tower):
+        def forward(self, x, turns):
+            for _ in range(turns):
+                x = self.blocks[0](x)
+            return x
+
+    once, thrice = (profile(Loop(), (torch.randn(4, 8), turns)).layers[0] for turns in (1, 3))
+    assert (once.name, once.calls, once.bytes) == ("blocks.0", 1, 256)
+    assert (thrice.name, thrice.calls, thrice.bytes) == ("blocks.0", 3, 3 * 256 + 2 * 128)
+
+
+class Caller(nn.Module):
+    """Runs a module that is registered elsewhere."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.others = nn.Linear(8, 8), [other]
+
+    def forward(self, x):
+        return torch.sigmoid(self.own(self.others[0](x)))
+
+
+def call_within_a_call():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Identity())
+    model.append(Caller(model[0]))
+    return {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
+
+
+def test_bytes_belong_to_the_innermost_layer():
+    assert call_within_a_call() == {"0": 2 * 128, "2": 128, "1": 0, REST_LAYER: 4}
+
+
+def test_a_module_shared_by_blocks_counts_where_it_is_called():
+    activation = nn.Sigmoid()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), activation) for _ in range(2)])
+    assert {
+        name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()
+    } == {
+        "0": 128,
+        "1": 128,
+        REST_LAYER: 4,
+    }
+
+
+@dataclass
+class Output:
+    first: torch.Tensor
+    name: str = "text"
+
+
+def test_any_arguments_and_outputs():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Odd2() for _ in range(2))
+
+        def forward(self, x, scale, *, mask=None, flag="on"):
+            for layer in self.layers:
+                x = layer({"x": x}, mask=mask, scale=scale, flag=flag)["out"][0]
+            return {"result": (Output(x), [x.argmax(), None])}
+
+    class Odd2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, inputs, *, mask, scale, flag):
+            return {"out": (torch.sigmoid(self.linear(inputs["x"])) * mask * scale, flag)}
+
+    batch = {"x": torch.randn(4, 8), "scale": 2.0, "mask": torch.ones(4, 8), "flag": "off"}
+    report = profile(Odd(), batch)
+    assert [layer.name for layer in report.layers] == ["layers.0", "layers.1", REST_LAYER]
+    assert (
+        report.layers[0].bytes == 256
+    )  # the sigmoid's output, and the product, which the next layer saves
+    assert report.layers[0].boundary_bytes == 128
+    assert (report.layers[1].bytes, report.layers[1].boundary_bytes) == (128, 0)
+
+
+def test_an_input_that_nobody_keeps_is_kept_by_recomputing():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x):
+            return torch.sigmoid(x + self.bias)
+
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Adds()
+
+        def forward(self, x):
+            return self.layer(x * 2).sum()
+
+    (layer,) = (
+        layer for layer in profile(Doubles(), torch.randn(4, 8)).layers if layer.name == "layer"
+    )
+    assert (layer.bytes, layer.boundary_bytes) == (128, 2 * 128)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hugging_face_models(kind):
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (2, 8))
+    if kind == "llama":
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                **dict(
+                    vocab_size=64,
+                    hidden_size=32,
+                    intermediate_size=48,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                ),
+                pad_token_id=0,
+            )
+        )
+        layers = {
+            "model.layers.0",
+            "model.layers.1",
+            "model.embed_tokens",
+            "model.norm",
+            "model.rotary_emb",
+            "lm_head",
+        }
+    else:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+        layers = {
+            f"transformer.{name}" for name in ("h.0", "h.1", "wte", "wpe", "drop", "ln_f")
+        } | {"lm_head"}
+    report = MemoryProfiler(model).profile(
+        {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    )
+    assert {layer.name for layer in report.layers} == layers | {REST_LAYER}
+    assert report.spread == 0
+    blocks = [
+        layer for layer in report.layers if layer.class_name.endswith(("DecoderLayer", "Block"))
+    ]
+    assert len(blocks) == 2
+    assert all(layer.saving_bytes > 0.8 * layer.bytes > 0 for layer in blocks)
+
+
+def test_a_model_that_repeats_nothing_is_divided_into_its_children():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    assert list(divide(Plain())) == ["first", "second"]
+    assert figures(profile(Plain(), torch.randn(4, 8))) == {
+        "first": (128, 128),
+        REST_LAYER: (4, 4),
+        "second": (0, 0),
+    }
+    assert list(divide(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))))) == [
+        "0",
+        "1",
+    ]
+    leaf = profile(nn.Linear(8, 2), torch.randn(4, 8))
+    assert figures(leaf) == {REST_LAYER: (4, 4)}
+
+
+def test_a_list_that_is_never_called_is_divided_and_a_sequential_whose_members_are_is_not_recommended():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.many = nn.ModuleList([nn.Linear(8, 8), nn.Sigmoid()])
+            self.parts = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid())
+
+        def forward(self, x):
+            for module in (*self.many, *self.parts):
+                x = module(x)
+            return x
+
+    report = profile(Apart(), torch.randn(4, 8))
+    assert figures(report) == {
+        "parts": (256, 256),
+        "many.1": (128, 256),
+        REST_LAYER: (4, 4),
+        "many.0": (0, 0),
+    }
+    with pytest.raises(ValueError, match="recomputing no layer saves anything"):
+        report.recommend_layers(1 / MIB)
+
+
+def test_a_pattern_names_the_blocks():
+    report = profile(Tower(), torch.randn(4, 8), blocks="blocks.*.wide")
+    assert {layer.name for layer in report.layers} == {
+        *[f"blocks.{index}.{part}" for index in range(3) for part in ("wide", "narrow")],
+        *("stem", "head", REST_LAYER),
+    }
+    with pytest.raises(ValueError, match="'layers' matches no module"):
+        profile(Tower(), torch.randn(4, 8), blocks="layers")
+
+
+# The model is left as it was.
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_and_the_generators_are_as_they_were(training, fails):
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(2)]
+    )
+    model.train(training)
+    model[0][1].eval()
+    gradient = torch.ones(8)
+    model[0][0].bias.grad = gradient
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), random.getstate()
+    if fails:
+        with pytest.raises(ValueError, match="raised RuntimeError"):
+            MemoryProfiler(model).profile(
+                torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+            )
+    else:
+        MemoryProfiler(model).profile(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[0][0].bias.grad is gradient
+    assert torch.equal(gradient, torch.ones(8))
+    assert model[0][0].weight.grad is None
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    )
+    assert not any(getattr(module, name) for module in model.modules() for name in hooks)
+
+
+def test_a_model_in_eval_mode_is_profiled_as_it_trains():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(2)])
+    trained = profile(model.train(), torch.randn(4, 8))
+    assert profile(model.eval(), torch.randn(4, 8)) == trained
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: MemoryProfiler(nn.ReLU()), "ReLU has no parameter that requires grad"),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2).requires_grad_(False)),
+            "Linear has no parameter that requires grad",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2), "cuda"),
+            "the model is on cpu, not on cuda: move it first",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), 0),
+            "num_runs must be .* got 0",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 2), True),
+            "num_runs must be .* got True",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(torch.ones(2, 3)),
+            r"raised RuntimeError.*float32\[2, 3\]",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile({"text": 1}),
+            "raised TypeError.*keywords as a mapping",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).recommend_layers(1),
+            "call profile.sample_input. first",
+        ),
+        (
+            lambda: MemoryProfiler(nn.Linear(2, 2)).profile(
+                torch.ones(2, 2), loss=lambda m, x: m(x).sum().detach()
+            ),
+            "depends on no parameter",
+        ),
+    ],
+)
+def test_wrong_input_is_said(build, said):
+    with pytest.raises(ValueError, match=said):
+        build()
+
+
+def test_the_profiler_answers_from_its_latest_report():
+    profiler = MemoryProfiler(Tower())
+    profiler.profile(torch.randn(4, 8))
+    assert profiler.recommend_layers(1284 / MIB) == []
+    assert profiler.recommend_layers(1283 / MIB) == ["blocks.0"]
+
+
+def test_json_holds_the_figures():
+    data = json.loads(json.dumps(profile(Tower(), torch.randn(4, 8)).to_json()))
+    assert data["held_bytes"] == sum(layer["bytes"] for layer in data["layers"]) == 1284
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_on_cuda_the_layers_add_up_to_the_allocator_and_repeat(name):
+    case = Case(load_workload(name), device=torch.device("cuda"), batch_size=32)
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    report = MemoryProfiler(module, "cuda").profile(batch, loss=loss)
+    assert sum(layer.bytes for layer in report.layers) == report.held_bytes
+    assert report.held_bytes == measure_memory(module, batch, loss).held_bytes
+    assert report.spread < 0.1
+
+
+# Planted faults: each must fail one of the figures above.
+
+
+def outermost_owns(monkeypatch):
+    enter = RunningLayers._enter
+
+    def wrong(self, module, args, kwargs):
+        caller = self.current
+        enter(self, module, args, kwargs)
+        self.current = self.current if caller == REST_LAYER else caller
+
+    monkeypatch.setattr(RunningLayers, "_enter", wrong)
+
+
+def owner_stays_after_the_layer(monkeypatch):
+    monkeypatch.setattr(RunningLayers, "_leave", lambda self, module, args, kwargs, output: None)
+
+
+def views_count_again(monkeypatch):
+    meet = LiveStorages._meet
+
+    def wrong(self, tensor, *, was_there, owner=None):
+        if not was_there:
+            self._known.pop(tensor.untyped_storage()._cdata, None)
+        meet(self, tensor, was_there=was_there, owner=owner)
+
+    monkeypatch.setattr(LiveStorages, "_meet", wrong)
+
+
+def boundaries_are_free(monkeypatch):
+    monkeypatch.setattr(Boundaries, "stays", lambda self, layer: 0)
+
+
+def dead_storages_are_held(monkeypatch):
+    class Undying(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            if value[1] is not None:
+                object.__setattr__(
+                    value[1], "__class__", type("Life", (type(value[1]),), {"died": UNDYING})
+                )
+
+    init = LiveStorages.__init__
+
+    def wrong(self, **options):
+        init(self, **options)
+        self._known = Undying()
+
+    monkeypatch.setattr(LiveStorages, "__init__", wrong)
+
+
+UNDYING = property(lambda life: None, lambda life, value: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "caught_by"),
+    [
+        (outermost_owns, test_bytes_belong_to_the_innermost_layer),
+        (owner_stays_after_the_layer, test_every_layer_by_hand),
+        (views_count_again, test_every_layer_by_hand),
+        (boundaries_are_free, test_every_layer_by_hand),
+        (dead_storages_are_held, test_every_layer_by_hand),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_the_figures_catch(monkeypatch, plant, caught_by):
+    caught_by()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        caught_by()

@@ -1,0 +1,424 @@
+"""A whole step to the byte, the owners of its peak, the picture of it, and the command that shows both.
+
+python -m pytest tests/plan/test_timeline.py
+"""
+
+import json
+import struct
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.cli import console
+from curry_train.cli.main import main
+from curry_train.cli.memory import plot_timeline
+from curry_train.core.measure import REST_LAYER, measure_memory
+from curry_train.plan import profiler
+from curry_train.plan import timeline as step_lives
+from curry_train.plan.timeline import measure_timeline
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.workload import Case
+
+BEFORE = ("parameters", "buffers and batch", "optimizer state")
+
+
+def square_sum(module, batch):
+    return module(batch).square().sum()
+
+
+def small_step(optimizer=None):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
+    return measure_timeline(
+        module, torch.randn(4, 8), square_sum, optimizer=optimizer and optimizer(module)
+    )
+
+
+def case_of(name):
+    case = Case(load_workload(name))
+    return case.build(), case.batch(), case.workload.mean_loss
+
+
+def at(timeline, point):
+    place = timeline.points.index(point)
+    return {group: figures[place] for group, figures in timeline.owners.items()}
+
+
+# Figures by hand and against other instruments.
+
+
+def test_a_small_step_by_hand():
+    timeline = small_step()
+    weight, batch, matrix = 8 * 16 * 4, 4 * 8 * 4, 4 * 16 * 4
+    moments = 2 * weight + 4  # two moments and the step
+    ends = {point.phase: point for point in timeline.points}
+    assert timeline.after == {phase: point.bytes_alive for phase, point in ends.items()}
+    held = {"parameters": weight, "buffers and batch": batch, "optimizer state": moments}
+    assert at(timeline, ends["forward"]) == held | {
+        "gradients": 0,
+        "activations": matrix + 4,
+        "temporaries": 0,
+    }
+    # The loss is still alive after backward, as in a training loop.
+    assert at(timeline, ends["backward"]) == held | {
+        "gradients": weight,
+        "activations": 4,
+        "temporaries": 0,
+    }
+    assert at(timeline, ends["step"]) == at(timeline, ends["backward"])
+    assert timeline.peak.phase == "step"  # the optimizer's temporaries on top of all gradients
+    assert timeline.peak.owners == held | {
+        "gradients": weight,
+        "activations": 4,
+        "temporaries": 2 * weight,
+    }
+    assert timeline.peak.layers == {REST_LAYER: 4}
+
+
+def check_adds_up(name="transformer"):
+    timeline = measure_timeline(*case_of(name))
+    assert len(timeline.points) > 50
+    for place, point in enumerate(timeline.points):
+        assert sum(figures[place] for figures in timeline.owners.values()) == point.bytes_alive
+        assert all(figures[place] >= 0 for figures in timeline.owners.values())
+    peak = timeline.peak
+    assert (
+        sum(peak.owners.values())
+        == peak.bytes_alive
+        == max(point.bytes_alive for point in timeline.points)
+    )
+    assert sum(peak.layers.values()) == peak.owners["activations"]
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_the_owners_add_up_at_every_point(name):
+    check_adds_up(name)
+
+
+def check_against_measure_memory(name="transformer", prepare=lambda module: None):
+    module, batch, loss = case_of(name)
+    prepare(module)
+    timeline = measure_timeline(module, batch, loss)
+    there = sum(timeline.owners[group][0] for group in BEFORE)
+    memory = measure_memory(module, batch, loss)
+    assert timeline.after["forward"] - there == memory.held_bytes
+    highest = max(point.bytes_alive for point in timeline.points if point.phase != "step")
+    assert highest - there == memory.peak_bytes
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_forward_and_backward_are_those_of_measure_memory(name):
+    check_against_measure_memory(name)
+
+
+def test_with_recompute_too():
+    check_against_measure_memory(prepare=recompute_blocks)
+
+
+def test_it_is_the_same_each_time():
+    assert measure_timeline(*case_of("transformer")) == measure_timeline(*case_of("transformer"))
+
+
+# Whose the bytes are.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [
+        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1), 0),
+        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), 1),
+        (lambda module: torch.optim.Adam(module.parameters(), amsgrad=True), 3),
+    ],
+    ids=["sgd", "momentum", "amsgrad"],
+)
+def test_the_state_is_that_of_the_optimizer_and_there_from_the_start(optimizer, copies):
+    timeline = small_step(optimizer)
+    state = set(timeline.owners["optimizer state"])
+    assert len(state) == 1
+    assert state.pop() // (8 * 16 * 4) == copies
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module[0].requires_grad_(False)
+    timeline = measure_timeline(module, torch.randn(4, 8), square_sum)
+    own = (64 + 8) * 4
+    end = at(timeline, timeline.points[-1])
+    assert (end["parameters"], end["gradients"], end["optimizer state"]) == (
+        2 * own,
+        own,
+        2 * own + 8,
+    )
+
+
+def test_a_loss_that_holds_the_model_itself_is_measured():
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
+    timeline = measure_timeline(
+        module, torch.randn(4, 8), lambda _, batch: square_sum(module, batch)
+    )
+    assert timeline.peak == small_step().peak
+
+
+def test_tied_weights_and_buffers_count_once():
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    module[1].weight = module[0].weight
+    module.register_buffer("seen", module[0].weight.detach())
+    timeline = measure_timeline(module, torch.randn(4, 8), square_sum)
+    end = at(timeline, timeline.points[-1])
+    assert (end["parameters"], end["gradients"], end["buffers and batch"]) == (256, 256, 128)
+
+
+def test_sparse_gradients_are_gradients():
+    module = nn.Sequential(nn.Embedding(50, 8, sparse=True))
+    timeline = measure_timeline(
+        module,
+        torch.tensor([[1, 2]]),
+        square_sum,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+    )
+    assert (
+        at(timeline, timeline.points[-1])["gradients"] == 2 * 8 * 4 + 2 * 8
+    )  # two rows, and their numbers
+
+
+@pytest.mark.parametrize("way", ["recompute_blocks", "checkpoint"])
+def test_what_is_recomputed_in_backward_is_the_layers_activation(way):
+    module, batch, loss = case_of("transformer")
+    if way == "recompute_blocks":
+        recompute_blocks(module)
+    else:
+        for layer in module.layers:
+            forward = layer.forward
+            layer.forward = lambda *args, forward=forward: checkpoint(
+                forward, *args, use_reentrant=False
+            )
+    timeline = measure_timeline(module, batch, loss)
+    peak = timeline.peak
+    assert peak.phase == "backward"
+    one_block = 2.2 * 2**20
+    alone = [name for name, held in peak.layers.items() if held > 0.9 * one_block]
+    assert alone == ["layers.0"]  # the last one to be recomputed, when the most gradients are there
+
+
+def test_layers_are_those_of_the_pattern():
+    module, batch, loss = case_of("transformer")
+    timeline = measure_timeline(module, batch, loss, blocks="layers.*.feed_forward")
+    assert {f"layers.{index}.feed_forward" for index in range(4)} <= set(timeline.peak.layers)
+
+
+# What is left behind, and errors.
+
+
+def test_weights_gradients_and_the_optimizer_stay_as_they_were():
+    module, batch, loss = case_of("resnet")
+    module.eval()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+    before, state = (
+        {name: value.clone() for name, value in module.state_dict().items()},
+        torch.get_rng_state(),
+    )
+    next(module.parameters()).grad = torch.ones_like(next(module.parameters()))
+    gradients = [parameter.grad for parameter in module.parameters()]
+    measure_timeline(module, batch, loss, optimizer=optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(
+        parameter.grad is gradient
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True)
+    )
+    assert torch.equal(gradients[0], torch.ones_like(gradients[0]))
+    assert not optimizer.state
+    assert not module.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_optimizer_that_has_stepped_keeps_its_state():
+    module = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(module.parameters())
+    square_sum(module, torch.randn(4, 8)).backward()
+    optimizer.step()
+    moment = optimizer.state[module.weight]["exp_avg"]
+    before = moment.clone()
+    timeline = measure_timeline(module, torch.randn(4, 8), square_sum, optimizer=optimizer)
+    assert timeline.owners["optimizer state"][0] == 2 * (64 + 8) * 4 + 8
+    assert optimizer.state[module.weight]["exp_avg"] is moment
+    assert torch.equal(moment, before)
+    assert optimizer.state[module.weight]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "said"),
+    [
+        (nn.ReLU(), {}, "ReLU has no parameter that requires grad"),
+        (nn.Linear(8, 8), {"loss": lambda m, x: m(x)}, r"one number.*it has shape \(4, 8\)"),
+        (nn.Linear(8, 8), {"loss": lambda m, x: m(x).sum().detach()}, "depends on no parameter"),
+        (
+            nn.Linear(8, 8),
+            {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
+            "holds no parameter of Linear",
+        ),
+    ],
+)
+def test_wrong_input_is_said(module, options, said):
+    with pytest.raises(ValueError, match=said):
+        measure_timeline(module, torch.randn(4, 8), **({"loss": square_sum} | options))
+
+
+def test_a_loss_that_uses_another_module_is_told():
+    module, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    with pytest.raises(
+        ValueError, match="no gradient in Linear: let the loss use the module that it gets"
+    ):
+        measure_timeline(module, torch.randn(4, 8), lambda _, batch: other(batch).sum())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_the_points_are_the_allocators():
+    case = Case(load_workload("transformer"), device=torch.device("cuda"), batch_size=32)
+    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    timeline = measure_timeline(module, batch, loss)
+    for place, point in enumerate(timeline.points):
+        assert sum(figures[place] for figures in timeline.owners.values()) == point.bytes_alive
+    there = timeline.points[0].bytes_alive
+    memory = measure_memory(module, batch, loss)
+    assert timeline.after["forward"] - there == pytest.approx(memory.held_bytes, rel=0.05)
+    assert (
+        sum(timeline.peak.owners.values()) == timeline.peak.bytes_alive >= there + memory.peak_bytes
+    )
+    assert timeline.peak.owners["allocator"] < 0.2 * timeline.peak.bytes_alive
+
+
+# Planted faults.
+
+
+def gradients_are_not_told_apart(monkeypatch):
+    monkeypatch.setattr(step_lives.StepLives, "own", lambda self, group, tensors: None)
+
+
+def recompute_is_a_temporary(monkeypatch):
+    def wrong(self):
+        if self.phase == "forward":
+            return "activations", self.running.current
+        return "temporaries", REST_LAYER
+
+    monkeypatch.setattr(step_lives.StepLives, "_owner_now", wrong)
+
+
+def parameters_are_forgotten(monkeypatch):
+    monkeypatch.setattr(step_lives.StepLives, "follow_all", lambda self, batch, optimizer: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "caught_by"),
+    [
+        (gradients_are_not_told_apart, test_a_small_step_by_hand),
+        (parameters_are_forgotten, test_a_small_step_by_hand),
+        (
+            recompute_is_a_temporary,
+            lambda: test_what_is_recomputed_in_backward_is_the_layers_activation(
+                "recompute_blocks"
+            ),
+        ),
+    ],
+    ids=["gradients", "parameters", "recompute"],
+)
+def test_the_figures_catch(monkeypatch, plant, caught_by):
+    caught_by()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        caught_by()
+
+
+# The picture and the command.
+
+
+def read_size(path):
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_plot_is_a_picture(tmp_path, name):
+    plot_timeline(measure_timeline(*case_of(name)), tmp_path / "step.png")
+    assert read_size(tmp_path / "step.png") == (1650, 690)
+
+
+def test_plot_colours_every_owner():
+    assert set(console.GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"pip install 'matplotlib>=3\.8'"):
+        plot_timeline(small_step(), tmp_path / "step.png")
+    ended = run("--model", "mlp", "--plot", str(tmp_path / "step.png"))
+    assert ended.exit_code == 2
+    assert "pip install 'matplotlib" in ended.output
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["memory", *arguments])
+
+
+def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path):
+    ended = run("--model", "transformer", "--plot", str(tmp_path / "step.png"), "--device", "cpu")
+    assert ended.exit_code == 0, ended.output
+    for said in (
+        "layers.3",
+        "(rest)",
+        "after forward 21.362",
+        "peak 22.362 in backward",
+        "optimizer state",
+    ):
+        assert said in ended.output
+    assert max(map(len, ended.output.splitlines())) <= 80
+    assert read_size(tmp_path / "step.png")
+
+
+def test_memory_writes_json_with_where_it_comes_from():
+    ended = run("--model", "mlp", "--batch-size", "8", "--json", "-", "--device", "cpu")
+    data = json.loads(ended.stdout)
+    assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
+    assert (data["workload"], data["batch_size"]) == ("mlp", 8)
+    assert data["profile"]["held_bytes"] == sum(
+        layer["bytes"] for layer in data["profile"]["layers"]
+    )
+    peak = data["timeline"]["peak"]
+    assert peak["bytes_alive"] == sum(peak["owners"].values())
+    assert "held after forward" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "bert"], "no workload is called 'bert'"),
+        (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
+        (
+            ["--model", "mlp", "--plot", "/absent/step.png"],
+            "the folder of '/absent/step.png' does not exist",
+        ),
+        ([], "Missing option '--model'"),
+    ],
+)
+def test_memory_says_wrong_usage_in_one_line(arguments, said):
+    ended = run(*arguments)
+    assert ended.exit_code == 2
+    assert said in ended.output
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_memory_without_the_device_ends_with_3():
+    assert run("--model", "mlp", "--device", "cuda").exit_code == 3
+
+
+def test_matplotlib_is_imported_only_for_a_picture():
+    assert "matplotlib" not in vars(console)
+    assert "curry_train.cli.console" in sys.modules

@@ -1,0 +1,105 @@
+"""What the tests of compiled code share: small models whose classes are new, so that nothing of them is compiled yet.
+
+Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from curry_train.core.parity import StepRecord, record_step
+from curry_train.primitives.compile_budget import memory_budget
+
+TRACING = [  # what torch says while it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+WIDTH, ROWS = 32, 64
+
+
+def block_class(disturb: Callable[[Tensor], Tensor] = lambda h: h) -> Any:
+    """A class of its own, whose forward puts `disturb` between two layers."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.outer(torch.tanh(disturb(F.gelu(self.inner(x)))))
+
+    return Block
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.first, self.layers = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList(block() for _ in range(depth)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build(block: Callable[[], nn.Module], depth: int = 2) -> Net:
+    torch.manual_seed(0)
+    return Net(block, depth)
+
+
+def rows(size: int = ROWS) -> Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def loss(module: Callable[[Any], Tensor], batch: Any) -> Tensor:
+    return module(batch).square().mean()
+
+
+def step(module: Any, batch: Tensor | None = None) -> StepRecord:
+    torch.manual_seed(2)
+    return record_step(module, rows() if batch is None else batch, loss)
+
+
+def bounded(block: Callable[[], nn.Module], budget: float, **options: Any) -> Net:
+    """The model of such blocks with a budget."""
+    model = build(block)
+    memory_budget(model, budget, backend="aot_eager", **options)
+    return model
+
+
+def by_torch_alone(
+    block: Callable[[], nn.Module], budget: float, *, backend: str = "aot_eager"
+) -> Net:
+    """The model of such blocks, compiled at the setting as torch documents it."""
+    model = build(block)
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
+    with functorch_config.patch(activation_memory_budget=budget):
+        loss(model, rows()).backward()
+    return model
+
+
+def dropout(h: Tensor) -> Tensor:
+    return F.dropout(h, 0.5)
+
+
+def hidden() -> Any:
+    """A class whose forward the compiler may not look into."""
+    block = block_class()
+    apart = torch.compiler.disable(block.forward)
+
+    class Hidden(block):
+        def forward(self, x: Tensor) -> Any:
+            return apart(self, x)
+
+    return Hidden

@@ -1,0 +1,91 @@
+"""Small spiking networks that the tests of chunked timesteps share: sound ones, and some that keep state to themselves.
+
+Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curry_train.workloads.models import SurrogateSpike
+
+WIDTH = 6
+
+
+class Neuron(nn.Module):
+    """Leaky integrate-and-fire; the potential goes in and comes out."""
+
+    def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+        potential = 0.9 * potential + x
+        spikes = SurrogateSpike.apply(potential - 1.0)
+        return spikes, potential - spikes
+
+
+class Keeper(Neuron):
+    """The same with the potential inside, as in spikingjelly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        spikes, self.v = super().forward(x, self.v)
+        return spikes
+
+
+class Net(nn.Module):
+    """Linear and neurons, twice, with something in between."""
+
+    def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.first, self.between, self.last = (
+            nn.Linear(WIDTH, WIDTH),
+            between(),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.neuron = Neuron()
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_zeros(x.shape[1], WIDTH), x.new_zeros(x.shape[1], WIDTH)
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        first, last = state
+        spikes, first = self.neuron(self.first(x), first)
+        spikes, last = self.neuron(self.last(self.between(spikes)), last)
+        return spikes + 0.1 * last, (first, last)
+
+
+class KeeperNet(nn.Module):
+    """Stepped without any state: the neurons have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Keeper(), nn.Linear(WIDTH, WIDTH), Keeper()
+        )
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return self.layers(x), state
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, Keeper):
+                layer.v = 0.0
+
+
+def build(make: Callable[[], Any] = Net) -> Any:
+    """The same weights each time, large enough for spikes."""
+    torch.manual_seed(0)
+    module = make().train()
+    with torch.no_grad():
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight.mul_(3)
+    return module
+
+
+def currents(steps: int = 10, batch: int = 4, *, seed: int = 1) -> Tensor:
+    """Input with time first."""
+    return torch.randn(steps, batch, WIDTH, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,271 @@
+"""Every tensor that goes into a recomputed call is held as torch holds positional ones: written over, it is refused.
+
+python -m pytest tests/primitives/test_checkpoint_inputs.py
+"""
+
+import collections
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.bench.timing import python_calls
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives.sac import apply_sac
+from curry_train.primitives.snn_timesteps import checkpoint_timesteps
+from curry_train.workloads.workload import Case, Workload
+
+WRITTEN = "modified by an inplace operation"
+
+
+@dataclasses.dataclass
+class Context:
+    mask: Any
+    unset: Any = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Registered:
+    mask: Any
+
+
+_pytree.register_dataclass(Registered)
+Pair = collections.namedtuple("Pair", "mask other")
+CONTAINERS = {
+    "bare": lambda mask: mask,
+    "dict": lambda mask: {"mask": mask},
+    "list": lambda mask: [mask],
+    "tuple": lambda mask: (mask, 1),
+    "named tuple": lambda mask: Pair(mask, None),
+    "deep": lambda mask: {"one": [({"two": mask},)]},
+    "dataclass": Context,
+    "dataclass in a list in a dataclass": lambda mask: Context([Context(mask)]),
+    "registered": Registered,
+}
+CHANGES = {
+    "full": recompute_blocks,
+    "reentrant": lambda model: recompute_blocks(model, use_reentrant=True),
+    "segments": lambda model: recompute_segments(model, 2),
+    "sac": lambda model: apply_sac(model, "save_matmuls"),
+}
+
+
+def mask_of(given):
+    while not isinstance(given, torch.Tensor):
+        given = (
+            given.mask
+            if hasattr(given, "mask")
+            else next(iter(given.values() if isinstance(given, dict) else given))
+        )
+    return given
+
+
+class Block(nn.Module):
+    """Autograd alone keeps nothing of the mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, mask):
+        return self.linear(torch.tanh(x) + mask_of(mask))
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x, mask, *, named):
+        for layer in self.layers:
+            x = layer(x, mask=mask) if named else layer(x, mask)
+        return x
+
+
+def gradients(model, mask, container, *, named, overwritten):
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out = model(x, container(mask), named=named)
+    if overwritten:
+        mask.zero_()
+    out.square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Chain()
+
+
+@pytest.fixture
+def mask():
+    return torch.full((4, 16), 2.0)
+
+
+@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
+@pytest.mark.parametrize("named", [True, False], ids=["by keyword", "by position"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_tensor_that_is_written_over_between_forward_and_backward_is_refused(
+    model, mask, change, named, container
+):
+    plain = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
+    overwritten = gradients(
+        copy.deepcopy(model), mask.clone(), container, named=named, overwritten=True
+    )
+    assert all(map(torch.equal, plain, overwritten))  # the plain model does not mind
+    change(model)
+    found = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
+    assert all(map(torch.equal, plain, found))
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        gradients(model, mask, container, named=named, overwritten=True)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    "form",
+    [lambda x: x, list, lambda x: [{"x": step} for step in x]],
+    ids=["tensor", "list", "dicts"],
+)
+def test_inputs_of_timesteps_that_are_written_over_are_refused(form, levels):
+    linear, x = nn.Linear(4, 4), torch.ones(12, 3, 4)
+
+    def step(x_t, state):
+        state = torch.tanh(linear(torch.tanh(x_t["x"] if isinstance(x_t, dict) else x_t)) + state)
+        return state, state
+
+    for overwritten in (False, True):
+        out, _ = checkpoint_timesteps(step, form(x), torch.zeros(3, 4), chunk_size=3, levels=levels)
+        if not overwritten:
+            out.sum().backward()
+            continue
+        x.zero_()
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            out.sum().backward()
+
+
+def test_a_compiled_model_refuses_it_too(model, mask):
+    recompute_blocks(model)
+    run = torch.compile(model, backend="aot_eager")
+    for container in (CONTAINERS["bare"], CONTAINERS["dict"]):
+        gradients(run, mask, container, named=True, overwritten=False)
+        with pytest.raises(RuntimeError, match=WRITTEN):
+            gradients(run, mask.clone(), container, named=True, overwritten=True)
+
+
+def test_a_call_inside_of_another_refuses_it_too(model, mask):
+    recompute_blocks(model)
+    out = Recompute(model)(torch.ones(4, 16), {"mask": mask}, named=True)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        out.sum().backward()
+
+
+class Collecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, *, seen, settings):
+        seen.append(x.detach())
+        return self.linear(torch.tanh(x) * settings.pop("scale"))
+
+
+def test_the_block_gets_the_containers_themselves_and_the_second_run_new_ones_with_what_they_held():
+    seen, settings = [], {"scale": 2.0}
+    Recompute(Collecting())(torch.ones(4, 16), seen=seen, settings=settings).sum().backward()
+    assert (
+        len(seen) == 1
+    )  # torch's own checkpoint appends again in backward, and finds no scale there
+    assert settings == {}
+
+
+def test_what_is_no_tensor_is_the_same_object_in_both_runs(mask):
+    given = []
+
+    class Noting(Block):
+        def forward(self, x, mask, *, other):
+            given.append((mask, other))
+            return super().forward(x, mask)
+
+    other = object()
+    Recompute(Noting())(torch.ones(4, 16), [mask], other=other).sum().backward()
+    (first, _), (second, _) = given
+    assert all(found is other for _, found in given)
+    assert first[0] is mask
+    assert second[0] is mask
+
+
+def test_a_packed_sequence_passes():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRU(4, 4)
+
+        def forward(self, *, packed):
+            return self.cell(packed)[0].data
+
+    torch.manual_seed(0)
+    packed, block = pack_sequence([torch.randn(5, 4), torch.randn(3, 4)]), Recurrent()
+    plain, found = (
+        record_step(module, packed, lambda module, packed: module(packed=packed).square().sum())
+        for module in (block, Recompute(block))
+    )
+    assert compare(plain, found).bit_equal
+
+
+def test_a_tensor_of_inference_mode_passes_as_it_does_without_recompute(model):
+    with torch.inference_mode():
+        mask = torch.ones(4, 16)
+    recompute_blocks(model)
+    for named in (True, False):
+        for container in CONTAINERS.values():
+            gradients(model, mask, container, named=named, overwritten=False)
+
+
+@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
+def test_nothing_more_is_held_than_by_position(model, container):
+    def held(mask, *, named):
+        changed = copy.deepcopy(model)
+        recompute_blocks(changed, preserve_rng_state=False)
+
+        def loss(module, batch):
+            return module(batch, container(mask * 1), named=named).square().sum()
+
+        return measure_memory(changed, torch.ones(4, 16), loss)
+
+    mask = torch.ones(4, 16)
+    by_position, by_keyword = held(mask, named=False), held(mask, named=True)
+    plain = measure_memory(
+        model, torch.ones(4, 16), lambda m, x: m(x, mask * 1, named=True).square().sum()
+    )
+    assert by_keyword == by_position
+    assert (
+        by_keyword.held_bytes == plain.held_bytes - 3 * 4 * 16 * 4 + 4 * 16 * 4
+    )  # tanh and sum less, the mask more
+
+
+def torch_recomputes(model):
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by keyword", "by position"])
+def test_a_call_costs_about_the_python_calls_of_torch(named):
+    def loss(model, batch):
+        return model(batch, torch.ones(1, 16), named=named).square().sum()
+
+    case = Case(Workload("chain", Chain, lambda size: torch.randn(size, 16), loss))
+    changes = (lambda model: None, torch_recomputes, recompute_blocks)
+    bare, theirs, ours = (
+        python_calls(case, lambda model, case, change=change: change(model)) for change in changes
+    )
+    assert ours - bare < 1.5 * (theirs - bare)

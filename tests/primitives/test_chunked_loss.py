@@ -1,0 +1,464 @@
+"""Chunked cross-entropy: equal to torch's own, a chunk of logits at a time, and whole logits for whoever reads them.
+
+python -m pytest tests/primitives/test_chunked_loss.py
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from curry_train.core.measure import FlopCount, LiveStorages
+from curry_train.core.parity import compare, record_step
+from curry_train.primitives import (
+    apply_chunked_loss,
+    chunked_loss_report,
+    cross_entropy,
+    remove_chunked_loss,
+)
+from curry_train.primitives.chunked_loss import LazyLogits
+from curry_train.primitives.cross_entropy import chunked_cross_entropy
+
+CLASSES, WIDTH = 301, 16
+# Sums of some hundred float32 terms in another order; half precision rounds each product's result once.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def inputs(dtype=torch.float64, *, rows=(3, 37), ignored=30):
+    make = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*s, WIDTH, generator=make).to(dtype) for s in (rows, (CLASSES,), (CLASSES,))
+    )
+    targets = torch.randint(CLASSES, rows, generator=make)
+    targets[0, :ignored] = -100  # the first chunks hold few or none that count
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias[:, 0].detach().requires_grad_(),
+        targets,
+    )
+
+
+def plain(hidden, weight, targets, *, bias=None, chunk_tokens=None, **options):
+    logits = F.linear(hidden, weight, bias).flatten(0, -2)
+    return F.cross_entropy(
+        logits if logits.dtype is torch.float64 else logits.float(), targets.flatten(), **options
+    )
+
+
+def outcome(loss, given, *, scale=3.0, **options):
+    """The loss and the gradients, of copies."""
+    hidden, weight, bias, targets = given
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in (hidden, weight, bias)]
+    value = loss(leaves[0], leaves[1], targets, bias=leaves[2], **options)
+    if value.requires_grad:
+        (value * scale).backward()
+    return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def errors(found, expected):
+    assert [t is None for t in found] == [t is None for t in expected]
+    pairs = [
+        (a.double(), b.double()) for a, b in zip(found, expected, strict=True) if a is not None
+    ]
+    return [
+        ((a - b).norm() / b.norm()).item() if b.norm() else (a - b).norm().item() for a, b in pairs
+    ]
+
+
+# The function, against torch's.
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("chunk_tokens", [1, 10, 111, 1000, None])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 7}]
+)
+def test_loss_and_gradients_are_torchs(dtype, chunk_tokens, options):
+    given = inputs(dtype, ignored=0 if "ignore_index" in options else 30)
+    found = outcome(chunked_cross_entropy, given, chunk_tokens=chunk_tokens, **options)
+    assert max(errors(found, outcome(plain, given, **options))) < TOLERANCE[dtype]
+    assert found[0].dtype == (dtype if dtype is torch.float64 else torch.float32)
+    assert all(gradient.dtype == dtype for gradient in found[1:])
+
+
+def test_half_precision_is_no_farther_from_float64_than_torchs():
+    given = inputs(torch.bfloat16)
+    exact = outcome(plain, [t.detach().double().requires_grad_() for t in given[:3]] + [given[3]])
+    ours, theirs = (
+        errors(outcome(f, given), exact) for f in (lambda *a, **k: chunked(a, k), plain)
+    )
+    assert all(a <= 1.2 * b + 1e-6 for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def chunked(args, options):
+    return chunked_cross_entropy(*args, **options, chunk_tokens=10)
+
+
+@pytest.mark.parametrize("scale", [1e-7, 65536.0])
+def test_float16_loss_scaling_neither_overflows_nor_vanishes(scale):
+    given = inputs(torch.float16)
+    found = outcome(chunked_cross_entropy, given, scale=65536.0, chunk_tokens=10)
+    exact = outcome(
+        plain, [t.detach().double().requires_grad_() for t in given[:3]] + [given[3]], scale=65536.0
+    )
+    assert max(errors(found, exact)) < 2e-3
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_frozen_parts_get_no_gradient_and_cost_no_product(frozen):
+    given = inputs()
+    for place in frozen:
+        given[place].requires_grad_(False)
+    with FlopCount() as counted:
+        found = outcome(chunked_cross_entropy, given, chunk_tokens=10)
+    with FlopCount() as expected:
+        reference = outcome(plain, given)
+    assert max(errors(found, reference)) < 1e-14
+    assert (
+        counted.flops
+        == expected.flops
+        == 2 * 111 * WIDTH * CLASSES * (3 - len(set(frozen) & {0, 1}))
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
+def test_nothing_but_ignored_targets_is_as_in_torch(options):
+    given = inputs()
+    given[3].fill_(-100)
+    found, expected = (outcome(loss, given, **options) for loss in (chunked_cross_entropy, plain))
+    assert torch.equal(found[0].isnan(), expected[0].isnan())
+    assert all(gradient.count_nonzero() == 0 for gradient in found[1:] + expected[1:])
+
+
+def test_no_grad_computes_the_loss_alone():
+    hidden, weight, bias, targets = inputs()
+    with torch.no_grad(), FlopCount() as counted:
+        loss = chunked_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=10)
+    torch.testing.assert_close(
+        loss, plain(hidden, weight, targets, bias=bias).detach(), rtol=1e-14, atol=0
+    )
+    assert counted.flops == 2 * 111 * WIDTH * CLASSES
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_computes_as_linear_would(dtype):
+    given = inputs(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (outcome(loss, given) for loss in (chunked_cross_entropy, plain))
+    assert torch.equal(found[0], expected[0])
+    assert max(errors(found, expected)) < 1e-2
+
+
+def test_a_graph_that_is_kept_can_be_walked_again():
+    # The gradients are scaled in place where the graph goes; not where it stays.
+    given = inputs()
+    loss = chunked_cross_entropy(*given[:2], given[3], chunk_tokens=10)
+    first = torch.autograd.grad(loss, given[:2], retain_graph=True)
+    second = torch.autograd.grad(2 * loss, given[:2])
+    assert all(torch.equal(2 * a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_torch_still_says_whether_a_graph_is_kept():
+    assert cross_entropy.graph_is_kept is torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def test_differentiating_twice_is_refused():
+    hidden, weight, _, targets = inputs()
+    model = Model()
+    apply_chunked_loss(model)
+    for loss in (chunked_cross_entropy(hidden, weight, targets), Custom.apply(model(TOKENS))):
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pretend", [False, True])
+def test_peak_is_one_chunk_and_the_gradients(dtype, pretend):
+    rows, classes, width, chunk = 4096, 2048, 32, 128
+    with FakeTensorMode() if pretend else torch.enable_grad():
+        hidden = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
+        weight = torch.zeros(classes, width, dtype=dtype, requires_grad=True)
+        targets = torch.zeros(rows, dtype=torch.int64)
+        with LiveStorages() as alive:
+            chunked_cross_entropy(hidden, weight, targets, chunk_tokens=chunk).backward()
+    size = dtype.itemsize
+    gradients = rows * width * size + classes * width * 4
+    logits = chunk * classes * (4 if size == 4 else 4 + size)
+    products = classes * width * size + chunk * width * 4  # of one chunk, before they are added up
+    assert gradients + logits <= alive.bytes_peak <= gradients + logits + products + 64 * rows
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda h, w, t: chunked_cross_entropy(h[..., :5], w, t),
+            r"hidden must be \(\.\.\., width\)",
+        ),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t[:, :5]), r"targets of \(3, 37\)"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t.double()), "convert with .long"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w.float(), t),
+            "cast one of them, or use autocast",
+        ),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0]), r"bias must be \(301,\)"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w, t, reduction="none"),
+            "reduction must be one of",
+        ),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, label_smoothing=2), "from 0 to 1"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=0), "at least 1"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=True), "at least 1"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=2.5), "at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_said(change, said):
+    hidden, weight, _, targets = inputs()
+    with pytest.raises(ValueError, match=said):
+        change(hidden, weight, targets)
+
+
+# The head of a model, without an edit.
+
+
+class Model(nn.Module):
+    """A table, a block and a head with a bias."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.body, self.head = (
+            nn.Embedding(CLASSES, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, CLASSES),
+        )
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(F.silu(self.body(self.table(tokens))))
+
+
+TOKENS = torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed(0))
+
+
+def both(loss, *, dtype=torch.float64, tied=False, chunk_tokens=20):
+    """The record of a plain step and of a changed one, and what became of the logits."""
+    records = []
+    for apply in (
+        lambda model: None,
+        lambda model: apply_chunked_loss(model, chunk_tokens=chunk_tokens),
+    ):
+        model = Model(tied).to(dtype).train()
+        apply(model)
+        records.append(record_step(model, TOKENS, loss))
+    return compare(*records, tolerance=TOLERANCE[dtype]), chunked_loss_report(model)["head"]
+
+
+def shifted(model, tokens):
+    return model(tokens)[:, :-1], tokens[:, 1:]
+
+
+class Custom(torch.autograd.Function):
+    """A loss that takes its tensors past `__torch_function__`, as kernels of others do."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return gradient * 2 * logits
+
+
+STAYS = {
+    "view": lambda m, t: F.cross_entropy(m(t).view(-1, CLASSES), t.view(-1)),
+    "reshape": lambda m, t: F.cross_entropy(
+        m(t)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)
+    ),
+    "flatten": lambda m, t: F.cross_entropy(m(t).flatten(0, 1), t.flatten(), reduction="sum"),
+    "flatten of torch": lambda m, t: F.cross_entropy(torch.flatten(m(t), end_dim=-2), t.flatten()),
+    "slice": lambda m, t: F.cross_entropy(
+        m(t)[..., :-1, :].contiguous().view(-1, CLASSES), t[:, 1:].flatten()
+    ),
+    "number": lambda m, t: F.cross_entropy(m(t)[:, -1], t[:, -1]),
+    "mask": lambda m, t: F.cross_entropy(m(t)[t > 9], t[t > 9]),
+    "to": lambda m, t: F.cross_entropy(m(t).to(t.device).flatten(0, 1), t.flatten()),
+    "transpose": lambda m, t: F.cross_entropy(m(t).transpose(1, 2), t, label_smoothing=0.1),
+    "permute": lambda m, t: F.cross_entropy(m(t).permute(0, 2, 1).contiguous(), t, ignore_index=5),
+    "module": lambda m, t: nn.CrossEntropyLoss()(m(t).flatten(0, 1), t.flatten()),
+    "sizes": lambda m, t: (
+        lambda y: F.cross_entropy(y.view(y.size(0) * y.shape[1], y.shape[-1]), t.flatten())
+    )(m(t)),
+    "two losses": lambda m, t: (
+        lambda y: sum(
+            F.cross_entropy(y[:, i::2].flatten(0, 1), t[:, i::2].flatten()) for i in (0, 1)
+        )
+    )(m(t)),
+}
+MADE = {
+    "log_softmax": lambda m, t: F.nll_loss(m(t).log_softmax(-1).flatten(0, 1), t.flatten()),
+    "cross_entropy with class weights": lambda m, t: F.cross_entropy(
+        m(t).flatten(0, 1), t.flatten(), weight=torch.linspace(0, 1, CLASSES, dtype=torch.float64)
+    ),
+    "cross_entropy with reduction='none'": lambda m, t: (
+        F.cross_entropy(m(t).flatten(0, 1), t.flatten(), reduction="none").square().sum()
+    ),
+    "cross_entropy with targets that are no indices": lambda m, t: F.cross_entropy(
+        m(t).flatten(0, 1), F.one_hot(t.flatten(), CLASSES).double()
+    ),
+    "div": lambda m, t: F.cross_entropy(m(t).flatten(0, 1) / 2, t.flatten()),
+    "mul_": lambda m, t: (lambda y: (y.mul_(2), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1])(
+        m(t)
+    ),
+    "__setitem__": lambda m, t: (
+        lambda y: (y.__setitem__((..., 0), -9.0), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
+    )(m(t)),
+    "__getitem__": lambda m, t: F.cross_entropy(
+        m(t)[..., 1:].flatten(0, 1), t.flatten().clamp(max=9)
+    ),
+    "square": lambda m, t: (
+        lambda y: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean()
+    )(m(t)),
+    "cat": lambda m, t: torch.cat([m(t), torch.ones(4, 1, CLASSES)], dim=1).square().mean(),
+    "float": lambda m, t: F.cross_entropy(m(t).float().flatten(0, 1), t.flatten()),
+    "view": lambda m, t: m(t).view(-1).square().mean(),
+    "__deepcopy__": lambda m, t: (
+        lambda y: (copy.deepcopy(y.detach()), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
+    )(m(t)),
+    "Function": lambda m, t: Custom.apply(m(t)),
+    "Function on a view": lambda m, t: Custom.apply(m(t)[:, 1:].flatten(0, 1)),
+    "Function and more": lambda m, t: (
+        lambda y: Custom.apply(y) + y.square().sum() + F.cross_entropy(y.flatten(0, 1), t.flatten())
+    )(m(t)),
+}
+
+
+@pytest.mark.parametrize("way", STAYS)
+def test_loss_runs_in_chunks_behind(way):
+    found, use = both(STAYS[way])
+    assert found.holds, found.describe()
+    assert use.num_chunked == (2 if way == "two losses" else 1)
+    assert use.whole == [], use
+
+
+@pytest.mark.parametrize("way", MADE)
+def test_logits_are_made_for(way):
+    found, use = both(MADE[way])
+    assert found.holds, found.describe()
+    assert use.whole, use
+    if "Function" not in way and way != "__deepcopy__":
+        assert use.whole == [way]
+
+
+def test_upcast_of_half_precision_stays_in_chunks():
+    found, use = both(
+        lambda m, t: F.cross_entropy(m(t).float().view(-1, CLASSES), t.view(-1)),
+        dtype=torch.bfloat16,
+    )
+    assert found.holds, found.describe()
+    assert str(use) == "1 loss in chunks"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_has_the_dtype_of_torchs(tied):
+    found, use = both(
+        lambda m, t: F.cross_entropy(m(t).view(-1, CLASSES), t.view(-1)),
+        dtype=torch.bfloat16,
+        tied=tied,
+    )
+    assert found.holds, found.describe()  # which holds dtypes against each other as well
+    assert use.num_chunked == 1
+
+
+def test_written_logits_and_their_views_stay_in_step():
+    def loss(model, tokens):
+        logits = model(tokens)
+        flat, wide = logits.view(-1, CLASSES), logits.float()
+        logits.mul_(2)
+        return F.cross_entropy(flat.float(), tokens.flatten()) + F.cross_entropy(
+            wide.flatten(0, 1), tokens.flatten()
+        )
+
+    found, _ = both(loss, dtype=torch.bfloat16)
+    assert found.holds, found.describe()
+
+
+def test_logits_asked_for_after_the_weight_changed_are_refused():
+    model = Model()
+    apply_chunked_loss(model)
+    logits = model(TOKENS)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    for use in (torch.Tensor.argmax, lambda y: F.cross_entropy(y.flatten(0, 1), TOKENS.flatten())):
+        with pytest.raises(RuntimeError, match="before optimizer"):
+            use(logits)
+
+
+def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
+    bare, model = Model(), Model()
+    assert apply_chunked_loss(model, head="he*", chunk_tokens=5) == ["head"]
+    assert list(model.state_dict()) == list(bare.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in bare.named_parameters()
+    ]
+    assert isinstance(model.head, nn.Linear)
+    expected = bare(TOKENS)
+    assert type(model.train()(TOKENS)) is LazyLogits
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.head.__dict__["_chunked_loss"] == 5
+        with torch.no_grad():
+            assert type(other(TOKENS)) is torch.Tensor
+        assert torch.equal(other.eval()(TOKENS), expected)
+    assert remove_chunked_loss(model) == ["head"]
+    assert type(model.head) is nn.Linear
+    assert vars(model.head).keys() == vars(bare.head).keys()
+
+
+def test_compiled_code_has_plain_logits(monkeypatch):
+    model = Model()
+    apply_chunked_loss(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert type(model(TOKENS)) is torch.Tensor
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "said"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), {}, "has no output layer"),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)),
+            {},
+            "name it with head=",
+        ),
+        (Model, {"head": "nothing"}, "matches no module"),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 8), Doubled(8, 32)),
+            {},
+            "is a Doubled, not a plain nn.Linear",
+        ),
+        (Model, {"chunk_tokens": 0}, "at least 1"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(build, options, said):
+    with pytest.raises(ValueError, match=said):
+        apply_chunked_loss(build(), **options)
+
+
+def test_changing_a_head_twice_is_refused():
+    model = Model()
+    apply_chunked_loss(model)
+    with pytest.raises(ValueError, match="remove_chunked_loss"):
+        apply_chunked_loss(model)

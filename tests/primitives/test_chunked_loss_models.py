@@ -1,0 +1,88 @@
+"""Chunked cross-entropy on models that people train: Hugging Face's, and the project's own, with and without values.
+
+python -m pytest tests/primitives/test_chunked_loss_models.py
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from curry_train.core.measure import count_flops, measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.plan.shapes import pretended
+from curry_train.primitives import apply_chunked_loss, chunked_loss_report, recompute_blocks
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def llama():
+    size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size)
+    )
+
+
+def gpt2():
+    size = {"vocab_size": 640, "n_embd": 64, "n_layer": 3, "n_head": 4, "loss_type": "ForCausalLM"}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(bos_token_id=1, eos_token_id=1, **size)
+    )
+
+
+def labels(model, tokens):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def autocast(model, tokens):
+    with torch.autocast("cpu", torch.bfloat16):
+        return labels(model, tokens)
+
+
+def accumulated(model, tokens):
+    """The first microbatch's backward is done inside: gradients add up."""
+    (labels(model, tokens[:2]) / 2).backward()
+    return labels(model, tokens[2:]) / 2
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("loss", [labels, autocast, accumulated])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_hugging_face_models_train_the_same_in_less_memory(build, loss, recompute):
+    tokens, records, peaks, flops = torch.randint(640, (4, 32)), [], [], []
+    for chunked_too in (False, True):
+        torch.manual_seed(0)
+        model = build().train()
+        if recompute:
+            recompute_blocks(model)
+        if chunked_too:
+            assert apply_chunked_loss(model, chunk_tokens=16) == ["lm_head"]
+        torch.manual_seed(1)
+        records.append(record_step(model, tokens, loss))
+        peaks.append(measure_memory(model, tokens, loss).peak_bytes)
+        flops.append(count_flops(model, tokens, loss).total)
+    assert str(chunked_loss_report(model)["lm_head"]) == "1 loss in chunks"
+    found = compare(*records, tolerance=2e-2 if loss is autocast else 1e-5)
+    assert found.holds, found.describe()
+    assert flops[1] == flops[0]
+    assert peaks[1] <= peaks[0]
+    if (
+        loss is not accumulated and not recompute
+    ):  # else the blocks, or the gradients, own the peak of models so small
+        assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_bytes_without_values_are_those_with():
+    case = Case(transformer(depth=1, dim=32, vocabulary=2048), batch_size=8)
+    peaks = []
+    for context in (torch.enable_grad, pretended, FakeTensorMode):
+        with context():
+            model, batch = case.build(), case.batch()
+            apply_chunked_loss(model, chunk_tokens=32)
+            peaks.append(
+                measure_memory(model, batch, lambda m, b: case.workload.loss(m, b) / 512).peak_bytes
+            )
+    model = case.build()
+    assert peaks[0] == peaks[1] == peaks[2]
+    assert peaks[0] < 0.5 * measure_memory(model, case.batch(), case.workload.mean_loss).peak_bytes

@@ -1,0 +1,156 @@
+"""What grad-flow says is wrong, from figures that were planted.
+
+python -m pytest tests/primitives/test_grad_flow_findings.py
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from curry_train.primitives.grad_flow_report import (
+    AFTER_BACKWARD,
+    AT_THE_STEP,
+    LayerFlow,
+    StepFlow,
+    Update,
+    ValueSpread,
+    find,
+    flow_table,
+)
+
+GOOD = LayerFlow(
+    ValueSpread(100, 10, 0, 100.0), 1, ValueSpread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True
+)
+NAMES = tuple(f"layers.{index}" for index in range(4))
+NAN = float("nan")
+
+
+def record(
+    step=0, *, stepped=True, scaled=1.0, read=AFTER_BACKWARD, gradient=GOOD.gradient, **layers
+):
+    """One step of four good blocks, less those that are given by the number of their layer."""
+    flows = {name: layers.get(f"at_{name[-1]}", GOOD) for name in NAMES}
+    return StepFlow(step, stepped, flows, NAMES, 1, gradient, read, scaled)
+
+
+def spread(part, **changes):
+    return replace(GOOD, **{part: replace(getattr(GOOD, part), **changes)})
+
+
+def kinds(*records):
+    return [(finding.kind, finding.layers[:1]) for finding in find(records)]
+
+
+def test_good_training_has_no_finding():
+    assert find([record(step) for step in range(3)]) == []
+    assert "nothing is wrong" in flow_table([record()])
+
+
+def test_the_first_layer_in_forward_is_named_for_activations():
+    bad = spread("activation", nonfinite=7, squares=NAN)
+    found = find([record(0), record(10, at_1=bad, at_2=bad), record(20, at_0=bad)])
+    assert (found[0].kind, found[0].layers, found[0].step, found[0].value) == (
+        "nonfinite",
+        ("layers.1",),
+        10,
+        0.07,
+    )
+
+
+def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
+    bad = spread("gradient", nonfinite=1, squares=NAN)
+    (found,) = find([record(0, at_0=bad, at_1=bad, at_2=bad)])
+    assert found.layers == ("layers.2",)
+    assert "all activations were finite" in found.said
+
+
+def test_weights_that_were_not_finite_before_are_said():
+    bad = replace(spread("activation", nonfinite=1, squares=NAN), update=Update(NAN, NAN))
+    assert (
+        "an earlier step broke them, so probe with every=1" in find([record(0, at_0=bad)])[0].said
+    )
+
+
+def test_a_gradient_outside_of_the_layers_is_not_missed():
+    (found,) = find([record(gradient=ValueSpread(10, 0, 1, NAN))])
+    assert "outside of the probed layers" in found.said
+
+
+@pytest.mark.parametrize(
+    ("planted", "expected"),
+    [
+        ({"at_0": spread("gradient", squares=1e-9)}, ("vanishing", ("layers.0",))),
+        ({"at_0": spread("gradient", squares=1e9)}, ("exploding", ("layers.0",))),
+        ({"at_1": spread("activation", zeros=91)}, ("dead", ("layers.1",))),
+        ({"at_2": spread("update", distance=0.02)}, ("update", ("layers.2",))),
+        ({"at_2": spread("update", distance=1e-6)}, ("update", ("layers.2",))),
+        (
+            {"at_3": replace(GOOD, without_gradient=("layers.3.weight",))},
+            ("no-gradient", ("layers.3",)),
+        ),
+        ({"at_3": spread("gradient", squares=0.0, zeros=50)}, ("no-gradient", ("layers.3",))),
+        ({"scaled": 0.05}, ("scaled", ())),
+        ({"stepped": False}, ("skipped", ())),
+    ],
+)
+def test_each_fault_has_its_finding(planted, expected):
+    assert expected in kinds(record(**planted), record(10))[:1] + kinds(record(**planted))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"at_0": spread("gradient", squares=1e-7)},
+        {"at_1": spread("activation", zeros=90)},
+        {"at_2": spread("update", distance=0.009)},
+        {"at_2": replace(GOOD, update=Update(0.0, 0.1))},
+        {"at_2": replace(GOOD, update=None, gradient=None, frozen=("layers.2.weight",))},
+        {"scaled": 0.3},
+        {"scaled": 0.01, "read": AT_THE_STEP},
+    ],
+)
+def test_what_is_within_bounds_is_not_said(planted):
+    assert find([record(**planted)]) == []
+
+
+def test_one_step_that_is_unusual_is_no_finding():
+    steps = [record(step) for step in range(4)]
+    assert find([*steps, record(4, at_1=spread("activation", zeros=99))]) == []
+
+
+def test_alike_layers_are_one_line():
+    dead = spread("activation", zeros=95)
+    (found,) = find([record(at_1=dead, at_2=dead, at_3=dead)])
+    assert found.layers == ("layers.1", "layers.2", "layers.3")
+    assert "the same in 2 more layers" in found.said
+    assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
+
+
+def test_the_table_says_what_was_not_seen():
+    rows = flow_table(
+        [
+            record(
+                at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
+                at_1=replace(GOOD, gradient=None, tied=("w",)),
+                at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
+            )
+        ]
+    ).splitlines()
+    assert [line.split()[1:] for line in rows if line.startswith("layers.0")] == [
+        ["not", "called", "frozen", "-"]
+    ]
+    assert any(line.startswith("layers.1") and " tied " in line for line in rows)
+    assert any(line.startswith("layers.2") and line.endswith("new") for line in rows)
+
+
+def test_a_long_name_keeps_its_end():
+    name = "model.language_model.layers.31.self_attention.output_projection"
+    flows = replace(record(), layers={name: GOOD}, order=(name,))
+    lines = flow_table([flows]).splitlines()
+    assert lines[-1].startswith("...")
+    assert "output_projection" in lines[-1]
+    assert max(map(len, lines)) <= 80
+
+
+def test_no_record_is_said():
+    assert "no step was probed" in flow_table([])

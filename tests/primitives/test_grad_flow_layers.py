@@ -1,0 +1,229 @@
+"""Which layers are probed, which parameters each counts, and what is said of those that have no figure.
+
+python -m pytest tests/primitives/test_grad_flow_layers.py
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.primitives import GradFlow, recompute_segments
+from curry_train.primitives.grad_flow_probe import MOST_LAYERS, choose_layers
+from curry_train.workloads.models import transformer
+
+
+def probe(model, x, *, loss=lambda out: out.sum(), **options):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with GradFlow(model, optimizer, every=1, **options) as flow:
+        loss(model(x)).backward()
+        optimizer.step()
+    return flow.records[0]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def test_tied_weights_are_counted_once():
+    model = Tied()
+    record = probe(model, torch.arange(8), loss=lambda out: out.square().sum())
+    norm = model.embedding.weight.grad.double().norm().item()
+    assert record.gradient.norm == pytest.approx(norm)
+    assert record.layers["embedding"].gradient.norm == pytest.approx(norm)
+    assert record.layers["head"].gradient is None
+    assert record.layers["head"].tied == ("embedding.weight",)
+    assert record.layers["head"].calls == 1
+
+
+def test_a_tied_weight_is_counted_where_only_its_second_layer_is_probed():
+    record = probe(Tied(), torch.arange(8), layers="head")
+    assert record.layers["head"].gradient.elements == 32
+    assert record.layers["head"].tied == ()
+
+
+def test_a_module_that_is_called_several_times_is_one_layer():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, layer, layer)
+    record = probe(model, torch.randn(2, 4))
+    assert list(record.layers) == ["0"]
+    assert record.layers["0"].calls == 3
+    assert record.layers["0"].activation.elements == 24
+    assert record.layers["0"].gradient.elements == 20
+
+
+def test_frozen_and_unreached_parameters_are_named_and_are_not_0():
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("frozen", "used", "unused")})
+    model["frozen"].requires_grad_(False)
+    model.forward = lambda x: model["used"](model["frozen"](x))
+    record = probe(model, torch.randn(2, 4))
+    assert record.layers["frozen"].gradient is None
+    assert record.layers["frozen"].frozen == ("frozen.weight", "frozen.bias")
+    unused = record.layers["unused"]
+    assert unused.activation is None
+    assert unused.calls == 0
+    assert unused.gradient is None
+    assert unused.without_gradient == ("unused.weight", "unused.bias")
+    assert record.gradient.elements == 20
+
+
+def test_a_new_bias_has_no_ratio():
+    model = nn.Sequential(nn.Linear(4, 4))
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    update = probe(model, torch.ones(2, 4)).layers["0"].update
+    assert update.ratio is None
+    assert update.distance > 0
+
+
+@dataclass
+class Out:
+    first: torch.Tensor
+    count: int
+
+
+class Several(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x):
+        y = self.inner(x)
+        outputs = {
+            "tuple": lambda: (y, torch.arange(3), None),
+            "dict": lambda: {"hidden": y, "again": y},
+            "nested": lambda: [(y,), {"more": None}],
+            "dataclass": lambda: Out(y, 3),
+        }
+        return outputs[self.kind]()
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "nested", "dataclass"])
+def test_outputs_of_every_structure_are_counted_once(kind):
+    model = nn.ModuleDict({"block": Several(kind)})
+    model.forward = lambda x: model["block"](x)
+    first = {
+        "tuple": lambda out: out[0],
+        "dict": lambda out: out["hidden"],
+        "nested": lambda out: out[0][0],
+    }
+    loss = first.get(kind, lambda out: out.first)
+    record = probe(model, torch.randn(2, 4), loss=lambda out: loss(out).sum(), layers="*")
+    assert record.layers["block"].activation.elements == 8
+    assert record.layers["block"].activation == record.layers["block.inner"].activation
+
+
+def test_blocks_owners_and_activations_are_the_layers():
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1)) for _ in range(2)]
+    )
+    layers = choose_layers(model)
+    assert [layer.name for layer in layers] == ["0", "0.0", "0.1", "1", "1.0", "1.1"]
+    assert [layer.is_block for layer in layers] == [True, False, False, True, False, False]
+
+
+def test_a_module_that_owns_parameters_and_is_no_leaf_is_a_layer():
+    names = [layer.name for layer in choose_layers(nn.TransformerEncoderLayer(8, 2))]
+    assert {"self_attn", "self_attn.out_proj", "linear1"} <= set(names)
+
+
+def test_a_very_large_model_is_probed_by_blocks():
+    def block():
+        return nn.Sequential(*[nn.Linear(1, 1) for _ in range(10)])
+
+    model = nn.ModuleDict(
+        {
+            "stem": nn.Linear(1, 1),
+            "layers": nn.ModuleList(block() for _ in range(MOST_LAYERS // 10)),
+        }
+    )
+    names = [layer.name for layer in choose_layers(model)]
+    assert names == ["stem", *[f"layers.{index}" for index in range(MOST_LAYERS // 10)]]
+
+
+def test_layers_are_the_same_where_some_blocks_recompute():
+    bare, model = (transformer(depth=3, dim=32).build() for _ in range(2))
+    recompute_segments(model, 2)
+    kinds = [type(module) for module in model.modules()]
+    assert [layer.name for layer in choose_layers(model)] == [
+        layer.name for layer in choose_layers(bare)
+    ]
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GradFlow("model"), "GradFlow probes a module, got str"),
+        (lambda: GradFlow(nn.Linear(2, 2)), "has no module with parameters to probe"),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), layers="layers.*"),
+            "layers 'layers.*' matches no module",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), every=0),
+            "every must be a whole number from 1 up, got 0",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), recompute="no"),
+            "recompute must be one of filter, off",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.LazyLinear(2))),
+            "run one batch through the model first",
+        ),
+        (
+            lambda: GradFlow(nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))),
+            "use DistributedDataParallel",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"),
+            "an optimizer is needed, got str",
+        ),
+        (
+            lambda: GradFlow(
+                nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD(nn.Linear(2, 2).parameters())
+            ),
+            "SGD holds no parameter of this model",
+        ),
+        (
+            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), scaler=1024.0),
+            "scaler must be a GradScaler, got float",
+        ),
+    ],
+)
+def test_wrong_input_is_said(make, said):
+    with pytest.raises(ValueError, match=said.replace("*", "[*]")):
+        make()
+
+
+def test_misuse_is_said():
+    model = nn.Sequential(nn.Linear(2, 2))
+    flow = GradFlow(model)
+    with pytest.raises(RuntimeError, match="open the context first"):
+        flow.step()
+    with flow, pytest.raises(RuntimeError, match="open already"):
+        flow.__enter__()
+    with (
+        GradFlow(model, torch.optim.SGD(model.parameters())) as flow,
+        pytest.raises(ValueError, match="remove flow"),
+    ):
+        flow.step()
+
+
+def test_a_context_can_be_opened_again_and_counts_on():
+    model = nn.Sequential(nn.Linear(2, 2))
+    flow = GradFlow(model, every=2)
+    for _ in range(2):
+        with flow:
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                flow.step()
+    assert [record.step for record in flow.records] == [0, 2]

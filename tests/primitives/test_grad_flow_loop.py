@@ -1,0 +1,362 @@
+"""Grad-flow in loops of every kind: microbatches, clipping, scalers, skipped steps, several optimizers, none.
+
+python -m pytest tests/primitives/test_grad_flow_loop.py
+"""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.measure import LiveStorages
+from curry_train.primitives import GradFlow, GradientAccumulation, train_window
+from curry_train.primitives.grad_flow_report import AFTER_BACKWARD, AT_THE_STEP
+
+
+def build(*, depth=3, width=8):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)])
+
+
+def batch(rows=4, width=8):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+
+
+def norm(model):
+    return (
+        torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+        .norm()
+        .item()
+    )
+
+
+def hooks_of(model):
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    )
+
+
+def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
+    model, x = build(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    model[0][0].register_forward_hook(
+        lambda layer, inputs, output: outputs.append(output.detach().double())
+    )
+    with GradFlow(model, optimizer) as flow:
+        for part in x.split([1, 3]):
+            model(part).square().sum().backward()
+        expected = norm(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), expected / 4)
+        optimizer.step()
+    (record,) = flow.records
+    activation = record.layers["0.0"].activation
+    assert activation.elements == 32
+    assert activation.norm == pytest.approx(torch.cat(outputs).norm().item(), rel=1e-12)
+    assert record.gradient.norm == pytest.approx(expected, rel=1e-12)
+    assert record.gradients_read == AFTER_BACKWARD
+    assert record.scaled == pytest.approx(0.25, rel=1e-5)
+    assert record.forwards == record.layers["0.0"].calls == 2
+
+
+def test_it_fits_around_train_window():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=2) as flow:
+        for window in GradientAccumulation(2).windows([batch()] * 6):
+            result = train_window(
+                model, window, lambda m, x: m(x).square().sum(), optimizer, clip_norm=1e-3
+            )
+            if flow.records and flow.records[-1].step == window.index:
+                assert flow.records[-1].gradient.norm == pytest.approx(result.grad_norm, rel=1e-6)
+    assert [record.step for record in flow.records] == [0, 2]
+
+
+def test_steps_between_have_no_hooks_and_afterwards_nothing_is_left():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero_grad = optimizer.zero_grad
+    with GradFlow(model, optimizer, every=3) as flow:
+        seen = []
+        for _ in range(7):
+            seen.append(hooks_of(model))
+            assert ("zero_grad" in vars(optimizer)) == (seen[-1] > 0)
+            model(batch()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [count > 0 for count in seen] == [True, False, False, True, False, False, True]
+    assert [record.step for record in flow.records] == [0, 3, 6]
+    assert hooks_of(model) == 0
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert optimizer.zero_grad == zero_grad
+
+
+def test_nothing_of_a_step_stays_alive():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1):
+        out = model(batch())
+        node, seen = out.grad_fn, weakref.ref(out)
+        out.sum().backward()
+        optimizer.step()
+        del out, node
+        gc.collect()
+        assert seen() is None
+
+
+def test_weights_are_kept_while_the_optimizer_steps_and_no_longer():
+    model = build(width=512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    peaks = []
+    for updates in (False, True):
+        with GradFlow(model, optimizer, every=1, updates=updates) as flow:
+            model(batch(width=512)).sum().backward()
+            with LiveStorages() as storages:
+                optimizer.step()
+            peaks.append(storages.bytes_peak)
+            assert storages.bytes_alive == 0
+        assert (flow.records[0].layers["0"].update is None) != updates
+    assert weights <= peaks[1] - peaks[0] <= 1.5 * weights
+
+
+def scaled_loop(model, optimizer, scaler, losses, *, zero_grad=None, given=True, early=False):
+    with GradFlow(model, optimizer, every=1, scaler=scaler if given else None) as flow:
+        for factor in losses:
+            if early:
+                loss = (model(batch()) * factor).square().mean()
+                (zero_grad or optimizer.zero_grad)()
+            else:
+                (zero_grad or optimizer.zero_grad)()
+                loss = (model(batch()) * factor).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        (zero_grad or optimizer.zero_grad)()
+        if zero_grad is not None:
+            model(batch())
+    return flow
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_that_the_scaler_skips_is_said_with_its_gradients(fused, early):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    flow = scaled_loop(model, optimizer, scaler, [1.0, float("inf"), 1.0], early=early)
+    assert [record.stepped for record in flow.records] == [True, False, True]
+    assert [record.step for record in flow.records] == ([0, 1, 2] if fused else [0, 1, 1])
+    assert flow.records[1].nonfinite
+    assert flow.records[1].layers["0.0"].update is None
+    assert flow.records[2].gradient.nonfinite == 0
+    assert {"nonfinite", "skipped"} <= {finding.kind for finding in flow.findings}
+
+
+def test_a_skipped_step_is_seen_where_the_model_drops_the_gradients():
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    flow = scaled_loop(
+        model, optimizer, scaler, [1.0, float("inf"), 1.0], zero_grad=model.zero_grad
+    )
+    assert [record.stepped for record in flow.records] == [True, False, True]
+    assert [record.forwards for record in flow.records] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_taken_out_and_one_that_is_not_named_is_told(fused):
+    norms = []
+    for given in (True, False):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        flow = scaled_loop(
+            model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0), [1.0], given=given
+        )
+        norms.append(flow.records[0].gradient.norm)
+        assert flow.records[0].scaled == pytest.approx(1.0 if given else 1 / 1024, rel=1e-6)
+        assert ("scaled" in {finding.kind for finding in flow.findings}) != given
+    assert norms[1] == pytest.approx(1024 * norms[0], rel=1e-6)
+
+
+def test_without_an_optimizer_the_loop_says_where_a_step_ends():
+    model = build()
+    with GradFlow(model, every=2) as flow:
+        for _ in range(3):
+            model.zero_grad()
+            model(batch()).sum().backward()
+            flow.step()
+    assert [record.step for record in flow.records] == [0, 2]
+    assert flow.records[0].layers["0.0"].update is None
+    assert flow.records[0].gradient.norm == pytest.approx(norm(model))
+
+
+def test_two_optimizers_end_a_step_together():
+    model = build()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.1)
+    with GradFlow(model, [first, second], every=2) as flow:
+        for _ in range(3):
+            model(batch()).sum().backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [record.step for record in flow.records] == [0, 2]
+    assert all(flow.records[0].layers[name].update.distance > 0 for name in ("0.0", "1.0", "2.0"))
+
+
+def test_an_optimizer_that_evaluates_the_model_itself():
+    model = build()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        return loss
+
+    with GradFlow(model, optimizer, every=1) as flow:
+        optimizer.step(closure)
+    (record,) = flow.records
+    assert record.stepped
+    assert record.forwards >= 2
+    assert record.gradient.norm == pytest.approx(norm(model))
+    assert record.layers["0.0"].update.distance > 0
+
+
+def test_gradients_that_are_assigned_are_read_at_the_step():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1) as flow:
+        gradients = torch.autograd.grad(model(batch()).sum(), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    assert flow.records[0].gradients_read == AT_THE_STEP
+    assert flow.records[0].gradient.norm == pytest.approx(norm(model))
+
+
+def test_a_model_that_is_called_in_parts():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1) as flow:
+        model[2](model[1](model[0](batch()))).sum().backward()
+        optimizer.step()
+    (record,) = flow.records
+    assert record.forwards == 0
+    assert record.layers["1.0"].calls == 1
+    assert record.gradients_read == AFTER_BACKWARD
+
+
+def test_validation_in_between_is_not_training():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1) as flow:
+        with torch.no_grad():
+            model(batch(rows=100))
+        with torch.inference_mode():
+            model(batch(rows=100))
+        model(batch()).sum().backward()
+        optimizer.step()
+    assert flow.records[0].layers["0.0"].activation.elements == 32
+    assert flow.records[0].forwards == 1
+
+
+def test_a_forward_that_fails_leaves_the_next_one_whole():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1) as flow:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be multiplied"):
+            model(batch(width=7))
+        model[0](batch()).sum().backward()
+        optimizer.step()
+    assert flow.records[0].layers["0.0"].calls == 1
+
+
+def test_a_copy_and_a_pickle_of_the_model_in_a_probed_step_are_models_of_their_own():
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1) as flow:
+        others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for other in others:
+            other(batch(rows=50)).sum().backward()
+            other.zero_grad()
+        model(batch()).sum().backward()
+        optimizer.step()
+    assert flow.records[0].layers["0.0"].activation.elements == 32
+    assert flow.records[0].forwards == 1
+
+
+def test_compiled_code_is_said_not_to_be_seen():
+    model = build()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(batch())
+    with GradFlow(compiled, optimizer, every=1) as flow:
+        compiled(batch()).sum().backward()
+        optimizer.step()
+    (record,) = flow.records
+    assert record.layers["0.0"].activation is None
+    assert record.gradient.norm == pytest.approx(norm(model))
+    assert "compiled code runs no hooks" in flow.table()
+
+
+def test_half_precision_is_summed_without_overflow():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).half()
+    nn.init.constant_(model[0].weight, 100.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, every=1) as flow:
+        out = model(torch.full((64, 64), 4.0, dtype=torch.float16))
+        out.backward(torch.full_like(out, 100.0))
+        optimizer.step()
+    layer = flow.records[0].layers["0"]
+    assert layer.activation.norm == pytest.approx(
+        25600.0 * 64, rel=1e-12
+    )  # its square is above what float16 has
+    assert layer.gradient.norm == pytest.approx(25600.0 * 64, rel=1e-12)
+
+
+def test_huge_float32_is_summed_without_overflow():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with GradFlow(model, every=1) as flow:
+        (model(torch.ones(1, 4)) * 1e30).sum().backward()
+        flow.step()
+    assert flow.records[0].layers["0"].gradient.norm == pytest.approx(4e30, rel=1e-6)
+    assert flow.records[0].layers["0"].gradient.nonfinite == 0
+
+
+def test_a_long_float32_sum_does_not_drift():
+    x = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Identity())
+    model[0].weight = nn.Parameter(torch.ones(()))
+    with GradFlow(model, every=1) as flow:
+        model(x).sum()
+        flow.step()
+    assert flow.records[0].layers["0"].activation.norm == pytest.approx(
+        x.double().norm().item(), rel=1e-12
+    )
+
+
+def test_sparse_gradients_are_counted_as_what_they_stand_for():
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
+    with GradFlow(model, every=1) as flow:
+        F.relu(model(torch.tensor([1, 1, 2]))).square().sum().backward()
+        flow.step()
+    gradient, dense = flow.records[0].layers["0"].gradient, model[0].weight.grad.to_dense()
+    assert gradient.elements == 40
+    assert gradient.zeros == (dense == 0).sum().item()
+    assert gradient.norm == pytest.approx(dense.double().norm().item())
+
+
+def test_complex_numbers_are_two_elements():
+    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64))
+    with GradFlow(model, every=1) as flow:
+        model(torch.ones(2, 3, dtype=torch.complex64)).abs().sum().backward()
+        flow.step()
+    assert flow.records[0].layers["0"].activation.elements == 12

@@ -1,0 +1,283 @@
+"""Each layer is counted once under every kind of recompute, both ways, and the figures are the bare model's to the bit.
+
+python -m pytest tests/primitives/test_grad_flow_recompute.py
+"""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+
+from curry_train.primitives import (
+    CheckpointWrapper,
+    GradFlow,
+    Recompute,
+    apply_regions,
+    apply_sac,
+    offload_blocks,
+    recompute_blocks,
+    recompute_segments,
+    recompute_timesteps,
+)
+from curry_train.primitives.checkpointed import (
+    NON_REENTRANT_GENERATOR,
+    REENTRANT_CLASS,
+    recompute_off,
+)
+from curry_train.workloads.models import resnet, snn, transformer
+from curry_train.workloads.workload import Case, Workload
+
+DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
+
+
+def run(workload, change, *, way="filter", steps=2, **options):
+    """Figures of two steps of two microbatches, and what training left behind."""
+    case = Case(workload)
+    model, batch = case.build(), case.batch()
+    change(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    losses = []
+    with GradFlow(model, optimizer, every=1, recompute=way, **options) as flow:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            for _ in range(2):
+                loss = workload.mean_loss(model, batch)
+                loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return flow, (
+        losses,
+        [parameter.detach().clone() for parameter in model.parameters()],
+        torch.get_rng_state(),
+    )
+
+
+def figures(flow):
+    return [
+        (record.forwards, name, layer.calls, layer.activation, layer.gradient, layer.update)
+        for record in flow.records
+        for name, layer in record.layers.items()
+    ]
+
+
+def each_block(around):
+    def change(model):
+        for block in model.layers:
+            block.forward = partial(around, block.forward)
+
+    return change
+
+
+def replaced(wrap):
+    def change(model):
+        for index, block in enumerate(model.layers):
+            model.layers[index] = wrap(block)
+
+    return change
+
+
+KEPT = ("_to_copy", "count_nonzero", "dot", "sub", "mul", "mm", "bmm", "full_like", "stack")
+
+
+def save_what_the_probe_uses(context, operation, *args, **kwargs):
+    """A policy under which an operation that the probe adds to the block would be kept, and handed out in its place."""
+    kept = operation.__name__.partition(".")[0] in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def torch_sac(run, *args):
+    contexts = partial(
+        torch_checkpoint.create_selective_checkpoint_contexts, save_what_the_probe_uses
+    )
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+
+
+def nested(run, *args):
+    inner = partial(checkpoint, run, use_reentrant=False)
+    return checkpoint(inner, *args, use_reentrant=False)
+
+
+FORMS = {
+    "Recompute": replaced(Recompute),
+    "CheckpointWrapper": replaced(CheckpointWrapper),
+    "CheckpointWrapper reentrant": replaced(partial(CheckpointWrapper, use_reentrant=True)),
+    "blocks": recompute_blocks,
+    "segments": partial(recompute_segments, num_segments=2),
+    "sac": apply_sac,
+    "regions": apply_regions,
+    "offload": offload_blocks,
+    "torch": each_block(partial(checkpoint, use_reentrant=False)),
+    "torch reentrant": each_block(partial(checkpoint, use_reentrant=True)),
+    "torch nested": each_block(nested),
+    "torch selective": each_block(torch_sac),
+}
+
+
+@pytest.fixture(scope="module")
+def bare():
+    return run(DROPOUT, lambda model: None)
+
+
+@pytest.mark.parametrize("way", ["filter", "off"])
+@pytest.mark.parametrize("form", FORMS)
+def test_figures_under_recompute_are_the_bare_models(form, way, bare):
+    flow, left = run(DROPOUT, FORMS[form], way=way)
+    assert figures(flow) == figures(bare[0])
+    for layer in flow.records[0].layers.values():
+        assert layer.calls == 2  # microbatches
+    assert left[0] == bare[1][0]
+    assert all(map(torch.equal, left[1], bare[1][1]))
+    assert torch.equal(left[2], bare[1][2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_probing_leaves_recompute_the_training_that_it_was(form):
+    case = Case(DROPOUT)
+    model, batch = case.build(), case.batch()
+    FORMS[form](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            DROPOUT.mean_loss(model, batch).backward()
+        optimizer.step()
+    _, (_, weights, generator) = run(DROPOUT, FORMS[form])
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_without_the_filter_a_block_would_be_counted_twice(monkeypatch):
+    monkeypatch.setattr("curry_train.primitives.grad_flow_probe.in_backward", lambda: False)
+    flow, _ = run(DROPOUT, recompute_blocks)
+    assert flow.records[0].layers["layers.0.attention.wq"].calls == 4
+    assert flow.records[0].layers["head"].calls == 2
+
+
+class Dot(nn.Module):
+    """A block with an operation that the probe has as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y * torch.tanh(torch.dot(y.flatten().double(), y.flatten().double())).float()
+
+
+def weights_of_dots(change):
+    def build():
+        return nn.ModuleDict({"layers": nn.ModuleList(Dot() for _ in range(2))})
+
+    def loss(model, batch):
+        return model.layers[1](model.layers[0](batch)).square().sum()
+
+    workload = Workload("dots", build, lambda size: torch.randn(size, 8), loss)
+    return run(workload, change, steps=1)[1][1]
+
+
+def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_blocks(monkeypatch):
+    """The second half is what `outside_selective_checkpoints` is for; if it fails, that can go."""
+    bare = weights_of_dots(lambda model: None)
+    assert all(map(torch.equal, bare, weights_of_dots(FORMS["torch selective"])))
+    monkeypatch.setattr(
+        "curry_train.primitives.grad_flow_probe.outside_selective_checkpoints",
+        contextlib.nullcontext,
+    )
+    try:
+        weights = weights_of_dots(FORMS["torch selective"])
+    except RuntimeError:
+        return
+    assert not all(map(torch.equal, bare, weights))
+
+
+@pytest.mark.parametrize("way", ["filter", "off"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_batch_norm_is_updated_once_either_way(way, reentrant):
+    workload = resnet(depth=2, width=16, size=8)
+    plain, left = run(workload, lambda model: None)
+    change = partial(recompute_blocks, use_reentrant=reentrant, blocks="1.*")
+    flow, again = run(workload, change, way=way)
+    assert figures(flow) == figures(plain)
+    assert all(map(torch.equal, left[1], again[1]))
+
+
+@pytest.mark.parametrize("way", ["filter", "off"])
+def test_a_loop_over_time_in_chunks_is_counted_by_timestep(way):
+    workload = snn(depth=2, width=16, timesteps=12)
+    plain, _ = run(workload, lambda model: None)
+
+    def change(model):
+        recompute_timesteps(model, chunk_size=4)
+        model(
+            Case(workload).batch()[0]
+        )  # the first call looks for hidden state, in steps of its own
+
+    flow, _ = run(workload, change, way=way)
+    assert figures(flow) == figures(plain)
+    assert flow.records[0].layers["layers.0"].calls == 2 * 12
+
+
+@pytest.mark.parametrize("way", ["filter", "off"])
+def test_hugging_face_recompute_is_counted_once(way):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16, use_cache=False
+    )
+
+    def trained(recompute):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).train()
+        if recompute is not None:
+            enable = getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": recompute})
+            model.enable_input_require_grads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.arange(32).view(2, 16) % 32
+        with GradFlow(model, optimizer, every=1, recompute=way) as flow:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        return flow
+
+    bare = figures(trained(None))
+    assert figures(trained(False)) == bare
+    assert figures(trained(True)) == bare
+
+
+def test_off_is_for_a_while_and_for_whoever_recomputes():
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    names = {
+        name: getattr(torch_checkpoint, name) for name in (NON_REENTRANT_GENERATOR, REENTRANT_CLASS)
+    }
+    ran = []
+    block[0].register_forward_hook(lambda *_: ran.append(1))
+    model = nn.ModuleList([Recompute(block)])
+    x = torch.randn(2, 4, requires_grad=True)
+    for reentrant in (False, True):
+        with recompute_off(model):
+            checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+            model[0](x).sum().backward()
+        assert len(ran) == 2
+        ran.clear()
+    assert {name: getattr(torch_checkpoint, name) for name in names} == names
+    model[0](x).sum().backward()
+    assert len(ran) == 2
+
+
+def test_off_ends_with_an_error_of_the_loop():
+    block = nn.Linear(4, 4)
+    model = nn.ModuleList([Recompute(block)])
+    with pytest.raises(ZeroDivisionError), GradFlow(model, recompute="off"):
+        raise ZeroDivisionError
+    assert model[0].recomputes
+    assert not block._forward_hooks
+    assert getattr(torch_checkpoint, REENTRANT_CLASS).__name__ == REENTRANT_CLASS

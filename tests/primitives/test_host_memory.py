@@ -1,0 +1,116 @@
+"""What the host has to spare, and buffers that are used again.
+
+python -m pytest tests/primitives/test_host_memory.py
+"""
+
+import mmap
+
+import pytest
+
+from curry_train.primitives import host_memory
+from curry_train.primitives.host_memory import (
+    HostMemoryShort,
+    HostPool,
+    available_host_bytes,
+    require_host_memory,
+)
+
+MEMINFO = "MemTotal: 64 kB\nMemAvailable:   48 kB\n"
+SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 48 * 1024),
+        ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"}, 48 * 1024),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": "0::/user/job\n",
+                f"{SECOND}/user/job/memory.max": "max\n",
+                f"{SECOND}/user/job/memory.current": "1000\n",
+                f"{SECOND}/user/memory.max": "9000\n",
+                f"{SECOND}/user/memory.current": "5000\n",
+                f"{SECOND}/user/memory.stat": "anon 4000\ninactive_file 500\n",
+            },
+            4500,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/\n4:hugetlb,memory:/seen/outside\n0::/\n",
+                f"{FIRST}/memory.limit_in_bytes": "9000\n",
+                f"{FIRST}/memory.usage_in_bytes": "2000\n",
+                f"{FIRST}/memory.stat": "total_inactive_file 100\n",
+            },
+            7100,
+        ),
+    ],
+)
+def test_available_is_the_smallest_of_what_the_kernel_and_the_groups_leave(
+    tmp_path, files, expected
+):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_host_bytes(tmp_path) == expected
+
+
+def test_the_pool_gives_a_buffer_that_fits_and_lets_go_of_those_that_fit_nothing():
+    pool = HostPool(pinned=False)
+    first = pool.take(5000)
+    assert first.nbytes == pool.reserved_bytes == 8192
+    pool.give(first)
+    assert pool.take(100) is first  # which four pages would be as well, and five not
+    pool.give(first)
+    large = pool.take(5 * 4096)
+    assert pool.reserved_bytes == large.nbytes == 20480  # the first, which was idle, made room
+    pool.give(large)
+    assert pool.take(4096).nbytes == pool.reserved_bytes == 4096
+    pool.clear()
+    assert pool.reserved_bytes == 4096  # that one is in use
+
+
+def test_what_is_reserved_is_there_and_serves_a_step_of_these_sizes():
+    pool = HostPool(pinned=False)
+    sizes = [5000, 100, 5000, 70000]
+    pool.reserve(sizes)
+    assert pool.reserved_bytes == 8192 + 4096 + 8192 + 73728
+    pool.reserve(sizes)
+    taken = [pool.take(size) for size in reversed(sizes)]
+    assert pool.reserved_bytes == sum(buffer.nbytes for buffer in taken) == 94208
+
+
+def test_pinned_buffers_are_as_large_as_torch_makes_them():
+    assert [HostPool(pinned=True).capacity(size) for size in (1, 4096, 4097, 3 * 2**20)] == [
+        1,
+        4096,
+        8192,
+        2**22,
+    ]
+
+
+def test_little_memory_is_said_with_both_figures(monkeypatch):
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**30)
+    require_host_memory(2**30)
+    with pytest.raises(
+        HostMemoryShort,
+        match=r"needs 3.00 GiB more of host memory and 1.00 GiB is available: offload",
+    ):
+        HostPool(pinned=False).reserve([2**30, 2**31])
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: None)
+    require_host_memory(2**60)  # a system that does not say
+
+
+def test_memory_that_the_system_refuses_is_the_hosts_and_not_the_devices(monkeypatch):
+    def refuse(*_):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    pool = HostPool(pinned=False)
+    with pytest.raises(
+        HostMemoryShort, match=r"gave no 4.00 KiB of memory \(.*Cannot allocate.*\): offload fewer"
+    ):
+        pool.take(1)
+    assert pool.reserved_bytes == 0

@@ -1,0 +1,495 @@
+"""Offload trains the same model, moves each storage once, gives every buffer back, and its gates fail on what does not.
+
+python -m pytest tests/primitives/test_offload.py
+"""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from curry_train.core.blocks import find_blocks
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.gates import recompute
+from curry_train.gates.same_training import sample_of
+from curry_train.plan.strategies import STRATEGIES
+from curry_train.primitives.offload import offload_blocks, offload_report
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case, Workload
+
+CHECKS = {gate.name: gate.check for gate in recompute.OFFLOAD_GATES}
+
+
+def chain(block, depth=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*[block() for _ in range(depth)])
+
+
+def square_sum(module, batch):
+    return module(batch).square().sum()
+
+
+def gelu_block(width=32):
+    return nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def twins(block, depth=3, **options):
+    plain, model = chain(block, depth), chain(block, depth)
+    offload_blocks(model, keep_last=0, **options)
+    return plain, model
+
+
+# The gates hold on what is right, and fail on what is not.
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_gates_hold_on_built_in_workloads(name, check):
+    for size in (4, 16):
+        verdict = CHECKS[check](Case(load_workload(name), batch_size=size))
+        assert verdict.passed or (name == "snn" and size == 4 and verdict.passed is None), verdict
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    case = Case(transformer(dropout=0.1, depth=2), device=torch.device(device), dtype=dtype)
+    for check in CHECKS.values():
+        assert check(case).passed, check(case)
+
+
+@pytest.mark.parametrize("check", CHECKS.values())
+def test_gates_hold_for_a_single_block_and_do_not_apply_to_small_ones(check):
+    assert check(Case(transformer(), blocks="layers.1")).passed
+    assert check(Case(transformer(), blocks="layers.*.attention_norm")).passed
+    small = Workload(
+        "small", lambda: chain(gelu_block), lambda size: torch.randn(size, 32), square_sum
+    )
+    assert check(Case(small)).passed is None
+
+
+def hooked(pack, unpack):
+    """A technique that runs each block under a pair of hooks."""
+
+    def apply(module, sample):
+        names = list(find_blocks(module, sample.blocks))
+        for name in names:
+            block = module.get_submodule(name)
+
+            def run(*args, forward=block.forward, **kwargs):
+                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                    return forward(*args, **kwargs)
+
+            block.forward = run
+        return names
+
+    return apply
+
+
+def no_op(module, sample):
+    return list(find_blocks(module, sample.blocks))
+
+
+def policy_of_torch(module, sample):
+    """Says offload, and recomputes: torch's eager mode knows no such policy."""
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD
+    )
+    names = list(find_blocks(module, sample.blocks))
+    for name in names:
+        block = module.get_submodule(name)
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
+    return names
+
+
+def first_block_only(module, sample):
+    offload_blocks(module, blocks=next(iter(find_blocks(module))), keep_last=0)
+    return list(find_blocks(module, sample.blocks))
+
+
+def duplicates_too(module, sample):
+    """As we do it, parameters aside, but each tensor by itself."""
+    owned = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+    def pack(tensor):
+        stays = tensor.nbytes < 4096 or tensor.untyped_storage().data_ptr() in owned
+        return tensor.detach() if stays else tensor.detach().clone()
+
+    return hooked(pack, lambda tensor: tensor)(module, sample)
+
+
+everything = hooked(
+    lambda tensor: tensor.detach().clone(), lambda tensor: tensor
+)  # what save_on_cpu does on CUDA
+in_half = hooked(lambda tensor: (tensor.dtype, tensor.bfloat16()), lambda kept: kept[1].to(kept[0]))
+shifted = hooked(
+    lambda tensor: tensor.detach().clone(),
+    lambda tensor: tensor.roll(1) if tensor.numel() > 9999 else tensor,
+)
+
+
+@pytest.mark.parametrize(
+    ("check", "saboteur", "said"),
+    [
+        (recompute.offload_parity, no_op, "nothing ran twice or was freed"),
+        (recompute.offload_parity, in_half, "computes another value"),
+        (recompute.offload_parity, shifted, "computes another value"),
+        (recompute.moved_bytes, no_op, "stay on the device, or are recomputed"),
+        (recompute.moved_bytes, policy_of_torch, "stay on the device, or are recomputed"),
+        (recompute.moved_bytes, first_block_only, "stay on the device"),
+        (
+            recompute.moved_bytes,
+            everything,
+            "a parameter, a buffer, or a storage that had moved already",
+        ),
+        (recompute.moved_bytes, duplicates_too, "a storage that had moved already"),
+    ],
+)
+def test_gate_catches(check, saboteur, said):
+    verdict = check(Case(transformer()), apply=saboteur)
+    assert verdict.passed is False, verdict
+    assert said in verdict.hint
+
+
+# What moves, and what does not.
+
+
+def test_at_most_two_thirds_of_what_torch_moves_and_the_report_says_it():
+    case = Case(transformer())
+    plain, model = case.build(), case.build()
+    names = STRATEGIES["offload"].apply(model, sample_of(case))
+    assert names == ["layers.0", "layers.1", "layers.2"]
+    saved = recompute.SavedTensors(plain, names)
+    with saved.watch():
+        case.workload.mean_loss(plain, case.batch())
+    case.workload.mean_loss(model, case.batch()).backward()
+    report, all_bytes = offload_report(model), sum(tensor.nbytes for tensor in saved.tensors)
+    assert (
+        report.moved_bytes
+        == report.brought_back_bytes
+        == report.reserved_bytes
+        == saved.num_bytes()
+    )
+    assert report.moved_bytes <= 0.67 * all_bytes
+    assert report.skipped.keys() == {"parameter or buffer", "duplicate", "too small"}
+    assert report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values()) == all_bytes
+    assert max(map(len, report.table().splitlines())) <= 80
+    assert "7.89 MiB in 48 storages" in report.table()
+
+
+def test_the_device_holds_less_and_the_reserved_buffers_do_not_count():
+    case = Case(transformer(), batch_size=16)
+    plain, model = case.build(), case.build()
+    offload_blocks(model, batch=case.batch(), loss=case.workload.mean_loss)
+    before, after = (
+        measure_memory(module, case.batch(), case.workload.mean_loss) for module in (plain, model)
+    )
+    moved = offload_report(model).moved_bytes
+    # The last of the three blocks' outputs is held by the block that is kept.
+    assert before.held_bytes - moved <= after.held_bytes <= before.held_bytes - 0.95 * moved
+    assert after.peak_bytes < 0.4 * before.peak_bytes
+
+
+class Views(torch.autograd.Function):
+    """Saves views of one storage, of which the last is none to autograd, and notes what comes back."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        rows = torch.randn(64, 96)
+        saved = [rows[:, 32:64], rows.t(), rows[3:9, ::2], rows.view(torch.int32)]
+        seen["saved"] = [
+            (tensor.clone(), tensor.stride(), tensor.storage_offset()) for tensor in saved
+        ]
+        ctx.save_for_backward(*saved)
+        ctx.seen = seen
+        return x + rows[:, :32]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen["back"] = ctx.saved_tensors
+        return gradient, None
+
+
+class ViewBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.ones(32)), {}
+
+    def forward(self, x):
+        return Views.apply(x * self.weight, self.seen)
+
+
+def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset(batch):
+    model = nn.Sequential(ViewBlock())
+    offload_blocks(model, blocks="0", keep_last=0)
+    model(batch).sum().backward()
+    seen = model[0].seen
+    for (value, stride, offset), back in zip(seen["saved"], seen["back"], strict=True):
+        assert torch.equal(value, back)
+        assert (back.stride(), back.storage_offset()) == (stride, offset)
+    assert len({back.untyped_storage().data_ptr() for back in seen["back"][:3]}) == 1
+    report = offload_report(model)
+    assert (
+        report.moved_bytes == report.brought_back_bytes == 64 * (32 + 96) * 4
+    )  # the batch, and the rows
+    assert report.skipped["alias of what moved"] == (1, 64 * 96 * 4)
+
+
+class Transposed(nn.Module):
+    """Reads its weight as a transposed view, and a table that its model owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x, table):
+        return (x @ self.weight.t()) * table
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Transposed() for _ in range(3))
+        self.register_buffer("table", torch.rand(64, 64))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, self.table[: len(x)])
+        return x
+
+
+@pytest.mark.parametrize(
+    "way", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_no_parameter_and_no_buffer_moves_though_another_module_owns_it(way):
+    model = WithTable()
+    offload_blocks(model, keep_last=0)
+    model = way(model)
+    square_sum(model, torch.randn(64, 64)).backward()
+    report = offload_report(model)
+    assert report.skipped == {
+        "parameter or buffer": (5, 5 * 64 * 64 * 4)
+    }  # the batch needs no gradient: 2 weights
+    # The batch, and the inputs of the second and the third; a product with a table that needs no gradient saves that.
+    assert report.moved_bytes == 3 * 64 * 64 * 4
+
+
+def test_a_copy_of_a_block_alone_takes_no_model_along(batch):
+    model = WithTable()
+    offload_blocks(model)
+    block = copy.deepcopy(model.layers[0])
+    assert block._offloader is not model.layers[0]._offloader
+    assert block._offloader.model() is None
+    assert block._offloader.lock is not model.layers[0]._offloader.lock
+
+
+def test_small_sliced_and_sparse_tensors_stay(batch):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 32))
+            self.small = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            sparse = torch.eye(64).to_sparse()
+            return torch.sparse.mm(sparse, x * self.weight).sum() + torch.exp(self.small * 2).sum()
+
+    model = nn.Sequential(Block())
+    offload_blocks(model, blocks="0", keep_last=0)
+    data = torch.randn(1024, 32)
+    model(data[64:128]).backward()
+    assert set(offload_report(model).skipped) == {
+        "slice of data",
+        "too small",
+        "no plain tensor of the device",
+    }
+    assert offload_report(model).num_moved == 0
+
+
+# The same training, in the ways that a step is taken.
+
+
+def gradients(model):
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_gradients_are_those_of_the_plain_model_step_after_step(batch):
+    plain, model = twins(gelu_block)
+    for data in (
+        batch,
+        batch[:48],
+        torch.cat([batch, batch]),
+        batch,
+    ):  # other sizes need other buffers
+        assert compare(
+            record_step(plain, data, square_sum), record_step(model, data, square_sum)
+        ).bit_equal
+    assert offload_report(model).reserved_bytes <= 3 * 2 * 128 * 32 * 4
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(32, 32)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+def test_chunks_that_are_written_one_after_the_other_are_not_taken_for_one(batch):
+    plain, model = twins(Cell)
+    assert compare(
+        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+    ).bit_equal
+    assert offload_report(model).skipped["alias of what moved"][0] > 0
+
+
+@pytest.mark.parametrize("block", [gelu_block, Cell, nn.MultiheadAttention])
+def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(batch, block):
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            if block is nn.MultiheadAttention:
+                for layer in model:
+                    batch = layer(batch, batch, batch)[0]
+                return batch.float().square().sum()
+            return square_sum(model, batch).float()
+
+    build = (
+        functools.partial(nn.MultiheadAttention, 32, 4) if block is nn.MultiheadAttention else block
+    )
+    plain, model = twins(build, min_bytes=256)
+    assert compare(record_step(plain, batch, loss), record_step(model, batch, loss)).bit_equal
+    assert offload_report(model).skipped["cast of a parameter"][0] > 0
+    loss(model, batch).backward(create_graph=False)
+
+
+def test_microbatches_in_any_order_accumulate_the_same(batch):
+    plain, model = twins(gelu_block)
+    halves = batch.split(32)
+    for module in (plain, model):
+        values = [square_sum(module, half) for half in halves]
+        values[1].backward()
+        values += [square_sum(module, halves[0])]
+        values[0].backward()
+        values[2].backward()
+    assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
+def test_a_graph_may_be_kept_and_differentiated_twice(batch):
+    plain, model = twins(gelu_block)
+    found = []
+    for module in (plain, model):
+        value = square_sum(module, batch)
+        value.backward(retain_graph=True)
+        value.backward()
+        weights = list(module.parameters())
+        first = torch.autograd.grad(square_sum(module, batch), weights, create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        found.append(gradients(module))
+        with pytest.raises(RuntimeError, match="a second time"):
+            value.backward()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_recompute_of_other_blocks_and_of_blocks_inside_goes_together(batch, inside):
+    def nested():
+        return nn.Sequential(*[nn.Sequential(gelu_block(), gelu_block()) for _ in range(3)])
+
+    torch.manual_seed(0)
+    plain = nested()
+    model = copy.deepcopy(plain)
+    offload_blocks(model, blocks="[01]", keep_last=0)
+    recompute_blocks(model, blocks=["0.*", "1.*"] if inside else "2", preserve_rng_state=False)
+    assert compare(
+        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+    ).bit_equal
+    assert offload_report(model).num_moved == (
+        4 if inside else 8
+    )  # the inputs of what is recomputed
+
+
+def test_the_inputs_of_recomputed_blocks_move_where_the_whole_model_is_the_block():
+    case = Case(transformer(), batch_size=16)
+    plain, full, model = (case.build() for _ in range(3))
+    recompute_blocks(full, preserve_rng_state=False)
+    recompute_blocks(model, preserve_rng_state=False)
+    offload_blocks(nn.Sequential(model), blocks="0", keep_last=0)
+    steps = [
+        record_step(module, case.batch(), case.workload.mean_loss) for module in (plain, model)
+    ]
+    assert compare(*steps).bit_equal
+    held = [
+        measure_memory(module, case.batch(), case.workload.mean_loss).held_bytes
+        for module in (full, model)
+    ]
+    assert held[0] - held[1] > 4 * 16 * 64 * 128 * 4  # an input each, and what the head holds
+
+
+class Writes(nn.Module):
+    """Changes a tensor that backward needs, after it was saved."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.weight, self.inner = what, nn.Parameter(torch.ones(32)), nn.Linear(32, 32)
+        self.register_buffer("table", torch.ones(64, 32))
+
+    def forward(self, x):
+        hidden = self.inner(x)
+        exponential, first = hidden.exp(), hidden[0].exp()
+        out = hidden.square() + exponential + first + hidden * self.table + hidden * self.weight
+        changed = {
+            "input": hidden,
+            "alias": hidden.detach(),
+            "output": exponential.detach().view(-1),
+            "small": first.detach(),
+            "buffer": self.table,
+            "parameter": self.weight,
+        }[self.what]
+        del hidden, exponential, first
+        with torch.no_grad():
+            changed.add_(1)
+        return out
+
+
+@pytest.mark.parametrize("what", ["input", "alias", "output", "small", "buffer", "parameter"])
+def test_a_change_in_place_is_an_error_where_it_is_one_without_offload(batch, what):
+    for offloaded in (False, True):
+        model = chain(functools.partial(Writes, what), 1)
+        if offloaded:
+            offload_blocks(model, blocks="0", keep_last=0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(batch).sum().backward()
+
+
+def test_nothing_moves_in_eval_mode_without_grad_mode_or_in_compiled_code(batch):
+    plain, model = twins(gelu_block)
+    square_sum(model.eval(), batch).backward()
+    with torch.no_grad():
+        model.train()(batch)
+    assert offload_report(model).num_moved == 0
+    compiled = torch.compile(model, backend="aot_eager")
+    value = square_sum(compiled, batch)
+    value.backward()
+    assert offload_report(model).num_moved == 0
+    assert torch.equal(value, square_sum(plain, batch))

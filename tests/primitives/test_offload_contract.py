@@ -1,0 +1,488 @@
+"""Offload says what it can't do, gives the host its memory back, and waits for its copies.
+
+python -m pytest tests/primitives/test_offload_contract.py
+"""
+
+import collections
+import contextlib
+import copy
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.core.measure import LiveStorages, measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.plan.strategies import STRATEGIES, Sample
+from curry_train.primitives import host_memory, offload
+from curry_train.primitives.host_memory import HostCopies, HostMemoryShort
+from curry_train.primitives.offload import (
+    NothingToMove,
+    Offloaded,
+    offload_blocks,
+    offload_report,
+    remove_offload,
+)
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.workload import Case
+
+
+def block(width=32):
+    return nn.Sequential(nn.Linear(width, width), nn.Sigmoid())
+
+
+def chain(depth=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*[block() for _ in range(depth)])
+
+
+def square_sum(module, batch):
+    return module(batch).square().sum()
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def pool(model):
+    (lane,) = model[0]._offloader.lanes.values()
+    return lane.pool
+
+
+def idle_bytes(model):
+    pool(model)._settle()
+    return sum(size * len(idle) for size, idle in pool(model)._idle.items())
+
+
+# What is refused, and what the user is told.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"min_bytes": -1}, "min_bytes must be a whole number from 0 up, got -1"),
+        ({"min_bytes": 4096.0}, "min_bytes must be a whole number"),
+        ({"keep_last": True}, "keep_last must be a whole number"),
+        ({"keep_last": 3}, "keep_last=3 leaves none of the 3 blocks"),
+        ({"batch": torch.ones(1)}, "loss is not"),
+        ({"blocks": "layers.*"}, "matches no module"),
+    ],
+)
+def test_what_can_not_be_is_said_and_changes_nothing(options, said):
+    model = chain()
+    with pytest.raises(ValueError, match=said):
+        offload_blocks(model, **options)
+    assert not any(isinstance(module, Offloaded) for module in model.modules())
+
+
+def test_a_model_is_offloaded_once_in_training_mode_and_before_the_report(batch):
+    model = chain()
+    with pytest.raises(ValueError, match="call offload_blocks"):
+        offload_report(model)
+    with pytest.raises(ValueError, match=r"eval mode.*model.train\(\)"):
+        offload_blocks(model.eval(), batch=batch, loss=square_sum)
+    assert offload_blocks(model.train()) == ["0", "1"]
+    with pytest.raises(ValueError, match="remove_offload"):
+        offload_blocks(model, blocks="2", keep_last=0)
+
+
+def test_nothing_large_enough_is_said_by_the_strategy_and_leaves_the_model_as_it_was(batch):
+    model = chain()
+    with pytest.raises(NothingToMove, match=r"nothing of 4,096 bytes or more.*lower min_bytes"):
+        STRATEGIES["offload"].apply(model, Sample(batch[:2], square_sum))
+    assert type(model[0]) is nn.Sequential
+    assert STRATEGIES["offload"].apply(model, Sample(None, square_sum)) == ["0", "1"]
+
+
+def test_names_state_and_class_stay_and_remove_brings_the_bare_model_back(batch):
+    plain, model = chain(), chain()
+    offload_blocks(model, batch=batch, loss=square_sum)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert isinstance(model[0], nn.Sequential)
+    value, kept = square_sum(model, batch), pool(model)
+    assert kept.reserved_bytes > 0
+    assert remove_offload(model) == ["0", "1"]
+    assert type(model[0]) is nn.Sequential
+    assert vars(model[0]).keys() == vars(plain[0]).keys()
+    value.backward()  # what was moved is still there
+    del value
+    record = record_step(plain, batch, square_sum)
+    assert all(
+        torch.equal(record.gradients[name], weight.grad)
+        for name, weight in model.named_parameters()
+    )
+    kept.clear()
+    assert kept.reserved_bytes == 0
+
+
+def test_counting_leaves_no_trace(batch):
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout()), block(), block()
+    )
+    plain = copy.deepcopy(model)
+    offload_blocks(model, blocks="?", batch=batch, loss=square_sum)
+    assert offload_report(model).num_moved == 0
+    torch.manual_seed(0)
+    expected = record_step(plain, batch, square_sum)
+    torch.manual_seed(0)
+    assert compare(expected, record_step(model, batch, square_sum)).bit_equal
+
+
+def test_a_backward_inside_of_forward_can_be_trained_and_not_counted(batch):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            energy = self.linear(x).sigmoid().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Inner(), block())
+    model = copy.deepcopy(plain)
+    with pytest.raises(RuntimeError, match="leave batch out"):
+        offload_blocks(model, blocks="0", keep_last=0, batch=batch, loss=square_sum)
+    offload_blocks(model, blocks="0", keep_last=0)
+    assert compare(
+        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+    ).bit_equal
+
+
+def test_functional_transforms_are_refused(batch):
+    model = chain()
+    offload_blocks(model)
+    with pytest.raises(RuntimeError, match=r"can't run inside torch.func"):
+        torch.func.vmap(model)(batch[:, None])
+
+
+# Host memory.
+
+
+def test_too_little_is_said_before_the_first_step_and_changes_nothing(batch, monkeypatch):
+    model = chain()
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * 1024)
+    with pytest.raises(
+        HostMemoryShort, match=r"needs 24.0 KiB more.*20.0 KiB is available: offload fewer blocks"
+    ):
+        offload_blocks(model, batch=batch, loss=square_sum)
+    assert type(model[0]) is nn.Sequential
+
+
+def test_too_little_without_a_batch_is_said_before_the_pool_grows(batch, monkeypatch):
+    model = chain()
+    offload_blocks(model)
+    square_sum(model, batch).backward()
+    before = offload_report(model).reserved_bytes
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * 1024)
+    square_sum(model, batch).backward()  # nothing more is needed
+    with pytest.raises(HostMemoryShort, match=r"needs 40.0 KiB more"):
+        square_sum(model, batch.repeat(5, 1))
+    gc.collect()
+    assert offload_report(model).reserved_bytes <= before
+    assert idle_bytes(model) == offload_report(model).reserved_bytes
+
+
+@pytest.mark.parametrize("scale", [2, 3, 7])
+def test_batches_of_other_sizes_do_not_make_the_pool_grow_without_end(batch, scale):
+    model = chain()
+    offload_blocks(model)
+    most = 0
+    for size in [64, 64 * scale, 96, 64 * scale - 32, 80] * 3:
+        square_sum(model, batch.repeat(scale, 1)[:size]).backward()
+        most = max(most, offload_report(model).reserved_bytes)
+    assert most <= 2 * 4 * 64 * scale * 32 * 4
+
+
+# Every buffer comes back.
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise ArithmeticError("planted")
+
+
+def fail_in_backward(module, args, output):
+    output.register_hook(Fails().forward)
+
+
+def steps_that_leave_nothing(model, batch):
+    square_sum(model, batch).backward()
+    yield
+    square_sum(model, batch)
+    yield
+    value = square_sum(model, batch)
+    value.backward(retain_graph=True)
+    value.backward()
+    yield
+    first = next(model.parameters())
+    torch.autograd.grad(square_sum(model, batch), first)
+    yield
+    last = model[2]
+    model[2] = Fails()
+    with contextlib.suppress(ArithmeticError):
+        model(batch)
+    model[2] = last
+    yield
+    model[1][1] = Fails()
+    with contextlib.suppress(ArithmeticError):
+        model(batch)
+    model[1][1] = nn.Sigmoid()
+    yield
+    for index in (0, 2):  # in the middle of backward, with copies under way, and at its start
+        handle = model[index].register_forward_hook(fail_in_backward)
+        with contextlib.suppress(ArithmeticError):
+            model(batch).sum().backward()
+        handle.remove()
+        yield
+
+
+def test_nothing_leaks_over_50_steps_with_and_without_backward_and_with_errors(batch):
+    model = chain()
+    offload_blocks(model, batch=batch, loss=square_sum)
+    reserved = offload_report(model).reserved_bytes
+    gc.collect()
+    gc.disable()  # what a cycle keeps alive would stay
+    try:
+        for _ in range(8):
+            for _ in steps_that_leave_nothing(model, batch):
+                assert offload_report(model).reserved_bytes == reserved
+                assert idle_bytes(model) == reserved
+    finally:
+        gc.enable()
+    assert model[0]._offloader.step() is None
+
+
+def test_a_graph_that_is_kept_keeps_nothing_on_the_device(batch):
+    plain, model = chain(), chain()
+    offload_blocks(model, keep_last=0, batch=batch, loss=square_sum)
+    alive = []
+    for module in (plain, model):
+        with LiveStorages() as storages:
+            value = square_sum(module, batch)
+            value.backward(retain_graph=True)
+            alive.append(storages.bytes_alive)
+        del value
+    assert (
+        alive[0] - alive[1] >= 2 * batch.nbytes
+    )  # the outputs but the last, which the loss has saved
+
+
+def test_what_a_block_owns_is_looked_up_when_it_runs(batch):
+    model = chain()
+    offload_blocks(model)
+    value = model(batch)
+    own, others = (
+        {weight.data_ptr() for weight in part.parameters()} for part in (model[0], model[1:])
+    )
+    assert value.requires_grad
+    assert others <= model[0]._offloader.step().owned
+    assert (
+        not own & model[0]._offloader.step().owned
+    )  # FSDP2 would have freed them, for others to be there
+
+
+@pytest.mark.parametrize("min_bytes", [4096, 1_000_000])
+def test_a_tensor_that_its_own_node_saved_dies_with_the_graph(batch, min_bytes):
+    model = nn.Sequential(*[nn.Sequential(block(), nn.Sigmoid()) for _ in range(2)])
+    offload_blocks(model, min_bytes=min_bytes)
+    seen = []
+    model[0][0].register_forward_hook(
+        lambda _, __, output: seen.append(weakref.ref(output.untyped_storage()))
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        value = model(batch)
+        assert (seen[0]() is None) == (
+            min_bytes == 4096
+        )  # on the host, and no longer on the device
+        del value
+        assert seen[0]() is None
+    finally:
+        gc.enable()
+
+
+# Copies that take their time, as those of CUDA do.
+
+
+class Event:
+    def __init__(self, copies, copy):
+        self.copies, self.copy = copies, copy
+
+    def query(self):
+        if self.copies.queue and self.copies.chance.random() < 0.3:  # meanwhile one more was done
+            self.copies.queue[0].synchronize()
+        return self.copy is None
+
+    def synchronize(self):
+        while self.copy is not None:
+            event = self.copies.queue.popleft()
+            event.copy()
+            event.copy = None
+
+
+class Late(HostCopies):
+    """Copies in the order of calls, each of them when somebody waits for it, from and to memory that must be there."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.queue, self.chance = collections.deque(), random.Random(0)
+
+    def _copy(self, target, source):
+        nbytes, offset = source.nbytes, target.storage_offset()
+        here, there = (weakref.ref(each.untyped_storage()) for each in (source, target))
+        if (
+            target.data_ptr() == target.untyped_storage().data_ptr()
+            and target.untyped_storage().nbytes() == nbytes
+        ):
+            target.fill_(255)  # whoever reads it before the copy finds no numbers
+
+        def copy():
+            assert here() is not None, "what is copied was freed before"
+            assert there() is not None, "a copy writes to what was freed"
+            whole = torch.empty(0, dtype=torch.uint8)
+            whole.set_(there(), offset, (nbytes,)).copy_(
+                torch.empty(0, dtype=torch.uint8).set_(here(), 0, (nbytes,))
+            )
+
+        self.queue.append(Event(self, copy))
+        return self.queue[-1]
+
+    def wait(self, done):
+        done.synchronize()
+
+
+class WithoutWaiting(Late):
+    def wait(self, done):
+        pass
+
+
+class WithoutSources(Late):
+    def out(self, source, host, *, most_bytes):
+        super().out(source, host, most_bytes=most_bytes)
+        self._leaving.clear()
+        self._leaving_bytes = 0
+
+
+def late_steps(batch, monkeypatch, copies):
+    monkeypatch.setattr(offload, "HostCopies", copies)
+    plain, model = chain(6), chain(6)
+    offload_blocks(model)
+    for size in (64, 48, 64):
+        steps = [record_step(module, batch[:size], square_sum) for module in (plain, model)]
+        assert compare(*steps).bit_equal
+    return model
+
+
+def test_the_computation_waits_for_copies_and_sources_stay_until_they_are_done(batch, monkeypatch):
+    model = late_steps(batch, monkeypatch, Late)
+    for _ in range(3):
+        for _ in steps_that_leave_nothing(model, batch):
+            assert idle_bytes(model) == offload_report(model).reserved_bytes
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # what is freed complains as well
+@pytest.mark.parametrize("copies", [WithoutWaiting, WithoutSources])
+def test_copies_that_nobody_waits_for_would_be_noticed(batch, monkeypatch, copies):
+    with pytest.raises(AssertionError):
+        late_steps(batch, monkeypatch, copies)
+
+
+def test_most_is_back_before_it_is_asked_for_and_little_is_under_way(batch, monkeypatch):
+    ahead, fetch = [], offload.Moved.fetch
+
+    def note(moved, **options):
+        flat = fetch(moved, **options)
+        ahead.append((options["ahead"], moved.step.ahead_bytes, moved.step.most_bytes))
+        return flat
+
+    monkeypatch.setattr(offload.Moved, "fetch", note)
+    model = chain(8)
+    offload_blocks(model)
+    square_sum(model, batch).backward()
+    assert len(ahead) == offload_report(model).num_moved == 8
+    assert [early for early, _, _ in ahead] == [False] + 7 * [True]
+    assert all(under_way <= most == 2 * batch.nbytes for _, under_way, most in ahead)
+
+
+@pytest.mark.cuda
+def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    plain, model, batch = chain(6).cuda(), chain(6).cuda(), batch.cuda().repeat(64, 1)
+    offload_blocks(model, batch=batch, loss=square_sum)
+    (lane,) = model[0]._offloader.lanes.values()
+    assert lane.copies.stream not in (None, torch.cuda.current_stream())
+    for _ in range(3):
+        assert compare(
+            record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
+        ).bit_equal
+        assert idle_bytes(model) == lane.pool.reserved_bytes
+    assert all(buffer.is_pinned() for idle in lane.pool._idle.values() for buffer in idle)
+    before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))
+    assert after.held_bytes < 0.5 * before.held_bytes
+
+
+# Under DDP and FSDP2 offload comes first, and nothing else changes.
+
+
+def gradients_on_ranks():
+    workload = load_workload("transformer")
+    case, rank = Case(workload), dist.get_rank()
+    batch = case.split(case.batch(4), [2, 2])[rank]
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        syncs, gradients = [], []
+        for technique in (lambda model: [], offload_blocks):
+            model = case.build()
+            technique(model)
+            bare = model
+            if kind == "ddp":
+                model = DistributedDataParallel(model)
+            else:
+                mesh = init_device_mesh("cpu", (2,))
+                for layer in model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            for _ in range(2):
+                model.zero_grad()
+                with GradientSyncs() as counted:
+                    workload.mean_loss(model, batch).backward()
+            syncs.append(counted.num_calls)
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+            )
+        report = offload_report(bare)
+        found[kind] = {
+            "syncs": syncs,
+            "difference": max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
+            "moved": report.moved_bytes,
+            "back": report.brought_back_bytes,
+            "parameters": report.skipped["parameter or buffer"][0],
+        }
+    return found
+
+
+def test_two_ranks_have_the_same_gradients_and_move_the_same_bytes():
+    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
+        for figures in found.values():
+            assert figures["syncs"][0] == figures["syncs"][1] > 0
+            assert figures["difference"] == 0.0
+            assert figures["moved"] == figures["back"] > 0
+            assert (figures["moved"], figures["parameters"]) == (
+                found["ddp"]["moved"],
+                found["ddp"]["parameters"],
+            )

@@ -1,0 +1,78 @@
+"""Kinds of operations: named as users name them, and sorted by what this version of torch says of them.
+
+python -m pytest tests/primitives/test_operations.py
+"""
+
+import pytest
+import torch
+
+from curry_train.core.measure import ATTENTION_PACKETS as COUNTED
+from curry_train.primitives import sac
+
+aten = torch.ops.aten
+
+
+def test_operations_are_named_by_text_packet_and_overload():
+    expected = {aten.mm.default, aten.mm.dtype} & {
+        getattr(aten.mm, name) for name in aten.mm.overloads()
+    }
+    assert sac.find_operations(["aten.mm"]) == expected
+    assert sac.find_operations([aten.mm]) == expected
+    assert sac.find_operations(["torch.ops.aten.mm.default"]) == {aten.mm.default}
+    assert sac.find_operations([aten.mm.default, "aten.addmm.default"]) == {
+        aten.mm.default,
+        aten.addmm.default,
+    }
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("mm", "named as 'aten.mm'"),
+        ("aten.mmm", "did you mean mm"),
+        ("aten.mm.fast", "has no overload 'fast'; it has"),
+        (torch.mm, "named as torch.ops.aten.mm"),
+    ],
+)
+def test_what_is_no_operation_is_said(named, said):
+    with pytest.raises(ValueError, match=said):
+        sac.find_operations([named])
+
+
+def test_the_expensive_ones_are_all_there_and_write_nothing_in_place():
+    assert {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+    } <= sac.MATMULS
+    assert len(sac.COLLECTIVES) >= 5
+    assert {
+        packet.default for packet in COUNTED
+    } <= sac.ATTENTION_OPERATIONS  # cuDNN's and the CPU's too
+    assert len(COUNTED) == 4
+    assert not any(sac.writes_in_place(operation) for operation in sac.EXPENSIVE_OPERATIONS)
+    assert not any(sac.is_cheap(operation) for operation in sac.EXPENSIVE_OPERATIONS)
+
+
+def test_attention_draws_with_dropout_alone():
+    flash = aten._scaled_dot_product_flash_attention.default
+    query = torch.zeros(1)
+    assert not sac.draws(flash, (query, query, query), {})
+    assert not sac.draws(flash, (query, query, query, 0.0), {})
+    assert sac.draws(flash, (query, query, query, 0.1), {})
+    assert sac.draws(flash, (query, query, query), {"dropout_p": 0.1})
+    assert sac.draws(aten.bernoulli_.float, (query,), {})
+    assert not sac.draws(aten.mm.default, (query, query), {})
+
+
+def test_cheap_and_in_place():
+    for operation in (
+        aten.mul.Tensor,
+        aten.silu.default,
+        aten.mean.dim,
+        aten.native_layer_norm.default,
+    ):
+        assert sac.is_cheap(operation)
+    assert sac.writes_in_place(aten.add_.Tensor)
+    assert not sac.writes_in_place(aten.add.Tensor)

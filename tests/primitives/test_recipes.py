@@ -1,0 +1,266 @@
+"""What autograd keeps is enough to make the rest again: each recipe, its limits, and what it must notice.
+
+python -m pytest tests/primitives/test_recipes.py
+"""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.measure import LiveStorages
+from curry_train.primitives.checkpointed import REPLAY_KEY, Replay
+from curry_train.primitives.regions import DEEPEST_RECIPE, NODE_RECIPES, Keeper, Made
+
+ACTIVATIONS = {
+    "MulBackward0": lambda x: x * torch.sin(x),
+    "SiluBackward0": F.silu,
+    "GeluBackward0": lambda x: F.gelu(x, approximate="tanh"),
+    "MishBackward0": F.mish,
+    "HardswishBackward0": F.hardswish,
+    "LeakyReluBackward0": lambda x: F.leaky_relu(x, 0.2),
+    "SoftplusBackward0": lambda x: F.softplus(x, 2.0, 10.0),
+    "GluBackward0": lambda x: F.glu(x, -1),
+    "PowBackward0": lambda x: x.pow(3),
+}
+
+
+def weights():
+    torch.manual_seed(0)
+    return torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+
+
+class Packed(Keeper):
+    """Remembers what it handed to autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = []
+
+    def pack(self, tensor):
+        self.all.append(super().pack(tensor))
+        return self.all[-1]
+
+
+def two_layers(activation, first, second, keeper=None):
+    with keeper.hooks() if keeper else contextlib.nullcontext():
+        hidden = activation(torch.ones(4, 16, dtype=first.dtype) @ first)
+        out = hidden @ second[: hidden.shape[1]]
+    return out.square().sum()
+
+
+def test_every_recipe_has_a_test():
+    assert set(ACTIVATIONS) == set(NODE_RECIPES)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
+    first, second = (weight.detach().to(dtype).requires_grad_() for weight in weights())
+    two_layers(ACTIVATIONS[name], first, second).backward()
+    expected = first.grad, second.grad
+    first.grad = second.grad = None
+    keeper = Packed()
+    loss = two_layers(ACTIVATIONS[name], first, second, keeper)
+    assert any(isinstance(saved, Made) for saved in keeper.all)
+    loss.backward()
+    assert torch.equal(first.grad, expected[0])
+    assert torch.equal(second.grad, expected[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: F.silu(x).add_(1.0),  # written over by an operation that autograd knows
+        lambda x: F.silu(x) + 1.0,  # made by an operation without a recipe
+        lambda x: 2.0 * x,  # the number is kept, and the tensor it multiplied is not
+        lambda x: x.detach(),
+        lambda x: F.silu(x).transpose(0, 1).contiguous().transpose(0, 1),
+    ],
+)
+def test_what_can_not_be_made_is_kept(change):
+    first, second = weights()
+    keeper = Packed()
+    loss = two_layers(change, first, second, keeper)
+    loss.backward()
+    found = second.grad
+    second.grad = None
+    two_layers(change, first, second).backward()
+    assert torch.equal(second.grad, found)
+
+
+def test_a_tensor_changed_without_autograd_is_kept_and_not_made():
+    def change(x):
+        hidden = F.silu(x)
+        with torch.no_grad():
+            hidden.mul_(2.0)
+        return hidden
+
+    first, second = weights()
+    two_layers(change, first, second).backward()
+    expected, second.grad = second.grad, None
+    two_layers(change, first, second, Packed()).backward()
+    assert torch.equal(second.grad, expected)
+
+
+def test_a_tensor_changed_after_it_was_kept_is_noticed():
+    first, second = weights()
+    with Packed().hooks():
+        hidden = torch.ones(4, 16) @ first
+        loss = (F.silu(hidden) @ second).sum()
+    with torch.no_grad():
+        hidden.add_(1.0)
+    with pytest.raises(
+        RuntimeError, match="modified by an inplace operation: it is at version 1, and 0 was saved"
+    ):
+        loss.backward()
+
+
+def test_views_come_back_as_the_views_they_were():
+    first, second = weights()
+
+    def run(keeper):
+        with keeper.hooks() if keeper else contextlib.nullcontext():
+            hidden = F.silu(torch.ones(4, 16) @ first)
+            return ((hidden.view(2, 2, 16)[1, :, ::2] @ second[:8]) * hidden.t()[:2].sum()).sum()
+
+    run(None).backward()
+    expected, second.grad = second.grad, None
+    run(Packed()).backward()
+    assert torch.equal(second.grad, expected)
+
+
+def test_a_long_chain_of_products_is_not_made_from_its_start():
+    first, _ = weights()
+    keeper = Packed()
+    with keeper.hooks():
+        hidden = torch.ones(4, 16) @ first
+        for _ in range(4 * DEEPEST_RECIPE):
+            hidden = hidden * torch.sin(hidden)
+    kept = [saved for saved in keeper.all if not isinstance(saved, Made)]
+    assert len(kept) > 3
+    hidden.sum().backward()
+
+
+def test_casts_of_weights_are_made_again_under_autocast():
+    weight = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(4, 64, requires_grad=True)
+
+    def run(keeper):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            keeper.hooks() if keeper else contextlib.nullcontext(),
+        ):
+            return F.linear(x, weight).float().square().sum()
+
+    held = {}
+    for name, keeper in (("plain", None), ("made", Packed())):
+        with LiveStorages() as storages:
+            loss = run(keeper)
+            held[name] = storages.bytes_alive
+        weight.grad = None
+        loss.backward()
+        held[name, "gradient"] = weight.grad
+        del loss
+    assert held["plain"] - held["made"] == (64 * 64 + 4 * 64) * 2  # both are leaves that stay
+    assert torch.equal(held["plain", "gradient"], held["made", "gradient"])
+
+
+# Replays of modules.
+
+
+def replayed(norm, x, weight):
+    output = Replay(norm, (x,), {}).first()
+    with Keeper().hooks():
+        return (output @ weight).square().sum()
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(4, 16)])
+def test_a_replayed_module_gives_equal_gradients_once_and_twice(norm):
+    weight, other = weights()
+    x = other[:4]
+    (norm(x) @ weight).square().sum().backward()
+    expected = [parameter.grad for parameter in (weight, other, *norm.parameters())]
+    for parameter in (weight, other, *norm.parameters()):
+        parameter.grad = None
+    loss = replayed(norm, x, weight)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        found = [parameter.grad for parameter in (weight, other, *norm.parameters())]
+        assert all(map(torch.equal, found, expected))
+        for parameter in (weight, other, *norm.parameters()):
+            parameter.grad = None
+
+
+def test_a_replayed_module_keeps_its_input_alone_and_lets_go_of_the_rest():
+    weight, norm = weights()[0], nn.LayerNorm(16)
+    x = torch.randn(64, 16)
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveStorages() as storages:
+            loss = replayed(norm, x, weight)
+            assert (
+                storages.bytes_alive < 3 * 64 * 16 * 4
+            )  # the product, its square, and no output of the norm
+            loss.backward()
+            del loss
+            norm.zero_grad()
+            weight.grad = None
+            assert storages.bytes_alive == 0
+    finally:
+        gc.enable()
+
+
+def test_a_module_that_hands_its_input_on_is_no_recipe_for_it():
+    x = weights()[0] * 1.0
+    assert Replay(lambda x: x, (x,), {}).first() is x
+    assert not hasattr(x, REPLAY_KEY)
+
+
+def test_a_module_that_takes_another_path_is_noticed():
+    calls = []
+
+    def module(x):
+        calls.append(None)
+        return torch.sin(x) if len(calls) == 1 else torch.sin(torch.sin(x))
+
+    x = weights()[0]
+    loss = Replay(module, (x,), {}).first().sum()
+    with pytest.raises(RuntimeError, match="saved 1 tensors the first time and 2 the second"):
+        loss.backward()
+
+
+def test_replays_run_under_the_autocast_of_the_first_time():
+    linear, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = Replay(linear, (x,), {}).first().float().square().sum()
+    loss.backward()
+    found = linear.weight.grad
+    linear.weight.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear(x).float().square().sum()
+    loss.backward()
+    assert torch.equal(found, linear.weight.grad)
+    loss = Replay(F.gelu, (x,), {}).first().sum()
+    with torch.autocast(
+        "cpu", torch.bfloat16
+    ):  # and not under one that is on during backward alone
+        loss.backward()
+    assert x.grad.dtype is torch.float32
+
+
+def test_a_replay_ends_with_what_autograd_saved_though_the_loss_is_held():
+    """A loop that still has its loss in the next forward would hold the inputs of two steps."""
+    norm, hidden = nn.LayerNorm(16), torch.randn(8, 16, requires_grad=True) * 2
+    let_go = weakref.ref(hidden)
+    loss = Replay(norm, (hidden,), {}).first().square().sum()
+    del hidden
+    loss.backward(retain_graph=True)
+    assert let_go() is not None  # a second backward needs it
+    loss.backward()
+    assert let_go() is None

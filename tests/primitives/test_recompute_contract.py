@@ -1,0 +1,452 @@
+"""Recompute behaves as the bare module, segments as the chain of blocks, and configurations say what is wrong.
+
+python -m pytest tests/primitives/test_recompute_contract.py
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from curry_train.core.measure import count_flops, measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.gates.same_training import same_training
+from curry_train.gates.verdict import Gate
+from curry_train.plan.profiler import MemoryProfiler
+from curry_train.plan.strategies import STRATEGIES, Sample, SelectiveCheckpointer
+from curry_train.primitives.recompute import (
+    ChainBroken,
+    CheckpointConfig,
+    CheckpointWrapper,
+    Recompute,
+    choose_segments,
+    recompute_blocks,
+    recompute_segments,
+    remove_recompute,
+    remove_segments,
+)
+from curry_train.workloads.models import snn
+from curry_train.workloads.workload import Case, Workload
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.width, self.first, self.norm, self.last = (
+            width,
+            nn.Linear(width, 32),
+            nn.BatchNorm1d(32),
+            nn.Linear(32, width),
+        )
+
+    def forward(self, x, *, scale=1.0, debug=None):
+        assert debug is None or debug == "theirs"
+        return x + scale * self.last(torch.nn.functional.gelu(self.norm(self.first(x))))
+
+
+def step(module, batch, **kwargs):
+    return record_step(module, batch, lambda module, batch: module(batch, **kwargs).square().sum())
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return Block()
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+
+
+# The contract of one block.
+
+
+def test_names_keys_class_and_attributes_are_those_of_the_bare_module(block):
+    wrapped = Recompute(block)
+    assert list(wrapped.state_dict()) == list(block.state_dict())
+    assert [name for name, _ in wrapped.named_parameters()] == [
+        name for name, _ in block.named_parameters()
+    ]
+    assert isinstance(wrapped, Block)
+    assert wrapped.width == 8
+    assert wrapped.first is block.first
+    model = nn.ModuleList([wrapped, Recompute(Block())])
+    plain = nn.ModuleList([Block(), Block()])
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert dict(model.named_modules()).keys() == dict(plain.named_modules()).keys()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+def test_a_step_is_bit_equal_and_statistics_are_updated_once(block, batch):
+    wrapped = Recompute(copy.deepcopy(block))
+    plain, found = step(block, batch), step(wrapped, batch)
+    assert compare(plain, found).bit_equal
+    assert wrapped.norm.num_batches_tracked == 1
+    assert wrapped.norm.momentum == 0.1
+
+
+def test_keywords_pass_even_those_of_torch_checkpoint(block, batch):
+    wrapped = Recompute(copy.deepcopy(block))
+    plain, found = (step(module, batch, scale=0.5, debug="theirs") for module in (block, wrapped))
+    assert compare(plain, found).bit_equal
+
+
+def test_copies_and_pickles_recompute_and_are_their_own(block, batch):
+    wrapped = Recompute(block, preserve_rng_state=False)
+    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert isinstance(other, Recompute)
+        assert isinstance(other, Block)
+        assert other.recomputes
+        assert other.first.weight is not block.first.weight
+        assert other._recompute == wrapped._recompute
+        assert held(other, batch) == held(wrapped, batch)
+
+
+def held(module, batch):
+    return measure_memory(
+        module, batch, lambda module, batch: module(batch).square().sum()
+    ).held_bytes
+
+
+def test_less_is_held_only_while_enabled_and_training(block, batch):
+    plain = held(block, batch)
+    wrapped = Recompute(block, preserve_rng_state=False)
+    assert held(wrapped, batch) < 0.35 * plain
+    assert held(Recompute(block, enabled=False), batch) == plain
+    assert not wrapped.eval().recomputes
+    with torch.no_grad():
+        assert not wrapped.train().recomputes
+
+
+def test_hooks_of_the_block_run_once_and_gradients_reach_its_input(block, batch):
+    calls = []
+    wrapped = Recompute(block)
+    wrapped.register_forward_hook(lambda *_: calls.append("after"))
+    x = batch.clone().requires_grad_()
+    wrapped(x).sum().backward()
+    assert calls == ["after"]
+    assert x.grad is not None
+
+
+def test_checkpoint_wrapper_takes_what_torch_takes(block, batch):
+    wrapped = CheckpointWrapper(copy.deepcopy(block), use_reentrant=True, preserve_rng_state=False)
+    assert compare(
+        step(block, batch.clone().requires_grad_()), step(wrapped, batch.clone().requires_grad_())
+    ).bit_equal
+    assert isinstance(wrapped, Recompute)
+
+
+@pytest.mark.parametrize("compiled", ["whole", "inside"])
+def test_a_compiled_model_recomputes_the_same(block, batch, compiled):
+    block.eval()  # BatchNorm under compile is the compiler's
+    block.training = True
+    wrapped = Recompute(copy.deepcopy(block))
+    if compiled == "whole":
+        run = torch.compile(wrapped, backend="aot_eager")
+    else:
+        wrapped.compile(backend="aot_eager")
+        run = wrapped
+    plain, found = step(block, batch), step(run, batch)
+    names = {
+        name.removeprefix("_orig_mod."): gradient for name, gradient in found.gradients.items()
+    }
+    assert all(
+        torch.allclose(names[name], gradient, rtol=1e-5)
+        for name, gradient in plain.gradients.items()
+    )
+
+
+def test_bytes_and_flops_are_those_of_torch_wrapping_the_same_blocks(batch):
+    def costs(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[wrap(Block()) for _ in range(4)])
+        args = model, batch.repeat(64, 1), lambda module, batch: module(batch).square().sum()
+        return measure_memory(*args), count_flops(*args)
+
+    assert costs(Recompute) == costs(checkpoint_wrapper)
+    assert costs(Recompute) != costs(lambda block: block)
+
+
+def test_blocks_are_wrapped_in_place_and_back(batch):
+    model = nn.Sequential(Block(), Block())
+    kept = model[0]
+    assert recompute_blocks(model) == ["0", "1"]
+    assert model[0] is kept
+    assert isinstance(kept, Recompute)
+    assert remove_recompute(model) == ["0", "1"]
+    assert type(kept) is Block
+    assert "_recompute" not in vars(kept)
+
+
+def test_a_block_that_two_containers_share_is_wrapped_once(batch):
+    shared = Block()
+    model = nn.Sequential(nn.Sequential(shared, Block()), nn.Sequential(shared, Block()))
+    assert recompute_blocks(model, blocks="?.?") == ["0.0", "0.1", "1.1"]
+    assert model(batch).shape == batch.shape
+
+
+# What is refused, and what the user is told.
+
+
+def with_own_forward(block):
+    block.forward = block.forward
+    return block
+
+
+def compiled_already(block):
+    block.compile(backend="eager")
+    return block
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Recompute, "wrapped already, and a second wrapper would run its forward three times"),
+        (with_own_forward, "has a forward of its own on the instance"),
+        (compiled_already, "wrap first, compile afterwards"),
+        (lambda block: nn.LazyLinear(3), "run one batch through it first"),
+        (lambda block: "layer", "a module is needed, got str"),
+    ],
+)
+def test_what_can_not_be_wrapped_is_said(block, make, said):
+    with pytest.raises(ValueError, match=said):
+        Recompute(make(block))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"enabled": "yes"}, "enabled must be True or False"),
+        ({"determinism_check": "all"}, "must be one of"),
+    ],
+)
+def test_options_are_checked(block, options, said):
+    with pytest.raises(ValueError, match=said):
+        Recompute(block, **options)
+
+
+def test_reentrant_is_refused_where_it_would_lose_gradients(block, batch):
+    with pytest.raises(ValueError, match="its parameters would get no gradient at all"):
+        Recompute(block, use_reentrant=True)(batch)
+    scale = torch.ones(1, requires_grad=True)
+    with pytest.raises(ValueError, match="by keyword or inside a container"):
+        Recompute(block, use_reentrant=True)(batch.clone().requires_grad_(), scale=scale)
+    Recompute(block.requires_grad_(False), use_reentrant=True)(batch)  # nothing to lose
+
+
+# Segments.
+
+
+def chain(length=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(length)])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_segments_are_bit_equal_and_the_last_is_kept(batch, count):
+    plain, model = chain(), chain()
+    names = recompute_segments(model, count)
+    assert names == [str(index) for index in range(6 - [0, 6, 3, 2, 1, 1, 1][count])]
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    reference = step(plain, batch)
+    assert compare(reference, step(model, batch)).bit_equal
+    assert compare(reference, step(copied, batch)).bit_equal
+    remove_segments(model)
+    assert {type(module) for module in model} == {Block}
+
+
+def test_hooks_of_blocks_in_a_segment_see_their_own_output(batch):
+    seen = {}
+    plain, model = chain(), chain()
+    for index in range(6):
+        plain[index].register_forward_hook(
+            lambda _, __, out, i=index: seen.setdefault(("plain", i), out.detach())
+        )
+        model[index].register_forward_hook(
+            lambda _, __, out, i=index: seen.setdefault(("ours", i), out.detach())
+        )
+    recompute_segments(model, 2)
+    plain(batch), model(batch)
+    assert all(torch.equal(seen["plain", index], seen["ours", index]) for index in range(6))
+
+
+class OtherArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(x, scale=float(index))
+        return x
+
+
+class Branches(OtherArguments):
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(OtherArguments, "takes other arguments"), (Branches, "unchanged, so the two")],
+)
+def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, said):
+    model = kind()
+    recompute_segments(model, 2)
+    with pytest.raises(ChainBroken, match=said):
+        model(batch)
+    assert choose_segments(kind(), batch, lambda module, batch: module(batch).sum()) in (1, 3)
+
+
+def test_the_chosen_count_has_the_lowest_peak(batch):
+    def loss(module, batch):
+        return module(batch).square().sum()
+
+    def peak(count):
+        model = chain(16)
+        recompute_segments(model, count, preserve_rng_state=False)
+        return measure_memory(model, batch.repeat(32, 1), loss).peak_bytes
+
+    peaks = {count: peak(count) for count in (1, 2, 4, 8, 16)}
+    chosen = choose_segments(chain(16), batch.repeat(32, 1), loss)
+    assert peak(chosen) <= min(peaks.values())
+    assert peaks[1] > peaks[4]
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, 7])
+def test_a_count_of_segments_that_is_none_is_refused(count):
+    with pytest.raises(ValueError, match="segments"):
+        recompute_segments(chain(), count)
+
+
+# Configuration, and what it applies.
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"strategy": "sequental"}, "did you mean 'sequential'"),
+        ({"enabled": 1}, "enabled must be True or False; got 1"),
+        ({"memory_threshold_mb": -1}, "memory_threshold_mb must be a number of MB from 0 up"),
+        ({"snn_chunk_size": 0}, "snn_chunk_size must be a whole number from 1 up"),
+        ({"profile_num_runs": 2.5}, "profile_num_runs must be"),
+        ({"sequential_segments": 0}, "or None to choose the one with the lowest measured peak"),
+        ({"include_patterns": "layers.*"}, r"a list of globs over module names, such as \['layers"),
+        (
+            {"use_reentrant": True, "strategy": "sequential"},
+            "use_reentrant must be False with strategy 'sequential'",
+        ),
+        ({"memory_treshold_mb": 3}, "did you mean 'memory_threshold_mb'"),
+    ],
+)
+def test_config_says_what_is_wrong(values, said):
+    with pytest.raises(ValueError, match=said):
+        CheckpointConfig.from_config(values)
+
+
+def test_config_from_objects_and_defaults():
+    source = type("Settings", (), {"enabled": True, "strategy": "full", "other": 3})()
+    assert CheckpointConfig.from_config(source) == CheckpointConfig(enabled=True, strategy="full")
+    assert CheckpointConfig.from_config({"include_patterns": ["a"]}).include_patterns == ("a",)
+
+
+def apply(model, report=None, *, batch=None, loss=None, **config):
+    checkpointer = SelectiveCheckpointer(
+        CheckpointConfig(enabled=config.pop("enabled", True), **config)
+    )
+    assert checkpointer.apply(model, report, batch=batch, loss=loss) is model
+    return checkpointer.get_checkpointed_layers()
+
+
+def test_selective_takes_the_layers_above_the_threshold(batch):
+    model = nn.Sequential(Block(), nn.ModuleList([Block(), Block()])[0], Block())
+    report = MemoryProfiler(model).profile(batch)
+    largest = max(layer.megabytes for layer in report.layers)
+    assert apply(model, report, memory_threshold_mb=2 * largest) == []
+    assert apply(model, report, enabled=False, memory_threshold_mb=0) == []
+    assert apply(model, report, memory_threshold_mb=0, exclude_patterns=["1"]) == ["0", "2"]
+
+
+def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(batch):
+    model = chain(3)
+    assert apply(model, strategy="full", include_patterns=["[01]"], exclude_patterns=["0"]) == ["1"]
+    with pytest.raises(
+        ValueError, match=r"exclude_patterns 'layers.\*' matches no module; there are 0, 1, 2"
+    ):
+        apply(chain(3), strategy="full", exclude_patterns=["layers.*"])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"strategy": "selective"}, "needs a profile"),
+        ({"strategy": "sequential"}, "needs a batch"),
+        (
+            {"strategy": "plan"},
+            "plan must be the path of a plan with strategy 'plan', None with others; got None",
+        ),
+        ({"strategy": "plan", "plan": "none.json"}, "can't read the plan none.json"),
+        ({"strategy": "full", "plan": "plan.json"}, "None with others; got 'plan.json'"),
+    ],
+)
+def test_selective_says_what_it_needs(config, said):
+    with pytest.raises(ValueError, match=said):
+        apply(chain(3), **config)
+
+
+def test_a_strategy_whose_technique_was_not_added_is_an_error(monkeypatch):
+    monkeypatch.delitem(STRATEGIES, "sac")
+    with pytest.raises(ValueError, match="is not in this project, which has none, full"):
+        apply(chain(3), strategy="sac")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_name_what_they_changed(name, batch):
+    model = chain()
+    sample = Sample(batch.repeat(8, 1), lambda module, batch: module(batch).sum())
+    if name.startswith("timesteps"):  # there is no loop over time
+        with pytest.raises(ValueError, match="has no method unroll"):
+            STRATEGIES[name].apply(model, sample)
+        return
+    names = STRATEGIES[name].apply(model, sample)
+    assert (names == []) == (name == "none")
+    assert all(type(model.get_submodule(found)) is not Block for found in names)
+
+
+def test_a_difference_in_a_model_without_blocks_is_a_failure_and_not_inapplicable():
+    def spoil(model, sample):
+        model.register_forward_hook(lambda module, args, output: 2 * output)
+        return ["0"]
+
+    workload = Workload(
+        "flat",
+        lambda: nn.Linear(8, 8),
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).sum(),
+    )
+    verdict = Gate("a/parity", lambda case: same_training("a/parity", case, spoil)).run(
+        Case(workload)
+    )
+    assert verdict.passed is False, verdict
+
+
+@pytest.mark.parametrize("size", [1, 4, None])
+def test_timesteps_are_chunked_by_the_configuration(size):
+    model = snn().build()
+    config = CheckpointConfig(
+        enabled=True, strategy="none", snn_timestep_checkpoint=True, snn_chunk_size=size
+    )
+    checkpointer = SelectiveCheckpointer(config)
+    checkpointer.apply(model)
+    assert checkpointer.get_checkpointed_layers() == [""]
+    bare, case = snn().build(), Case(snn(), batch_size=64)
+    held = [
+        measure_memory(net, case.batch(), case.workload.mean_loss).held_bytes
+        for net in (bare, model)
+    ]
+    assert held[1] < 0.7 * held[0]

@@ -1,0 +1,365 @@
+"""Regions: what they free, what they cost, what they can't reach, on models of one's own and of Hugging Face.
+
+python -m pytest tests/primitives/test_regions.py
+"""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.bench.timing import python_calls
+from curry_train.core.measure import count_flops, measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.gates import sac
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.regions import apply_regions, remove_regions, report_regions
+from curry_train.workloads.models import Block, transformer
+from curry_train.workloads.workload import Case, Workload
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
+
+
+def llama():
+    size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size)
+    )
+
+
+def gpt2(dropout=0.1):
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    tokens = {"bos_token_id": 1, "eos_token_id": 1}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=3, n_head=4, **drop, **tokens)
+    )
+
+
+def lm_loss(model, tokens):
+    return F.cross_entropy(
+        model(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float(), tokens.flatten()
+    )
+
+
+def autocast_loss(model, tokens):
+    with torch.autocast("cpu", torch.bfloat16):
+        return lm_loss(model, tokens)
+
+
+def figures(build, loss, apply=lambda model: None, batch=TOKENS):
+    torch.manual_seed(0)
+    model = build().train()
+    apply(model)
+    torch.manual_seed(0)
+    record = record_step(model, batch, loss)
+    return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
+
+
+# The figures.
+
+
+def test_a_block_of_llamas_shape_holds_at_most_56_percent_with_no_product_again():
+    def build():
+        return nn.Sequential(Once(Block(128, 4, 2, 352, 0.0), rotations))
+
+    rotations = torch.randn(64, 16)
+    x = torch.randn(4, 64, 128, requires_grad=True)
+    plain = figures(build, lambda model, x: model(x).sum(), batch=x)
+    changed = figures(
+        build,
+        lambda model, x: model(x).sum(),
+        lambda model: apply_regions(model, blocks="0.block"),
+        x,
+    )
+    assert compare(plain[0], changed[0]).bit_equal
+    assert changed[1].held_bytes / plain[1].held_bytes <= 0.56
+    assert changed[1].peak_bytes < plain[1].peak_bytes
+    assert changed[2] == plain[2]
+
+
+class Once(nn.Module):
+    """Gives a block its further arguments."""
+
+    def __init__(self, block, rotations):
+        super().__init__()
+        self.block, self.rotations = block, rotations
+
+    def forward(self, x):
+        return self.block(x, self.rotations, self.rotations)
+
+
+def test_regions_hold_what_torchs_own_policy_holds_for_a_fraction_of_its_calls():
+    case = Case(transformer())
+    verdict = sac.regions(case)
+    assert verdict.passed, verdict
+    models = [case.build(), case.build()]
+    apply_regions(models[0])
+    sac.torch_sac(models[1], case)
+    held = [
+        measure_memory(model, case.batch(), case.workload.mean_loss).held_bytes for model in models
+    ]
+    assert held[0] == held[1]
+    counts = [python_calls(case, change) for change in (nothing, regions, sac.torch_sac)]
+    assert 0 < counts[1] - counts[0] <= 0.4 * (counts[2] - counts[0])
+
+
+def nothing(module, case):
+    return []
+
+
+def regions(module, case):
+    return apply_regions(module)
+
+
+@pytest.mark.parametrize("loss", [lm_loss, autocast_loss])
+@pytest.mark.parametrize(
+    ("build", "also", "at_most"), [(llama, (), 0.6), (gpt2, ("*.mlp.act",), 0.65)]
+)
+def test_hugging_face_blocks_are_reached_without_an_edit(build, also, at_most, loss):
+    plain = figures(build, loss)
+    changed = figures(build, loss, lambda model: apply_regions(model, also=also))
+    assert compare(plain[0], changed[0]).bit_equal
+    assert changed[1].held_bytes / plain[1].held_bytes <= at_most
+    assert changed[2] == plain[2]
+
+
+def test_hugging_face_blocks_in_half_precision():
+    def build():
+        return llama().bfloat16()
+
+    plain, changed = figures(build, lm_loss), figures(build, lm_loss, apply_regions)
+    assert compare(plain[0], changed[0]).bit_equal
+    assert changed[1].held_bytes / plain[1].held_bytes <= 0.56
+
+
+# What is not reached, and the edit that reaches it.
+
+
+def test_the_report_names_the_module_to_name_and_naming_it_frees_what_it_said():
+    model = gpt2(0.0)
+    apply_regions(model)
+    report = report_regions(model, TOKENS, lm_loss)
+    free = sum(row.nbytes for row in report.unreached)
+    assert {row.module for row in report.unreached} == {
+        f"transformer.h.{index}.mlp.act" for index in range(3)
+    }
+    assert all(row.edit.startswith('also=["*.act"]') for row in report.unreached)
+    table = report.table()
+    assert "MiB in transformer.h.*.mlp.act, computed by TanhBackward0" in table
+    assert max(map(len, table.splitlines())) <= 80
+    before = measure_memory(model, TOKENS, lm_loss).held_bytes
+    remove_regions(model)
+    apply_regions(model, also=["*.mlp.act"])
+    assert before - measure_memory(model, TOKENS, lm_loss).held_bytes == free
+    assert report_regions(model, TOKENS, lm_loss).unreached == ()
+
+
+class Functional(nn.Module):
+    """Writes its activation by hand; `Edited` has it in a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def activation(self, x):
+        return torch.sin(x) + x
+
+    def forward(self, x):
+        return x + self.down(self.activation(self.up(x)))
+
+
+class Wave(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) + x
+
+
+class Edited(Functional):
+    def __init__(self):
+        super().__init__()
+        self.wave = Wave()
+
+    def activation(self, x):
+        return self.wave(x)
+
+
+def chain(block):
+    torch.manual_seed(0)
+    return nn.Sequential(*[block() for _ in range(3)])
+
+
+def square(model, x):
+    return model(x).square().sum()
+
+
+def test_an_expression_becomes_a_module_and_is_reached():
+    x = torch.randn(32, 16)
+    model = chain(Functional)
+    apply_regions(model)
+    (row, *others) = report_regions(model, x, square).unreached
+    assert (row.module, row.made_by) == ("0", "AddBackward0")
+    assert row.edit == "compute the input of down in its own module, and name that with also=[...]"
+    assert len(others) == 2
+    edited = chain(Edited)
+    apply_regions(edited, also=["*.wave"])
+    saved = (
+        measure_memory(model, x, square).held_bytes - measure_memory(edited, x, square).held_bytes
+    )
+    assert saved == row.nbytes * 3 == 3 * 32 * 64 * 4
+    assert compare(record_step(model, x, square), record_step(edited, x, square)).bit_equal
+
+
+def test_what_torch_computes_inside_of_its_own_modules_is_not_told_to_be_edited():
+    model = nn.Sequential(
+        *[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
+    )
+    apply_regions(model)
+    report = report_regions(model, torch.randn(2, 8, 16), square)
+    assert report.unreached
+    assert {row.edit for row in report.unreached} <= {
+        "torch's MultiheadAttention computes it: replace that module",
+        "torch's TransformerEncoderLayer computes it: replace that module",
+    }
+    assert max(map(len, report.table().splitlines())) <= 80
+
+
+def test_a_named_module_that_draws_is_refused():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2)])
+    apply_regions(model, also=["*.1"])
+    with pytest.raises(ValueError, match=r"0\.1 draws random numbers"):
+        model(torch.randn(2, 8))
+
+
+def test_a_glob_that_names_nothing_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"also '\*.act' matches no module; there are 0.up, 0.down"
+    ):
+        apply_regions(chain(Functional), also=["*.act"])
+
+
+def test_a_report_needs_regions():
+    with pytest.raises(ValueError, match=r"call apply_regions\(model\) first"):
+        report_regions(chain(Functional), torch.randn(2, 16), square)
+
+
+# The same training in every respect.
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = (
+            nn.LayerNorm(16),
+            *(nn.Linear(16, 16) for _ in range(3)),
+        )
+
+    def forward(self, x):
+        n = self.norm(x)
+        return x + self.down(F.silu(self.gate(n)) * self.up(n))
+
+
+def both():
+    plain = chain(Gated)
+    changed = copy.deepcopy(plain)
+    apply_regions(changed)
+    return plain, changed
+
+
+def test_names_state_and_copies_are_those_of_the_bare_model():
+    plain, changed = both()
+    assert list(plain.state_dict()) == list(changed.state_dict())
+    assert [name for name, _ in plain.named_parameters()] == [
+        name for name, _ in changed.named_parameters()
+    ]
+    assert isinstance(changed[0], Gated)
+    assert isinstance(changed[0].norm, nn.LayerNorm)
+    x = torch.randn(4, 16)
+    for again in (copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
+        assert compare(record_step(plain, x, square), record_step(again, x, square)).bit_equal
+        assert measure_memory(again, x, square) == measure_memory(changed, x, square)
+    assert remove_regions(changed) == ["0", "1", "2"]
+    assert [type(module) for module in changed.modules()] == [
+        type(module) for module in plain.modules()
+    ]
+
+
+def test_nothing_runs_twice_in_eval_mode_and_without_grad():
+    plain, changed = both()
+    x = torch.randn(4, 16, requires_grad=True)
+    assert measure_memory(changed.eval(), x, square) == measure_memory(plain.eval(), x, square)
+    with torch.no_grad():
+        assert torch.equal(changed.train()(x), plain.train()(x))
+
+
+def test_a_gradient_penalty_has_equal_gradients():
+    found = []
+    for model in both():
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (slope,) = torch.autograd.grad(square(model, x), x, create_graph=True)
+        slope.square().sum().backward()
+        found.append(
+            [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        )
+    assert all(map(torch.equal, *found))
+
+
+def test_a_boundary_that_is_written_over_is_noticed():
+    x = torch.randn(4, 16, requires_grad=True) * 1.0
+    loss = square(both()[1], x)
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_regions_and_recompute_share_a_model_but_not_a_block():
+    plain, _ = both()
+    changed = copy.deepcopy(plain)
+    recompute_blocks(changed, blocks="0")
+    apply_regions(changed, blocks="[12]")
+    x = torch.randn(4, 16)
+    assert compare(record_step(plain, x, square), record_step(changed, x, square)).bit_equal
+    with pytest.raises(ValueError, match="is wrapped already"):
+        apply_regions(changed, blocks="0")
+
+
+def test_compiled_code_needs_no_regions_and_stays_right():
+    plain, changed = both()
+    x = torch.randn(4, 16)
+    expected = record_step(plain, x, square)
+    compiled = torch.compile(changed, backend="aot_eager")
+    square(compiled, x).backward()
+    for name, parameter in changed.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.gradients[name])
+    torch._dynamo.reset()
+
+
+def test_a_model_with_a_norm_of_its_own_class_and_with_statistics():
+    class ScaleNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+
+    class WithStatistics(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear, self.other = ScaleNorm(), nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+        def forward(self, x):
+            return x + self.other(self.linear(self.norm(x)))
+
+    workload = Workload(
+        "own norms",
+        functools.partial(chain, WithStatistics),
+        lambda size: torch.randn(size, 16),
+        lambda module, batch: module(batch).square().sum(),
+    )
+    verdict = sac.sac_parity(Case(workload, batch_size=8), strategy="regions")
+    assert verdict.passed, verdict

@@ -1,0 +1,360 @@
+"""The public contract of `sac`: policies by name, by list and by function, eager and compiled, and what is refused.
+
+python -m pytest tests/primitives/test_sac_contract.py
+"""
+
+import copy
+import functools
+import pickle
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from curry_train.core.measure import count_flops, measure_memory, recompute_flops
+from curry_train.core.parity import StepRecord, compare, record_step
+from curry_train.gates.sac import torch_sac
+from curry_train.plan.strategies import STRATEGIES, SelectiveCheckpointer
+from curry_train.primitives import POLICIES, CheckpointConfig, sac
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.sac import (
+    POLICY_COST_FIGURES,
+    PolicyError,
+    Sac,
+    apply_sac,
+    make_policy,
+    remove_sac,
+)
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case
+
+aten = torch.ops.aten
+CASE = Case(transformer(depth=2), batch_size=4)
+LOSS = CASE.workload.mean_loss
+
+
+def figures(apply, case=CASE):
+    model, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    apply(model)
+    return (
+        record_step(model, batch, loss),
+        measure_memory(model, batch, loss),
+        count_flops(model, batch, loss),
+    )
+
+
+def nothing(model):
+    return []
+
+
+@functools.cache
+def plain():
+    return figures(nothing)
+
+
+# Policies.
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_named_policy_is_the_same_training(name):
+    record, memory, _ = figures(lambda model: apply_sac(model, name))
+    assert compare(plain()[0], record).bit_equal
+    assert memory.held_bytes < plain()[1].held_bytes
+
+
+def test_policies_order_as_what_they_keep():
+    found = {name: figures(lambda model, name=name: apply_sac(model, name)) for name in POLICIES}
+    held = {name: memory.held_bytes for name, (_, memory, _) in found.items()}
+    again = {name: recompute_flops(plain()[2], flops) for name, (_, _, flops) in found.items()}
+    order = ["save_attention", "every_second_matmul", "save_matmuls", "save_matmuls_and_attention"]
+    assert sorted(order, key=held.__getitem__) == order
+    assert sorted(order, key=again.__getitem__) == order[::-1]
+    assert again["save_matmuls_and_attention"] == again["save_expensive"] == 0
+    assert (
+        held["save_matmuls_and_attention"] == held["save_expensive"]
+    )  # there is no convolution and no collective
+    full = figures(recompute_blocks)
+    assert full[1].held_bytes < held["save_attention"]
+
+
+def test_a_list_and_a_function_say_what_a_name_says():
+    named = figures(lambda model: apply_sac(model, "save_matmuls"))
+
+    def policy(context, operation, *args, **kwargs):
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operation is aten.mm.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
+    for other in (["aten.mm"], [aten.mm.default], {"aten.mm", "aten.bmm"}, policy):
+        assert figures(lambda model, other=other: apply_sac(model, other))[1:] == named[1:]
+
+
+def test_it_holds_the_bytes_and_does_the_flops_of_torchs_own():
+    ours, theirs = figures(apply_sac), figures(lambda model: torch_sac(model, CASE))
+    assert ours[1:] == theirs[1:]
+    assert compare(theirs[0], ours[0]).bit_equal
+
+
+class Attending(nn.Module):
+    """Attention with dropout, then dropout: on CUDA the kernel draws, on CPU operations around it do."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        heads = [part.view(*x.shape[:2], 4, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+        mixed = F.scaled_dot_product_attention(*heads, dropout_p=0.2, is_causal=True)
+        return x + F.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), 0.2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("policy", ["save_attention", "save_expensive"])
+def test_dropout_inside_and_after_attention_is_drawn_alike(device, policy):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if device == "cpu" and policy == "save_attention":
+        pytest.skip("on CPU attention with dropout is products and elementwise operations")
+    torch.manual_seed(0)
+    dtype = (
+        torch.bfloat16 if device == "cuda" else torch.float32
+    )  # flash attention takes no float32
+    model = nn.Sequential(*[Attending() for _ in range(2)]).to(device, dtype)
+    x, records = torch.randn(2, 16, 32, device=device, dtype=dtype), []
+    for apply in (nothing, lambda model: apply_sac(model, policy)):
+        changed = copy.deepcopy(model)
+        apply(changed)
+        torch.manual_seed(1)
+        try:
+            records.append(record_step(changed, x, lambda model, x: model(x).square().mean()))
+        except PolicyError:
+            pytest.skip("every attention of these blocks draws, so there is none to keep")
+    assert compare(*records).bit_equal
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_each_attention_kernel_of_cuda_is_kept(backend):
+    case = Case(transformer(depth=2, dim=256), torch.device("cuda"), torch.bfloat16)
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+        model = case.build()
+        before = count_flops(model, case.batch(), case.workload.mean_loss)
+        apply_sac(model, "save_matmuls_and_attention")
+        assert (
+            recompute_flops(before, count_flops(model, case.batch(), case.workload.mean_loss)) == 0
+        )
+
+
+# What is refused.
+
+
+def step(policy):
+    model = CASE.build()
+    apply_sac(model, policy)
+    return LOSS(model, CASE.batch())
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("save_matmul", "did you mean 'save_matmuls'"),
+        ("keep", "there are save_expensive, save_matmuls"),
+        ("recompute_matmuls", "the wrong way round. On the built-in transformer"),
+        (["aten.mul_"], r"aten.mul_.\w+ writes in place"),
+        (["aten.nm"], "no operation 'aten.nm'"),
+        ([], "a policy is a name, a list of operations or a function"),
+        (None, "a policy is a name, a list of operations or a function"),
+        (
+            ["aten.linear"],
+            "saves no output of layers.0.* Its operations are .*aten.mm, .*Composite ones such as",
+        ),
+        (["aten.silu", "aten.mul"], "wrong way round for layers.0: it saves 14 outputs"),
+        (lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD, "MUST_CPU_OFFLOAD .* offload_blocks"),
+        (lambda *_, **__: "save", "must return a CheckpointPolicy or a bool, got 'save'"),
+        (lambda *_, **__: True, "saves aten.add_.Scalar, which writes in place"),
+    ],
+)
+def test_a_policy_that_would_not_help_is_an_error(policy, said):
+    with pytest.raises(ValueError, match=said):
+        step(policy)
+
+
+def test_reentrant_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="reentrant checkpointing does not support policies"):
+        apply_sac(CASE.build(), use_reentrant=True)
+
+
+def test_an_error_of_the_users_own_is_not_hidden_by_ours():
+    model = CASE.build()
+    apply_sac(model, ["aten.linear"])
+    model.layers[0].feed_forward.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        LOSS(model, CASE.batch())
+
+
+def test_the_figures_that_a_refusal_quotes_are_measured():
+    case = Case(transformer(), batch_size=16)
+
+    def backwards(context, operation, *args, **kwargs):
+        expensive = operation in sac.EXPENSIVE_OPERATIONS or sac.writes_in_place(operation)
+        # The output of a mean is written over by the norm, and torch refuses to keep it.
+        recomputed = expensive or operation is aten.mean.dim
+        return CheckpointPolicy.PREFER_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
+
+    def apply(model):
+        contexts = functools.partial(create_selective_checkpoint_contexts, backwards)
+        for block in model.layers:
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+            )
+
+    bare, wrong, right = (figures(change, case) for change in (nothing, apply, apply_sac))
+    held = [round(100 * memory.held_bytes / bare[1].held_bytes) for _, memory, _ in (wrong, right)]
+    again = round(100 * recompute_flops(bare[2], wrong[2]) / bare[2].forward)
+    assert [int(figure) for figure in re.findall(r"(\d+)%", POLICY_COST_FIGURES)] == [
+        held[0],
+        again,
+        held[1],
+    ]
+
+
+def test_a_kept_output_that_is_written_over_unseen_is_refused_where_torch_is_silently_wrong():
+    """`nn.GRU` on a CPU adds to the parts of a product, which have version counters of their own."""
+    x, weights = torch.randn(3, 2, 4), []
+    for kept in (False, True):
+        torch.manual_seed(0)
+        layer = nn.GRU(4, 4)
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+        )
+        out, _ = (
+            checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if kept else layer(x)
+        )
+        out.square().sum().backward()
+        weights.append(layer.weight_hh_l0.grad)
+    assert not torch.equal(*weights)  # when torch sees it, this refusal can go
+    model = nn.ModuleList([nn.GRU(4, 4)])
+    apply_sac(model, blocks="0")
+    with pytest.raises(
+        PolicyError,
+        match=r"0 runs aten.unsafe_split.Tensor, as nn.GRU does .* use recompute_blocks",
+    ):
+        model[0](x)
+
+
+def test_backward_twice_is_refused_by_torch_and_not_silently_wrong():
+    loss = step("save_expensive")
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        loss.backward()
+
+
+# The module stays what it was.
+
+
+def test_names_copies_pickles_and_undoing():
+    model = CASE.build()
+    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    assert apply_sac(model, "every_second_matmul") == ["layers.0", "layers.1"]
+    assert isinstance(model.layers[0], Sac)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == keys
+    expected = measure_memory(model, CASE.batch(), LOSS)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert measure_memory(again, CASE.batch(), LOSS) == expected
+    assert remove_sac(model) == ["layers.0", "layers.1"]
+    assert not isinstance(model.layers[0], Sac)
+    assert measure_memory(model, CASE.batch(), LOSS) == plain()[1]
+
+
+def keep_products(context, operation, *args, **kwargs):
+    return operation is aten.mm.default
+
+
+@pytest.mark.parametrize("policy", [["aten.mm", "aten.addmm"], keep_products])
+def test_policies_of_ones_own_are_pickled(policy):
+    assert pickle.loads(pickle.dumps(make_policy(policy))) == make_policy(policy)
+
+
+def test_nothing_is_kept_or_run_again_in_eval_mode():
+    model = CASE.build()
+    apply_sac(model)
+    bare = CASE.build()
+    assert measure_memory(model.eval(), CASE.batch(), LOSS) == measure_memory(
+        bare.eval(), CASE.batch(), LOSS
+    )
+
+
+def test_the_configuration_applies_it():
+    model, other = CASE.build(), CASE.build()
+    checkpointer = SelectiveCheckpointer(
+        CheckpointConfig(enabled=True, strategy="sac", include_patterns=("*.1",))
+    )
+    checkpointer.apply(model)
+    assert checkpointer.get_checkpointed_layers() == ["layers.1"]
+    apply_sac(other, blocks="layers.1")
+    assert measure_memory(model, CASE.batch(), LOSS) == measure_memory(other, CASE.batch(), LOSS)
+    assert {"sac", "sac_matmuls", "sac_attention", "sac_every_second", "regions"} <= set(STRATEGIES)
+
+
+# Under torch.compile.
+
+
+def compiled_step(policy):
+    """A step, and how many products the compiled backward runs."""
+    counted = Counter()
+
+    def count(name):
+        def compiler(graph, inputs):
+            counted[name] += sum(node.target is aten.mm.default for node in graph.graph.nodes)
+            return graph
+
+        return compiler
+
+    torch._dynamo.reset()
+    model = CASE.build()
+    if policy:
+        apply_sac(model, policy)
+    backend = aot_autograd(
+        fw_compiler=count("forward"),
+        bw_compiler=count("backward"),
+        partition_fn=torch._functorch.partitioners.min_cut_rematerialization_partition,
+    )
+    record = record_step(torch.compile(model, backend=backend), CASE.batch(), LOSS)
+    gradients = {name.removeprefix("_orig_mod."): value for name, value in record.gradients.items()}
+    buffers = {name.removeprefix("_orig_mod."): value for name, value in record.buffers.items()}
+    torch._dynamo.reset()
+    return StepRecord(record.loss, gradients, buffers, record.generators), counted
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_keep_what_the_policy_says():
+    bare, products = compiled_step(None)
+    kept, none_again = compiled_step("save_expensive")
+    every_second, some_again = compiled_step("every_second_matmul")
+    assert none_again == products
+    assert (
+        some_again["backward"] == products["backward"] + 2 * 3
+    )  # of the seven of each block three run again
+    for record in (kept, every_second):
+        assert compare(bare, record, tolerance=1e-5).holds
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_that_keeps_nothing_is_an_error_of_compiled_code_too():
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"saves no output of layers\.0"
+    ):
+        compiled_step(["aten.linear"])
+    torch._dynamo.reset()

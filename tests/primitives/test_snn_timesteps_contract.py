@@ -1,0 +1,517 @@
+"""Chunked timesteps are the plain loop, bit for bit, hold what the formula says, and say what is wrong with an input.
+
+python -m pytest tests/primitives/test_snn_timesteps_contract.py
+"""
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import integers
+from snn_models import WIDTH, Net, build, currents
+from torch import nn
+
+from curry_train.core.measure import LiveStorages, count_flops, measure_memory
+from curry_train.core.parity import compare, record, record_step
+from curry_train.core.random import seeded
+from curry_train.gates.same_training import sample_of
+from curry_train.plan.strategies import STRATEGIES
+from curry_train.primitives import snn_timesteps
+from curry_train.primitives.snn_timesteps import (
+    checkpoint_timesteps,
+    choose_chunk_size,
+    recompute_timesteps,
+    remove_timesteps,
+)
+from curry_train.primitives.time_loop import (
+    OUTPUT_MODES,
+    Costs,
+    best_chunk_size,
+    best_schedule,
+    even_schedule,
+    measure_costs,
+    run_timesteps,
+    schedule_peak_bytes,
+    times_again,
+)
+from curry_train.workloads.models import mlp, snn
+from curry_train.workloads.workload import Case
+
+
+def trained(module, loop, x, state=None, **kept):
+    """What one step leaves behind, with the gradients of input and initial state."""
+    x = x.clone().requires_grad_()
+    state = [
+        part.clone().requires_grad_()
+        for part in (module.initial_state(x) if state is None else state)
+    ]
+    module.zero_grad()
+    with seeded(3):
+        outputs, after = loop(module.step, x, tuple(state), **kept)
+        loss = outputs.square().sum() + sum(part.square().sum() for part in after)
+        loss.backward()
+        return record(module, loss.detach()), [x.grad, *(part.grad for part in state)]
+
+
+def same(make, x, *, state=None, **kept):
+    """Whether chunks are the plain loop on two modules of the same weights."""
+    outputs = {name: kept[name] for name in ("outputs", "time_dim") if name in kept}
+    plain, gradients = trained(build(make), run_timesteps, x, state, **outputs)
+    ours, found = trained(build(make), checkpoint_timesteps, x, state, **kept)
+    return compare(plain, ours).bit_equal and all(map(torch.equal, gradients, found))
+
+
+# It is the plain loop.
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 10, 99, None])
+@pytest.mark.parametrize("steps", [1, 2, 10, 13])
+def test_gradients_are_equal_for_every_size_and_no_step_is_dropped(levels, chunk_size, steps):
+    assert same(Net, currents(steps), chunk_size=chunk_size, levels=levels)
+
+
+@pytest.mark.parametrize("outputs", OUTPUT_MODES)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_outputs_are_those_of_the_plain_loop(outputs, levels):
+    assert same(Net, currents(), chunk_size=3, levels=levels, outputs=outputs)
+
+
+def test_gradients_flow_through_a_state_that_goes_in():
+    state = tuple(currents(2, seed=5))
+    assert same(Net, currents(), state=state, chunk_size=3)
+    _, gradients = trained(build(), checkpoint_timesteps, currents(), state, chunk_size=3)
+    assert gradients[1].abs().sum() > 0
+
+
+class Trainer:
+    """No module itself."""
+
+    def __init__(self, net):
+        self.net = net
+
+    def advance(self, x, state):
+        return self.net.step(x, state)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_time_may_be_another_dimension_or_a_sequence(levels):
+    module, x = build(), currents()
+    wanted, _ = run_timesteps(module.step, x, module.initial_state(x))
+    for inputs, time_dim in (
+        (x.transpose(0, 1), 1),
+        (x.movedim(0, 2), -1),
+        (list(x), 0),
+        (tuple(x), 0),
+    ):
+        for loop in (run_timesteps, checkpoint_timesteps):
+            kept = {} if loop is run_timesteps else {"chunk_size": 3, "levels": levels}
+            outputs, _ = loop(
+                module.step, inputs, module.initial_state(x), time_dim=time_dim, **kept
+            )
+            assert torch.equal(outputs.movedim(time_dim, 0), wanted)
+
+
+def test_step_may_be_a_module_method_lambda_or_object():
+    module, x = build(), currents()
+    module.forward = module.step
+    for step in (
+        module,
+        module.step,
+        lambda x, state: module.step(x, state),
+        Trainer(module).advance,
+    ):
+        module.zero_grad()
+        rate, _ = checkpoint_timesteps(step, x, module.initial_state(x), outputs="mean")
+        assert torch.equal(
+            rate, run_timesteps(module.step, x, module.initial_state(x), outputs="mean")[0]
+        )
+        rate.sum().backward()
+        assert module.first.weight.grad.abs().sum() > 0
+
+
+def test_state_and_outputs_may_be_nested():
+    module = build()
+
+    def step(x, state):
+        spikes, (first, last) = module.step(x, (state["first"], state["last"][0]))
+        return {"spikes": spikes, "trace": [last, x.sum()]}, {
+            "first": first,
+            "last": [last, state["last"][1] + 1],
+        }
+
+    x, found = currents(), []
+    for loop, kept in ((run_timesteps, {}), (checkpoint_timesteps, {"chunk_size": 3, "levels": 2})):
+        for outputs in OUTPUT_MODES:
+            zero = x.new_zeros(4, WIDTH)
+            made, after = loop(step, x, {"first": zero, "last": [zero, 0]}, outputs=outputs, **kept)
+            assert after["last"][1] == 10
+            found.append([made["spikes"], *made["trace"]])
+    for plain, ours in zip(found[:4], found[4:], strict=True):
+        assert all(map(torch.equal, plain, ours))
+
+
+def test_the_first_step_may_make_the_state():
+    module = build()
+
+    def step(x, state):
+        return module.step(x, (torch.zeros(4, WIDTH),) * 2 if state is None else state)
+
+    x = currents()
+    wanted = run_timesteps(step, x, None)
+    found = checkpoint_timesteps(step, x, None, chunk_size=3, levels=2)
+    assert torch.equal(wanted[0], found[0])
+    (found[0].sum() + found[1][0].sum()).backward()
+
+
+class Draws(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return torch.tanh(x * (1 + self.draw()))
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda: nn.Dropout(0.5),
+        lambda: nn.BatchNorm1d(WIDTH),
+        lambda: Draws(lambda: torch.rand(())),
+        lambda: Draws(random.random),
+        lambda: Draws(lambda: float(numpy.random.rand())),
+    ],
+    ids=["dropout", "batch_norm", "torch", "python", "numpy"],
+)
+def test_random_numbers_and_statistics_are_those_of_the_plain_loop(between, levels):
+    assert same(lambda: Net(between), currents(), chunk_size=2, levels=levels)
+
+
+def test_without_restored_generators_dropout_would_be_wrong(monkeypatch):
+    monkeypatch.setattr(snn_timesteps.Generators, "moved", lambda self: False)
+    assert not same(lambda: Net(lambda: nn.Dropout(0.5)), currents(), chunk_size=2)
+
+
+def test_autocast_is_the_same_in_backward():
+    def loop(run, **kept):
+        module, x = build(), currents()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, _ = run(module.step, x, module.initial_state(x), **kept)
+        out.float().sum().backward()
+        return record(module, out.detach())
+
+    assert compare(
+        loop(run_timesteps), loop(checkpoint_timesteps, chunk_size=3, levels=2)
+    ).bit_equal
+
+
+def test_backward_may_come_twice_and_be_differentiated():
+    def gradients(run, **kept):
+        module, x = build(lambda: Net(nn.Tanh)), currents().requires_grad_()
+        out = run(module.step, x, module.initial_state(x), **kept)[0].square().sum()
+        first = torch.autograd.grad(out, x, retain_graph=True)[0]
+        second = torch.autograd.grad(out, x, create_graph=True)[0]
+        assert torch.equal(first, second)
+        return [first, *torch.autograd.grad(second.square().sum(), [module.first.weight, x])]
+
+    plain = gradients(run_timesteps)
+    for levels in (1, 2):
+        assert all(
+            map(torch.equal, plain, gradients(checkpoint_timesteps, chunk_size=3, levels=levels))
+        )
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("what", ["step", "whole"])
+def test_compiled_it_is_the_same_up_to_rounding(what):
+    module, x = build(), currents()
+
+    def run(x):
+        step = torch.compile(module.step, backend="aot_eager") if what == "step" else module.step
+        return checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4, outputs="sum")[
+            0
+        ]
+
+    plain = run_timesteps(module.step, x, module.initial_state(x), outputs="sum")[0]
+    plain.sum().backward()
+    wanted = module.first.weight.grad.clone()
+    module.zero_grad()
+    found = (torch.compile(run, backend="aot_eager") if what == "whole" else run)(x)
+    found.sum().backward()
+    assert torch.allclose(plain, found)
+    assert torch.allclose(wanted, module.first.weight.grad, rtol=1e-5)
+
+
+# It is off where nothing would be freed.
+
+
+def test_nothing_runs_twice_in_eval_mode_or_without_grad_mode():
+    module, x, calls = build(), currents(), []
+    module.first.register_forward_hook(lambda *_: calls.append(None))
+
+    def run():
+        calls.clear()
+        out, _ = checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=2)
+        if out.requires_grad:
+            out.sum().backward()
+        return len(calls)
+
+    with torch.no_grad():
+        assert run() == 10
+    module.eval()
+    assert run() == 10
+    module.train()
+    assert (
+        run() > run() == 18
+    )  # the first call looks for hidden state; the last chunk is not computed again
+
+
+# What it holds, and what it costs.
+
+
+def run(module, x, loop, **kept):
+    return loop(module.step, x, module.initial_state(x), outputs="sum", **kept)[0].sum()
+
+
+STEPS = 40
+COSTS = Costs(
+    2 * 64 * WIDTH * 4, 3 * 64 * WIDTH * 4
+)  # two potentials; an input, and two for the spikes
+
+
+def peak_of(levels, **kept):
+    module, x = build(), currents(STEPS, 64)
+    run(module, x[:2], checkpoint_timesteps)  # the first call looks for hidden state, and measures
+    return measure_memory(
+        module, x, lambda *args: run(*args, checkpoint_timesteps, levels=levels, **kept)
+    ).peak_bytes
+
+
+def test_the_chosen_size_has_the_lowest_measured_peak():
+    module, x = build(), currents(STEPS, 64)
+    for levels, sizes in ((1, (1, 3, 8, 16, STEPS)), (2, (1, 8, STEPS))):
+        chosen = choose_chunk_size(module.step, x, module.initial_state(x), levels=levels)
+        lowest = peak_of(levels, chunk_size=chosen)
+        assert lowest <= 1.02 * min(peak_of(levels, chunk_size=size) for size in sizes)
+        assert peak_of(levels) < 0.9 * lowest  # with chunks that get shorter
+
+
+def test_the_formula_predicts_the_peak_but_for_what_is_in_the_making():
+    module, x = build(), currents(STEPS, 64)
+    costs = measure_costs(module.step, x, module.initial_state(x))
+    assert costs == COSTS
+    plain = measure_memory(module, x, lambda module, x: run(module, x, run_timesteps)).peak_bytes
+    more = plain - STEPS * costs.step_bytes
+    for levels, size in ((1, 4), (1, None), (1, 20), (2, 3), (2, None), (2, 10)):
+        schedule = (
+            even_schedule(STEPS, size, levels) if size else best_schedule(STEPS, costs, levels)
+        )
+        found = peak_of(levels, chunk_size=size) - schedule_peak_bytes(schedule, costs)
+        assert (
+            more - costs.boundary_bytes <= found <= more + costs.step_bytes
+        )  # one step is in the making
+
+
+@pytest.mark.parametrize("boundary", [1, 5, 40])
+def test_the_best_size_is_that_of_the_closed_form_and_not_the_root_of_the_number_of_steps(boundary):
+    steps, costs = 10_000, Costs(boundary * 1000, 5000)
+    ratio = boundary / 5
+    assert best_chunk_size(steps, costs, 1) == pytest.approx(
+        (steps * ratio) ** 0.5, rel=0.06, abs=2
+    )
+    assert best_chunk_size(steps, costs, 2) == pytest.approx(
+        (steps * ratio**2) ** (1 / 3), rel=0.35, abs=2
+    )
+    peak = schedule_peak_bytes(even_schedule(steps, best_chunk_size(steps, costs, 1), 1), costs)
+    assert peak == pytest.approx(
+        2 * (steps * costs.boundary_bytes * costs.step_bytes) ** 0.5, rel=0.02
+    )
+    assert (peak < 0.9 * schedule_peak_bytes(even_schedule(steps, 100, 1), costs)) == (
+        boundary != 5
+    )
+
+
+@pytest.mark.parametrize("boundary", [1, 5, 40])
+def test_chunks_that_get_shorter_have_the_peak_of_the_closed_form(boundary):
+    steps, costs = 10_000, Costs(boundary * 1000, 5000)
+    for levels, wanted in (
+        (1, (2 * steps * costs.boundary_bytes * costs.step_bytes) ** 0.5),
+        (2, (6 * steps * costs.boundary_bytes**2 * costs.step_bytes) ** (1 / 3)),
+    ):
+        schedule = best_schedule(steps, costs, levels)
+        sizes = [chunk.num_steps for chunk in schedule.chunks]
+        assert sum(sizes) == steps
+        assert sizes[:-1] == sorted(sizes[:-1], reverse=True)
+        assert schedule_peak_bytes(schedule, costs) == pytest.approx(wanted, rel=0.1)
+        assert max(times_again(schedule)) == levels
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=integers(1, 60),
+    boundary=integers(0, 9),
+    step=integers(0, 9),
+    levels=integers(1, 2),
+    size=integers(1, 70),
+)
+def test_no_even_chunks_are_better_and_no_step_is_lost(steps, boundary, step, levels, size):
+    costs = Costs(boundary, step)
+    best, even = best_schedule(steps, costs, levels), even_schedule(steps, size, levels)
+    assert schedule_peak_bytes(best, costs) <= schedule_peak_bytes(even, costs)
+    for schedule in (best, even):
+        assert len(times_again(schedule)) == total_of(schedule) == steps
+        assert max(times_again(schedule)) <= levels
+
+
+def total_of(schedule):
+    return sum(map(total_of, schedule.chunks)) if schedule.chunks else schedule.num_steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "size", "levels"),
+    [(10, 3, 1), (60, 7, 2), (1, 1, 2), (5, 9, 2), (16, 1, 2), (40, None, 1), (40, None, 2)],
+)
+def test_each_timestep_is_computed_again_once_for_each_level_at_most(steps, size, levels):
+    again = times_again(
+        even_schedule(steps, size, levels) if size else best_schedule(steps, COSTS, levels)
+    )
+    assert len(again) == steps
+    assert max(again) <= levels
+    assert again[-1] == 0
+    module, x, calls = build(), currents(steps), []
+    module.first.register_forward_hook(lambda *_: calls.append(None))
+    for expected in (None, steps + sum(again)):
+        calls.clear()
+        out, after = checkpoint_timesteps(
+            module.step, x, module.initial_state(x), chunk_size=size, levels=levels, outputs="sum"
+        )
+        (out.sum() + after[0].sum()).backward()
+        assert expected in (None, len(calls))
+
+
+def test_only_stacked_outputs_are_held_for_each_timestep():
+    module, x = build(), currents(STEPS, 64)
+    held = {}
+    for outputs in OUTPUT_MODES:
+        for _ in range(2):
+            with LiveStorages() as storages:
+                made = checkpoint_timesteps(
+                    module.step,
+                    x,
+                    module.initial_state(x),
+                    chunk_size=10,
+                    levels=1,
+                    outputs=outputs,
+                )[0]
+                held[outputs] = storages.bytes_alive
+            del made
+    one = 64 * WIDTH * 4
+    assert held["sum"] == held["mean"] == held["last"]
+    assert held["stack"] - held["sum"] == (STEPS - 1) * one
+
+
+def test_a_checkpoint_for_each_step_holds_several_times_as_much():
+    def per_step(module, x):
+        state, total = module.initial_state(x), 0
+        for entry in x:
+            spikes, state = torch.utils.checkpoint.checkpoint(
+                module.step, entry, state, use_reentrant=False, preserve_rng_state=False
+            )
+            total = total + spikes
+        return total.sum()
+
+    peak = measure_memory(build(), currents(STEPS, 64), per_step).peak_bytes
+    assert peak > 2 * peak_of(1)  # and with the root of the number of timesteps more
+    assert peak_of(1, chunk_size=1) <= peak
+
+
+def test_nothing_is_held_when_the_result_is_gone():
+    module, x = build(), currents()
+    for outputs in OUTPUT_MODES:
+        out, after = checkpoint_timesteps(
+            module.step, x, module.initial_state(x), chunk_size=2, outputs=outputs
+        )
+        alive = [weakref.ref(out), weakref.ref(after[0])]
+        gc.disable()
+        try:
+            del out, after
+            assert [reference() for reference in alive] == [None, None]
+        finally:
+            gc.enable()
+
+
+def test_the_first_call_measures_and_leaves_no_trace_and_the_next_ones_do_not_measure(monkeypatch):
+    called = []
+    for name in ("check_step", "measure_costs"):
+        plain = getattr(snn_timesteps, name)
+        monkeypatch.setattr(
+            snn_timesteps,
+            name,
+            lambda *args, name=name, plain=plain: called.append(name) or plain(*args),
+        )
+    module, x = build(lambda: Net(lambda: nn.BatchNorm1d(WIDTH))), currents()
+    module.first.weight.grad = torch.ones_like(module.first.weight)
+    before = torch.get_rng_state()
+    for _ in range(3):
+        checkpoint_timesteps(lambda x, state: module.step(x, state), x, module.initial_state(x))
+    assert called == ["check_step", "measure_costs"]
+    assert torch.equal(before, torch.get_rng_state())
+    assert module.between.num_batches_tracked == 30
+    assert torch.equal(module.first.weight.grad, torch.ones_like(module.first.weight))
+    module = weakref.ref(module)
+    gc.collect()
+    assert module() is None  # what is remembered does not keep it alive
+
+
+# A model whose loop is a method.
+
+
+def test_a_model_is_turned_in_place_and_back():
+    case = Case(snn())
+    plain, model = case.build(), case.build()
+    reference = record_step(plain, case.batch(), case.workload.mean_loss)
+    assert recompute_timesteps(model, chunk_size=4) == [""]
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(other.state_dict()) == list(plain.state_dict())
+        assert compare(
+            reference, record_step(other, case.batch(), case.workload.mean_loss)
+        ).bit_equal
+    flops = [
+        count_flops(module, case.batch(), case.workload.mean_loss).total
+        for module in (plain, model)
+    ]
+    assert flops[0] < flops[1] < 1.34 * flops[0]
+    assert remove_timesteps(model) == [""]
+    assert type(model) is type(plain)
+    assert vars(model).keys() == vars(plain).keys()
+
+
+def test_modules_with_a_loop_are_found_inside_others():
+    case = Case(snn())
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "spiking": case.build()})
+    assert recompute_timesteps(model, levels=2) == ["spiking"]
+    with pytest.raises(ValueError, match="wrapped already"):
+        recompute_timesteps(model)
+
+
+@pytest.mark.parametrize("name", ["timesteps", "timesteps_nested"])
+def test_other_models_are_refused_with_the_line_to_write(name):
+    case = Case(mlp())
+    with pytest.raises(
+        ValueError, match=r"checkpoint_timesteps\(self.step, inputs, state, time_dim=0"
+    ) as raised:
+        STRATEGIES[name].apply(case.build(), sample_of(case))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="for the whole loop, not for single blocks"):
+        STRATEGIES[name].apply(Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*")))

@@ -1,0 +1,138 @@
+"""What is wrong with an input, a state or a step is said, with what to do.
+
+python -m pytest tests/primitives/test_snn_timesteps_inputs.py
+"""
+
+import pytest
+import torch
+from snn_models import WIDTH, build, currents
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+from curry_train.primitives.snn_timesteps import checkpoint_timesteps, choose_chunk_size
+from curry_train.primitives.time_loop import run_timesteps
+
+LAZY = nn.LazyLinear(3)
+
+
+def grows(x, state):
+    return x, (*state, x)
+
+
+def pair_of(step_returns):
+    module = build()
+    return lambda x, state: step_returns(*module.step(x, state), x)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (
+            {"chunk_size": 0},
+            "chunk_size must be a whole number from 1 up, or None to measure it; got 0",
+        ),
+        ({"chunk_size": -3}, "chunk_size must be"),
+        ({"chunk_size": True}, "chunk_size must be"),
+        ({"chunk_size": 2.0}, "chunk_size must be"),
+        ({"levels": 3}, "levels must be 1, or 2 for chunks inside larger chunks; got 3"),
+        ({"levels": True}, "levels must be 1, or 2"),
+        ({"outputs": "all"}, "outputs must be one of stack, sum, mean, last; got 'all'"),
+        ({"time_dim": 3}, r"inputs of shape \(10, 4, 6\) have no dimension 3"),
+        ({"time_dim": None}, "time_dim must be a whole number, got None"),
+        (
+            {"inputs": currents(0)},
+            r"inputs of shape \(0, 4, 6\) have no timestep in dimension 0: is time_dim right",
+        ),
+        ({"inputs": []}, "an empty sequence: there is no timestep to run"),
+        (
+            {"inputs": iter(currents())},
+            "inputs must be a tensor, or a sequence .* got generator|iterator",
+        ),
+        ({"inputs": torch.tensor(1.0)}, r"inputs of shape \(\) have no dimension 0"),
+        (
+            {"inputs": pack_sequence([torch.ones(3, 6)])},
+            "a sequence with one entry for each timestep; got PackedSeq",
+        ),
+        (
+            {"step": lambda x, state: LAZY(x)},
+            "LAZY has no parameters yet: run one batch through it first",
+        ),
+        (
+            {"step": pair_of(lambda out, state, x: out)},
+            r"return a pair, \(output, state\), and returned Tensor",
+        ),
+        ({"step": pair_of(lambda out, state, x: (out, *state))}, "and returned 3 values"),
+        (
+            {"step": pair_of(lambda out, state, x: (out, tuple(s.detach() for s in state)))},
+            "that step returns is deta",
+        ),
+        ({"step": grows}, "has another structure after the second"),
+        (
+            {"step": pair_of(lambda out, state, x: (out, (*state, object())))},
+            "the state that step returns holds obj",
+        ),
+        (
+            {"step": pair_of(lambda out, state, x: (out, (state[0], x.add_(1))))},
+            "step writes into the input",
+        ),
+        (
+            {"step": pair_of(lambda out, state, x: (out > 1, state)), "outputs": "sum"},
+            "the sum of truth values",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(kept, said):
+    module, x = build(), currents()
+    step, inputs = kept.pop("step", module.step), kept.pop("inputs", x)
+    with pytest.raises(ValueError, match=said):
+        checkpoint_timesteps(step, inputs, module.initial_state(x), **{"chunk_size": 4, **kept})
+
+
+def test_a_state_that_is_written_into_is_refused():
+    module, x = build(), currents()
+
+    def step(x, state):
+        return module.first(x) + state[0].mul_(0.9), state
+
+    with pytest.raises(
+        ValueError, match=r"writes into the state .*v = v \* decay, not v \*= decay"
+    ):
+        checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4)
+
+
+def test_a_state_that_changes_its_structure_later_is_refused():
+    module, calls = build(), currents()
+
+    def step(x, state):
+        out, after = module.step(x, state[:2])
+        return out, (*after, 0) if float(x[0, 0]) == float(calls[5, 0, 0]) else after
+
+    with pytest.raises(ValueError, match="changes its structure over time"):
+        checkpoint_timesteps(step, calls, module.initial_state(calls), chunk_size=2)
+
+
+def test_an_input_on_the_wrong_dimension_is_said_beside_the_error_of_the_step():
+    module, x = build(), currents()
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=4, time_dim=1)
+    assert "is time_dim right?" in raised.value.__notes__[0]
+
+
+def test_a_step_without_a_module_needs_a_chunk_size():
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def step(x, state):
+        state = torch.tanh(x @ weight + state)
+        return state, state
+
+    x, zero = currents(), torch.zeros(4, WIDTH)
+    with pytest.raises(
+        ValueError, match=r"pass chunk_size, such as choose_chunk_size\(step, inputs, state\)"
+    ):
+        checkpoint_timesteps(step, x, zero)
+    size = choose_chunk_size(step, x, zero)
+    out, _ = checkpoint_timesteps(step, x, zero, chunk_size=size)
+    out.sum().backward()
+    found, weight.grad = weight.grad, None
+    run_timesteps(step, x, zero)[0].sum().backward()
+    assert torch.equal(found, weight.grad)

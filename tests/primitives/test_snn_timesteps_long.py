@@ -1,0 +1,58 @@
+"""The figures over 1,000 timesteps: bytes and FLOPs counted exactly, gradients equal bit for bit.
+
+python -m pytest tests/primitives/test_snn_timesteps_long.py
+"""
+
+import pytest
+
+from curry_train.core.measure import FlopCount, measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.core.random import untouched
+from curry_train.gates.same_training import sample_of
+from curry_train.plan.strategies import STRATEGIES
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import snn_long
+from curry_train.workloads.workload import Case
+
+CASE = Case(snn_long(), batch_size=8)
+
+
+def figures(strategy):
+    """Record, FLOPs and peak of one step after the first."""
+    module, batch, loss = CASE.build(), CASE.batch(), CASE.workload.mean_loss
+    STRATEGIES[strategy].apply(module, sample_of(CASE))
+    if strategy != "none":
+        with untouched(module):
+            loss(
+                module, (batch[0][:, :40], batch[1])
+            ).backward()  # the first call looks for hidden state, and measures
+    with FlopCount() as counted:
+        record = record_step(module, batch, loss)
+    return record, counted.flops, measure_memory(module, batch, loss).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return figures("none")
+
+
+def test_the_model_is_found_by_name():
+    assert load_workload("curry_train.workloads.models:snn_long").name == "snn_long"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("strategy", "levels", "less"),
+    [("timesteps", 1, 19), pytest.param("timesteps_nested", 2, 30, marks=pytest.mark.long)],
+)
+def test_the_peak_is_so_many_times_less_within_one_more_forward_for_each_level(
+    plain, strategy, levels, less
+):
+    record, flops, peak = figures(strategy)
+    assert compare(plain[0], record).bit_equal
+    forward = (
+        1000 * 3 * 2 * 8 * 64 * 64 + 2 * 8 * 64 * 10
+    )  # timesteps, layers, multiply and add, and the head
+    assert 0.9 * levels * forward < flops - plain[1] <= levels * forward
+    assert plain[2] >= less * peak
+    assert plain[2] < 2.5 * less * peak  # and the plain step is no worse than it is

@@ -1,0 +1,392 @@
+"""State that a step keeps to itself is found and named, and sound steps are not refused.
+
+python -m pytest tests/primitives/test_snn_timesteps_refusals.py
+"""
+
+import copy
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from snn_models import WIDTH, Keeper, KeeperNet, Net, build, currents
+from torch import nn
+
+from curry_train.core.parity import compare, record
+from curry_train.primitives.hidden_state import HiddenState
+from curry_train.primitives.snn_timesteps import checkpoint_timesteps
+from curry_train.primitives.time_loop import run_timesteps
+from curry_train.workloads.models import SurrogateSpike
+
+
+def train(module, loop, x, **kept):
+    """What one step leaves behind."""
+    torch.manual_seed(3)
+    out, _ = loop(module.step, x, module.initial_state(x), **kept)
+    out.square().sum().backward()
+    return record(module, out.detach())
+
+
+def chunks(module, x, *, chunk_size=3, **kept):
+    return train(module, checkpoint_timesteps, x, chunk_size=chunk_size, **kept)
+
+
+# What is refused.
+
+
+class Between(nn.Module):
+    """A layer that does what it is told, with something to keep."""
+
+    def __init__(self, act, **kept):
+        super().__init__()
+        self.act = act
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return self.act(self, x)
+
+
+def integrates(self, x):
+    self.kept = 0.5 * self.kept + x
+    return SurrogateSpike.apply(self.kept - 1)
+
+
+def integrates_far_below_its_threshold(self, x):
+    self.kept = 0.5 * self.kept + x.detach()
+    return x + (self.kept > 1e4)
+
+
+def writes(self, x):
+    self.kept.mul_(0.5).add_(x.detach().mean())
+    return x + self.kept
+
+
+def lists(self, x):
+    self.kept.append(x)
+    return sum(self.kept[-3:])
+
+
+def counts(self, x):
+    self.kept += 1
+    return x / self.kept
+
+
+def acts_every_fifth_time(self, x):
+    self.kept += 1
+    return -x if self.kept % 5 == 0 else x
+
+
+def takes_turns(self, x):
+    self.kept = not self.kept
+    return x if self.kept else -x
+
+
+def has_parameters_for_each_timestep(self, x):
+    self.kept += 1
+    return self.layers[self.kept % 4](x)
+
+
+def looks_up(self, x):
+    self.kept["sum"] = self.kept["sum"] + x
+    return x + self.kept["sum"]
+
+
+def asks_an_object(self, x):
+    self.kept.sum = self.kept.sum + x
+    return x + self.kept.sum
+
+
+def compares_with_the_last(self, x):
+    out = x - self.kept
+    self.kept = x
+    return out
+
+
+def drops_the_same(self, x):
+    if self.kept is None:
+        self.kept = (torch.rand(x.shape) > 0.5).float()
+    return x * self.kept
+
+
+class Memory:
+    sum = 0.0
+
+
+def keeping(act, kept=0.0, **more):
+    return lambda: Net(
+        lambda: Between(act, kept=kept() if callable(kept) else copy.copy(kept), **more)
+    )
+
+
+def norms():
+    return nn.ModuleList([nn.BatchNorm1d(WIDTH) for _ in range(4)])
+
+
+HIDDEN = {
+    "attribute": keeping(integrates),
+    "below threshold": keeping(integrates_far_below_its_threshold),
+    "buffer": keeping(integrates, lambda: torch.zeros(1)),
+    "buffer in place": keeping(writes, lambda: torch.zeros(1)),
+    "list": keeping(lists, list),
+    "deque": keeping(
+        lambda self, x: (self.kept.append(x), sum(self.kept))[1], lambda: deque(maxlen=2)
+    ),
+    "counter": keeping(counts, 0),
+    "now and then": keeping(acts_every_fifth_time, 0),
+    "flag": keeping(takes_turns, False),
+    "dict": keeping(looks_up, lambda: {"sum": 0.0}),
+    "object": keeping(asks_an_object, Memory),
+    "last input": keeping(compares_with_the_last),
+    "mask": keeping(drops_the_same, None),
+    "layer of the timestep": lambda: Net(
+        lambda: Between(has_parameters_for_each_timestep, kept=0, layers=norms())
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_hidden_state_is_refused_by_name_even_where_no_spike_shows_it(kind, scale):
+    module, x = build(HIDDEN[kind]), currents() * scale
+    before = (
+        copy.deepcopy(module.between.__dict__),
+        {k: v.clone() for k, v in module.state_dict().items()},
+    )
+    with pytest.raises(
+        HiddenState, match=r"between .* keeps state from one timestep to the next"
+    ) as raised:
+        chunks(module, x)
+    assert (raised.value.module, raised.value.attribute) == ("between", "kept")
+    assert (
+        str(module.between.__dict__) == str(before[0]) or kind == "object"
+    )  # looked at, and put back
+    assert all(torch.equal(value, before[1][name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_neurons_that_keep_their_potential_are_named(scale):
+    module, x = build(KeeperNet), currents() * scale
+    with pytest.raises(HiddenState, match=r"layers\.1 \(Keeper\) keeps state .* its attribute 'v'"):
+        checkpoint_timesteps(module.step, x, None, chunk_size=3)
+    assert module.layers[1].v == 0.0
+    checkpoint_timesteps(module.eval().step, x, None, chunk_size=3)  # the plain loop
+
+
+def test_state_in_variables_and_globals_is_found():
+    module, x, memory, total = build(), currents(), [], 0.0
+
+    def remembers(x, state):
+        memory.append(x)
+        out, state = module.step(x, state)
+        return out + sum(memory), state
+
+    def adds_up(x, state):
+        nonlocal total
+        total = total + x
+        out, state = module.step(x, state)
+        return out + total, state
+
+    for step, name in ((remembers, "memory"), (adds_up, "total")):
+        with pytest.raises(HiddenState, match=f"its variable '{name}'"):
+            checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
+    assert memory == []
+    assert total == 0.0
+    with pytest.raises(HiddenState, match="outside of its modules"):
+        checkpoint_timesteps(counts_globally, x, module.initial_state(x), chunk_size=3)
+
+
+CALLS = [0]
+GLOBAL_NET = build()
+
+
+def counts_globally(x, state):
+    CALLS[0] += 1
+    out, state = GLOBAL_NET.step(x, state)
+    return out * CALLS[0], state
+
+
+def test_a_tensor_outside_of_modules_is_not_copied_and_may_not_be_written_into():
+    module, x, total = build(), currents(), torch.zeros(1)
+
+    def step(x, state):
+        total.add_(1)
+        return module.step(x, state)
+
+    with pytest.raises(
+        HiddenState, match="step writes into 'total' of step, which can't be put back"
+    ):
+        checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
+
+
+def test_an_attribute_of_the_model_itself_is_found():
+    class Own(Net):
+        total = 0.0
+
+        def step(self, x, state):
+            self.total = self.total + x
+            return super().step(self.total, state)
+
+    with pytest.raises(HiddenState, match=r"^Own keeps state .* its attribute 'total'"):
+        chunks(build(Own), currents())
+
+
+def test_state_of_a_parametrization_and_weights_that_change_are_found():
+    module, x = build(), currents()
+    nn.utils.parametrizations.spectral_norm(module.last)
+    with pytest.raises(
+        HiddenState, match=r"last\.parametrizations\.weight\.0 .* its buffer '_[uv]'"
+    ):
+        chunks(module, x)
+    module = build()
+
+    def learns(x, state):
+        with torch.no_grad():
+            module.first.weight.add_(0.01)
+        return module.step(x, state)
+
+    with pytest.raises(HiddenState, match=r"step writes into 'weight' of module\.first"):
+        checkpoint_timesteps(learns, x, module.initial_state(x), chunk_size=3)
+
+
+def test_neurons_in_a_plain_list_are_looked_at_too():
+    module, x = build(keeping(lambda self, x: self.kept[1](x), lambda: [0, Keeper()])), currents()
+    with pytest.raises(HiddenState, match=r"between\.kept\.1 \(Keeper\) keeps state .* 'v'"):
+        chunks(module, x)
+
+
+def test_snntorch_neurons_are_refused_with_hidden_state_and_taken_without():
+    snntorch = pytest.importorskip("snntorch", reason="snntorch is not installed")
+
+    class Leaky(Net):
+        def __init__(self, **kept):
+            super().__init__()
+            self.leaky = snntorch.Leaky(beta=0.9, **kept)
+
+        def step(self, x, state):
+            if self.leaky.init_hidden:
+                return self.leaky(self.first(x)), state
+            spikes, first = self.leaky(self.first(x), state[0])
+            return spikes, (first, *state[1:])
+
+    x = currents()
+    with pytest.raises(
+        HiddenState, match=r"leaky \(Leaky\) .* its buffer 'mem'.*snntorch: init_hidden=False"
+    ):
+        chunks(build(lambda: Leaky(init_hidden=True)), x)
+    for levels in (1, 2):
+        plain = train(build(Leaky), run_timesteps, x)
+        assert compare(plain, chunks(build(Leaky), x, levels=levels)).bit_equal
+
+
+# What is not refused, and is the same training.
+
+
+def remembers_what_nobody_asks_for(self, x):
+    self.kept = x.detach()
+    return x
+
+
+def counts_for_a_report(self, x):
+    self.kept += 1
+    return x
+
+
+def adds_to_a_statistic(self, x):
+    with torch.no_grad():
+        self.kept.mul_(0.9).add_(x.mean())
+    return x
+
+
+def records(self, x):
+    self.kept.append(x.detach())
+    return x
+
+
+def computes_a_constant_once(self, x):
+    if self.kept is None:
+        self.kept = torch.linspace(0, 1, WIDTH)
+    return x + self.kept
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__(lambda: nn.LSTMCell(WIDTH, WIDTH))
+
+    def step(self, x, state):
+        state = self.between(self.first(x), state)
+        return self.last(state[0]), state
+
+
+class Settings:
+    """Of somebody's own, with an object inside that is not looked into."""
+
+    def __init__(self):
+        self.nested = Memory()
+        self.nested.values, self.deep = [1.0], [[[[[[1.0]]]]]]
+
+
+SOUND = {
+    "batch norm": lambda: Net(lambda: nn.BatchNorm1d(WIDTH)),
+    "batch norm, cumulative": lambda: Net(lambda: nn.BatchNorm1d(WIDTH, momentum=None)),
+    "dropout": lambda: Net(lambda: nn.Dropout(0.5)),
+    "recurrent cell": Recurrent,
+    "last input": keeping(remembers_what_nobody_asks_for, None),
+    "counter": keeping(counts_for_a_report, 0),
+    "statistic": keeping(adds_to_a_statistic, lambda: torch.zeros(1)),
+    "recorder": keeping(records, list),
+    "constant": keeping(computes_a_constant_once, None),
+    "long table": keeping(lambda self, x: x * len(self.kept), lambda: list(range(2000))),
+    "objects": keeping(lambda self, x: x * self.kept.nested.values[0], lambda: Settings()),
+    "setting": keeping(lambda self, x: x * self.kept.sum, lambda: SimpleNamespace(sum=2.0)),
+}
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("kind", SOUND)
+def test_sound_steps_are_taken_and_what_they_count_is_counted_once(kind, levels):
+    plain, ours, x = build(SOUND[kind]), build(SOUND[kind]), currents()
+    assert compare(train(plain, run_timesteps, x), chunks(ours, x, levels=levels)).bit_equal
+    if hasattr(plain.between, "kept"):
+        kept, found = plain.between.kept, ours.between.kept
+        if kind == "recorder":
+            assert len(kept) == len(found) == 10
+            assert all(map(torch.equal, kept, found))
+        elif isinstance(kept, torch.Tensor):
+            assert torch.equal(kept, found)
+        elif isinstance(kept, int | list):
+            assert kept == found
+
+
+class Handed(Net):
+    """A neuron that keeps its potential, which is set before it runs and handed out after."""
+
+    def __init__(self):
+        super().__init__()
+        self.keeper = Keeper()
+
+    def step(self, x, state):
+        self.keeper.v = state[0]
+        spikes = self.keeper(self.first(x))
+        return spikes, (self.keeper.v, *state[1:])
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_neuron_that_is_handed_its_state_is_sound(levels):
+    plain, ours, x = build(Handed), build(Handed), currents()
+    assert compare(train(plain, run_timesteps, x), chunks(ours, x, levels=levels)).bit_equal
+    assert torch.equal(plain.keeper.v, ours.keeper.v)  # as the last timestep left it
+
+
+def test_old_weight_norm_and_checkpoints_inside_the_step_are_sound():
+    def make():
+        module = Net()
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            nn.utils.weight_norm(module.last)
+        return module
+
+    x = currents()
+    assert compare(train(build(make), run_timesteps, x), chunks(build(make), x, levels=2)).bit_equal

@@ -1,0 +1,157 @@
+"""What the tests of the store share: small trainings, and file systems that fail or end the process at a given moment.
+
+Proof: `python -m pytest tests/runs/test_store.py`.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from curry_train.runs.files import LocalFiles, ObjectFiles
+from curry_train.runs.state import TrainingState
+
+WIDTH = 8
+WRITES_PER_CHANGE = 200  # torch makes some twenty for each tensor
+
+
+def network() -> nn.Module:
+    """Parameters, buffers and dropout."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4)
+    )
+
+
+def new_state(
+    seed: int = 0, *, build: Callable[[], nn.Module] = network, **options: Any
+) -> TrainingState:
+    torch.manual_seed(seed)
+    model = build()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return TrainingState(model, optimizer, scheduler, **options)
+
+
+def train(state: TrainingState, steps: int) -> list[float]:
+    """The losses of so many steps; inputs and dropout come from torch's generator."""
+    losses = []
+    for _ in range(steps):
+        loss = state.model(torch.randn(6, WIDTH)).float().square().mean()
+        loss.backward()
+        for optimizer in state.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, part in state.parts.items():
+            if name.startswith("scheduler"):
+                part.step()
+        state.step += 1
+        state.position += 6
+        losses.append(loss.item())
+    return losses
+
+
+def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Copies of all that is saved as tensors; shards are put together."""
+    held = {}
+    for name, tensor in state.snapshot().tensors.items():
+        held[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+    return held
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+class _Stream:
+    """A stream that asks at the first write and at some of those after; half of its bytes are through when it fails."""
+
+    def __init__(self, stream: Any, ask: Callable[[str], None]) -> None:
+        self.stream, self._ask, self._count = stream, ask, 0
+
+    def write(self, data: Any) -> int:
+        self._count += 1
+        if self._count % WRITES_PER_CHANGE != 1:
+            return int(self.stream.write(data))
+        view = memoryview(data).cast("B")
+        half = len(view) // 2
+        self.stream.write(view[:half])
+        self.stream.flush()
+        self._ask("write")
+        self.stream.write(view[half:])
+        return len(view)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class Counted:
+    """In front of a `Files` class: calls `self.ask(operation)` before every change, and after those that commit."""
+
+    def __init__(
+        self, *args: Any, ask: Callable[[str], None] = lambda operation: None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.ask = ask
+
+    def create(self, key: str) -> Any:
+        self.ask("create")
+        return _Stream(super().create(key), self.ask)
+
+    def finish(self, stream: Any) -> None:
+        self.ask("finish")
+        super().finish(stream.stream)
+        self.ask("finished")
+
+    def abandon(self, stream: Any) -> None:
+        super().abandon(stream.stream)
+
+
+def _asking(name: str) -> Any:
+    def call(self: Any, *args: Any) -> Any:
+        self.ask(name)
+        answer = getattr(super(Counted, self), name)(*args)
+        self.ask(f"{name} done")
+        return answer
+
+    return call
+
+
+for operation in ("make_folder", "sync_folder", "rename", "remove_folder", "remove_file", "point"):
+    setattr(Counted, operation, _asking(operation))
+
+
+class CountedFiles(Counted, LocalFiles):
+    """A local folder that can fail."""
+
+
+class CountedObjects(Counted, ObjectFiles):
+    """An object store that can fail."""
+
+
+class At:
+    """Does something at the n-th change, and counts them."""
+
+    def __init__(self, number: int | None, act: Callable[[], None]) -> None:
+        self.number, self.act, self.count, self.last = number, act, 0, ""
+
+    def __call__(self, operation: str) -> None:
+        self.count += 1
+        self.last = operation
+        if self.count == self.number:
+            self.act()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(error: OSError) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act

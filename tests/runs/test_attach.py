@@ -1,0 +1,249 @@
+"""A script that is not ours: killed, damaged, resumed, the same to the bit. `python -m pytest tests/runs/test_attach.py`."""
+
+import difflib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from attached_scripts import PLAIN, attached
+from house import ROOT
+from torch import nn
+
+from curry_train.runs import RunError, SavedRun
+from curry_train.runs.attach import saving
+
+STEPS = 6  # of an epoch
+
+
+def start(folder, script, *words, at=0):
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(script)
+    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    command = [
+        sys.executable,
+        str(ROOT / "tests/runs/attached_scripts.py"),
+        str(at),
+        "script.py",
+        *map(str, words),
+    ]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def run(folder, script, *words, at=0):
+    """(status, losses, lines of dev losses, standard error)"""
+    process = start(folder, script, *words, at=at)
+    out, error = process.communicate(timeout=200)
+    lines = out.splitlines()
+    return (
+        process.returncode,
+        [x for x in lines if x[:4] == "loss"],
+        [x for x in lines if x[:3] == "dev"],
+        error,
+    )
+
+
+def flip_a_bit(run_folder):
+    """In the newest; returns its step."""
+    newest = SavedRun(run_folder).latest()
+    path = max((run_folder / newest.folder).glob("*.distcp"), key=lambda one: one.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    return newest.step
+
+
+def test_it_takes_at_most_ten_lines():
+    lines = difflib.ndiff(PLAIN.splitlines(), attached().splitlines())
+    assert 3 < sum(line.startswith("+ ") for line in lines) <= 10
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(0,), pytest.param((2,), marks=pytest.mark.long), (2, "own")],
+    ids=lambda words: "-".join(map(str, words)),
+)
+def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(tmp_path, words):
+    status, losses, devs, error = run(tmp_path / "plain", PLAIN, *words)
+    assert (status, len(losses), error) == (0, 3 * STEPS, "")
+
+    status, first, _, _ = run(
+        tmp_path / "ours", attached(), *words, at=9
+    )  # in the middle of the second epoch
+    assert (status, first) == (-signal.SIGKILL, losses[:8])
+    assert flip_a_bit(tmp_path / "ours/run") == 8
+    status, second, _, error = run(
+        tmp_path / "ours", attached(), *words, at=7
+    )  # from 6, to 13: in the third epoch
+    assert (status, second) == (-signal.SIGKILL, losses[6:12]), error
+    assert flip_a_bit(tmp_path / "ours/run") == 12
+    status, third, rest, error = run(tmp_path / "ours", attached(), *words)
+    assert (status, third) == (0, losses[10:]), error
+    assert "rollback/step-00000012.dcp" in error
+    assert rest == devs[1:]
+    plain, ours = (torch.load(tmp_path / name / "weights.pt") for name in ("plain", "ours"))
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+    assert SavedRun(tmp_path / "ours/run").latest().step == 3 * STEPS
+
+
+def test_attached_and_never_killed_is_the_plain_script_to_the_bit(tmp_path):
+    _, losses, devs, _ = run(tmp_path / "plain", PLAIN, 0)
+    assert run(tmp_path / "ours", attached(), 0)[:3] == (0, losses, devs)
+    # Started once more, it trains nothing; what follows the last epoch is done again, with the same figures.
+    assert run(tmp_path / "ours", attached(), 0)[:3] == (0, [], devs[2:])
+
+
+def test_sigterm_saves_the_step_and_ends(tmp_path):
+    slow = attached().replace(
+        "        loss.backward()\n",
+        "        loss.backward()\n        import time; time.sleep(0.3)\n",
+    )
+    process = start(tmp_path, slow, 0)
+    assert process.stdout.readline().startswith("loss")
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    done = 1 + out.count("loss")
+    assert process.returncode == 128 + signal.SIGTERM, error
+    assert SavedRun(tmp_path / "run").latest().step == done
+
+
+def attach(folder, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return saving(model, optimizer, runs=folder, **{"rollback_every": 1, **options})
+
+
+def go(run, batches, *, epochs=None):
+    done = []
+    for _ in [None] if epochs is None else run.epochs(range(epochs)):
+        for batch in run.batches(batches):
+            run.state.model(torch.ones(2)).sum().backward()
+            run.state.optimizers[0].step()
+            run.step(loss=1.0)
+            done.append(batch)
+    return done
+
+
+def test_any_iterable_is_a_loader_and_a_context_closes(tmp_path):
+    with attach(tmp_path) as run:
+        assert (run.resumed, go(run, "abcd")) == (None, list("abcd"))
+    with attach(tmp_path) as run:
+        assert run.resumed.saved.step == run.steps == 4
+        assert go(run, "abcdef") == ["e", "f"]
+
+
+def test_data_that_became_shorter_is_an_error(tmp_path):
+    with attach(tmp_path) as run:
+        go(run, "abcd")
+    with (
+        attach(tmp_path) as run,
+        pytest.raises(ValueError, match=r"4 batches of epoch 0 were taken before.* has only 2"),
+    ):
+        go(run, "ab")
+
+
+def test_epochs_that_are_done_are_not_trained_again_by_mistake(tmp_path):
+    with attach(tmp_path) as run:
+        go(run, "ab", epochs=2)
+    with attach(tmp_path) as run:
+        assert go(run, "ab", epochs=2) == []
+        assert go(run, "ab", epochs=3) == ["a", "b"]
+    with attach(tmp_path) as run, pytest.raises(ValueError, match="the run is in epoch 2: write"):
+        go(run, "ab")
+
+
+def test_two_loops_over_batches_are_refused(tmp_path):
+    with attach(tmp_path) as run:
+        open_loop = run.batches("ab")
+        next(open_loop)
+        with pytest.raises(ValueError, match="another loop over batches is open"):
+            go(run, "ab")
+    with attach(tmp_path / "other") as run:
+        next(run.epochs(range(2)))
+        go(run, "ab")
+        with pytest.raises(ValueError, match="an epoch has one loop"):
+            go(run, "ab")
+
+
+def test_an_error_saves_nothing_of_the_step_that_broke(tmp_path):
+    def breaks(batch):
+        with attach(tmp_path) as run:
+            for each in run.batches("abc"):
+                run.step(loss=1.0)
+                assert each != batch, "the body of the loop breaks"
+
+    with pytest.raises(AssertionError, match="breaks"):
+        breaks("c")
+    assert SavedRun(tmp_path).latest().step == 2
+    with attach(tmp_path) as run:  # the lock was given back
+        assert run.steps == 2
+
+
+def test_an_error_asks_nothing_of_other_ranks_which_may_be_elsewhere(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "curry_train.runs.background.BackgroundSaver.finish", lambda self: asked.append(self)
+    )
+
+    def breaks():
+        with attach(tmp_path, in_background=True) as run:
+            for _ in run.batches("ab"):
+                raise KeyError("the body of the loop breaks")
+
+    with pytest.raises(KeyError, match="breaks"):
+        breaks()
+    assert asked == []
+
+
+def test_starting_anew_where_a_run_is_fails_before_anything_is_deleted(tmp_path):
+    with attach(tmp_path) as run:
+        go(run, "abcd")
+    started = time.monotonic()
+    with pytest.raises(RunError, match="resume from it"), attach(tmp_path, resume=None) as run:
+        go(run, "abcd")
+    assert time.monotonic() - started < 10
+    assert SavedRun(tmp_path).latest().step == 4
+
+
+def test_wrong_keys_are_named_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=r"checkpoint.rolback_every is no key; did you mean checkpoint.rollback_every",
+    ):
+        attach(tmp_path / "run", rolback_every=3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_that_was_forgotten_is_refused(tmp_path):
+    """It would begin anew at each resume, without a word."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    with pytest.raises(
+        ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"
+    ):
+        saving(model, optimizer, runs=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    saving(model, optimizer, extra={"mine": scheduler}, runs=tmp_path / "run").close()
+
+
+def test_a_loss_with_its_graph_is_taken_without_a_warning(tmp_path):
+    with attach(tmp_path, rollback_every=1) as run:
+        for row in run.batches([1.0, 2.0]):
+            run.step(loss=nn.Linear(1, 1)(torch.tensor([row])).sum())
+    assert SavedRun(tmp_path).latest().step == 2
+
+
+def test_workers_that_stay_are_said_not_to_be_exact(tmp_path, caplog):
+    data = torch.utils.data.DataLoader(
+        range(4), num_workers=1, persistent_workers=True, batch_size=2
+    )
+    with attach(tmp_path) as run:
+        go(run, data)
+    assert "persistent_workers keep their generators" in caplog.text

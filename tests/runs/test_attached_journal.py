@@ -1,0 +1,205 @@
+"""A script that is not ours keeps a journal: to be shown, drawn, and compared with a straight run to the bit.
+
+python -m pytest tests/runs/test_attached_journal.py
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from house import ROOT
+from torch import nn
+from warm_python import warm_python
+
+from curry_train.cli.main import main
+from curry_train.core.measure import peak_bytes
+from curry_train.runs import saving
+from curry_train.runs.history import difference, read_history
+
+
+def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
+    """An own loop, which is killed at `die_at`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    data = torch.randn(steps, 4)
+    kept = {"rollback_every": 3, "recovery_every": None, "best_k": 0}
+    run = saving(model, optimizer, [] if wrong else scheduler, runs=folder, journal=True, **kept)
+    for row in run.batches(data):
+        loss = model(row).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        run.step(loss=loss if losses else None)
+        if run.steps == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    run.measured(dev_loss=0.5)
+    run.close()
+
+
+def killed_at(step, folder, **more):
+    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    call = f"import test_attached_journal as own; own.train({str(folder)!r}, die_at={step}, **{more!r})"
+    ended = subprocess.run([warm_python(), "-c", call], env=os.environ | {"PYTHONPATH": paths})
+    assert ended.returncode == -signal.SIGKILL
+
+
+def test_a_killed_and_resumed_run_is_the_straight_one_by_its_journal(tmp_path):
+    train(tmp_path / "straight")
+    killed_at(8, tmp_path / "killed")
+    train(tmp_path / "killed")
+    straight, killed = (read_history(tmp_path / name) for name in ("straight", "killed"))
+    found = difference(straight, killed)
+    assert found.losses.parted is None
+    assert found.losses.num_common == 12
+    assert len(killed.attempts) == 2
+    lines = [
+        json.loads(line) for line in (tmp_path / "killed/journal.jsonl").read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines if line["kind"] == "resume"] == [6]
+    assert [line["step"] for line in lines if line["kind"] == "save"] == [3, 6, 9, 12]
+    assert [line["value"] for line in lines if line["kind"] == "eval"] == [0.5]
+    rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
+    assert rates == pytest.approx(
+        {step: 0.1 * 0.5 ** ((step - 1) // 4) for step in range(1, 13)}
+    )  # of the step itself
+    assert lines[-1]["reason"] == "closed"
+
+
+def test_a_schedule_that_begins_anew_is_found_by_it(tmp_path):
+    train(tmp_path / "straight")
+    killed_at(8, tmp_path / "killed", wrong=True)
+    train(tmp_path / "killed", wrong=True)
+    parted = difference(
+        *(read_history(tmp_path / name) for name in ("straight", "killed"))
+    ).losses.parted
+    assert parted is not None
+    assert parted.step > 6
+
+
+@pytest.mark.parametrize("words", [["show"], ["list"], ["diff"], ["plot", "--out", "runs.png"]])
+def test_the_commands_read_it(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        train(f"runs/{name}", steps=4)
+    named = {
+        "show": ["runs/a"],
+        "list": ["runs"],
+        "diff": ["runs/a", "runs/b"],
+        "plot": ["runs/a", "runs/b"],
+    }
+    ended = CliRunner().invoke(main, ["runs", *words, *named[words[0]]])
+    assert ended.exit_code == 0, ended.output
+
+
+def test_the_rate_of_a_step_is_right_where_the_schedule_is_stepped_after_an_epoch(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with saving(model, optimizer, scheduler, runs=tmp_path / "run", journal=True) as run:
+        for _ in run.epochs(range(2)):
+            for row in run.batches(torch.ones(2, 2)):
+                optimizer.step()
+                run.step(loss=model(row).sum())
+            scheduler.step()
+    lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines if line["kind"] == "step"] == [
+        0.1,
+        0.1,
+        0.05,
+        0.05,
+    ]
+
+
+def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
+    train(tmp_path / "run", steps=4)
+    steps = read_history(tmp_path / "run").steps.values
+    assert min(steps["peak_bytes"]) > 50 * 2**20  # torch alone takes more of a process
+    assert list(steps["peak_bytes"]) == sorted(steps["peak_bytes"])
+    assert all(0 < taken < 60 for taken in steps["seconds"])
+
+
+def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
+    call = "from curry_train.core.measure import peak_bytes; import torch; print(peak_bytes(torch.device('cpu')))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+    held = torch.ones(2**28, dtype=torch.uint8)
+    told = subprocess.run(
+        [sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=True
+    )
+    assert held.nbytes < peak_bytes(torch.device("cpu"))
+    assert 2**20 < int(told.stdout) < peak_bytes(torch.device("cpu"))
+
+
+def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
+    """A path of an object store would become a folder of that name here."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+    with pytest.raises(
+        ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is not one"
+    ):
+        saving(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            runs="memory://bucket/run",
+            journal=True,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_needs_the_losses(tmp_path):
+    with pytest.raises(
+        ValueError, match=re.escape("call run.step(loss=loss), or leave journal out")
+    ):
+        train(tmp_path / "run", losses=False)
+
+
+def train_until_it_breaks(folder):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with saving(model, optimizer, runs=folder, rollback_every=1, journal=True) as run:
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+            if run.steps == 2:
+                raise ZeroDivisionError("planted")
+
+
+def train_until_a_signal(folder):
+    model = nn.Linear(2, 1)
+    with saving(model, runs=folder, journal=True) as run:
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_a_loop_in_a_with_statement_as_without_one(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        train_until_a_signal(tmp_path / "run")
+    assert ended.value.code == 128 + signal.SIGTERM
+    lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reason"]) for line in lines if line["kind"] == "stop"] == [
+        (1, "SIGTERM")
+    ]
+
+
+def test_what_was_closed_in_a_with_statement_is_closed_once(tmp_path):
+    model = nn.Linear(2, 1)
+    with saving(model, runs=tmp_path / "run", journal=True) as run:
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+        run.close()
+    assert len(read_history(tmp_path / "run").marks["stop"].step) == 1
+
+
+def test_an_error_in_the_loop_is_the_last_event(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        train_until_it_breaks(tmp_path / "run")
+    last = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["reason"]) == ("stop", "ZeroDivisionError: planted")

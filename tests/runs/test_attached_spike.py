@@ -1,0 +1,281 @@
+"""An own loop goes back to before a loss spike, and on without its batches when it is started again.
+
+python -m pytest tests/runs/test_attached_spike.py
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.runs import SpikeNotRecovered, saving
+from curry_train.runs.history import read_history
+from curry_train.runs.spike import SpikeWatchdog
+
+BAD = range(90, 96)  # of the batches drawn; an epoch has 40
+EPOCHS, BATCHES = 4, 40
+BACK = {"action": "rollback", "window": 32, "skip_around": 2}
+
+
+class Planted:
+    """A loader with batches that teach nonsense: those of `bad`."""
+
+    def __init__(self, loader, bad, wrong):
+        self.loader, self.bad, self.wrong, self.epoch = loader, bad, wrong, 0
+        self.generator = loader.generator
+
+    def __iter__(self):
+        for number, (inputs, targets) in enumerate(self.loader, start=BATCHES * self.epoch):
+            yield inputs, targets + self.wrong if number in self.bad else targets
+
+
+def train(
+    folder,
+    *,
+    spike=BACK,
+    microbatches=1,
+    rollback_every=10,
+    bad=BAD,
+    wrong=50.0,
+    rank=0,
+    journal=True,
+    own=None,
+):
+    """A loop that is not ours, with dropout, shuffled data and a schedule: its status, or what it ended with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+    if torch.distributed.is_initialized():
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    torch.manual_seed(rank)
+    inputs = torch.randn(4 * BATCHES, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    source = Planted(
+        DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else (), wrong
+    )
+    kept = {"journal": journal, "rollback_every": rollback_every}
+    try:
+        with saving(model, optimizer, scheduler, runs=folder, spike=spike, **kept) as run:
+            for source.epoch in run.epochs(range(EPOCHS)):
+                for number, (x, y) in enumerate(run.batches(source), start=1):
+                    loss = (model(x) - y).square().mean()
+                    loss.backward()
+                    if number % microbatches == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        run.step(loss=loss)
+                scheduler.step()
+    except SystemExit as stop:
+        return stop.code
+    return (
+        run.steps,
+        scheduler.get_last_lr(),
+        {name: held.clone() for name, held in model.state_dict().items()},
+    )
+
+
+def started_again(folder, **how):
+    """As a shell does that starts it until it ends well: the statuses before, and what it ended with."""
+    statuses = []
+    while not isinstance(ended := train(folder, **how), tuple):
+        statuses.append(ended)
+        assert len(statuses) < 9
+    return statuses, ended
+
+
+def events(folder):
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] not in {"step", "save"}]
+
+
+def equal(a, b):
+    return a[:2] == b[:2] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
+
+
+HOW = [{}, {"microbatches": 2}, {"rollback_every": 35}, {"journal": False}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=lambda how: " ".join(how) or "plain")
+def test_it_goes_back_and_on_equal_to_the_bit_to_a_run_that_never_saw_the_batches(tmp_path, how):
+    """With a save every 35 steps it goes back from the third epoch into the second."""
+    statuses, ended = started_again(tmp_path / "spiked", **how)
+    assert statuses == [75]
+    (recovery,) = json.loads((tmp_path / "spiked/recoveries.json").read_text())
+    assert recovery["start"] < BAD[0]
+    assert recovery["stop"] > BAD[2]
+    (tmp_path / "never").mkdir()
+    shutil.copy(tmp_path / "spiked/recoveries.json", tmp_path / "never")
+    never = train(tmp_path / "never", **how)
+    assert equal(ended, never)
+    assert not equal(ended, train(tmp_path / "trained-through", **how | {"spike": None}))
+
+
+def test_the_journal_tells_of_it(tmp_path):
+    started_again(tmp_path / "run")
+    told = events(tmp_path / "run")
+    assert [event["kind"] for event in told] == [
+        "start",
+        "spike",
+        "rollback",
+        "skip",
+        "stop",
+        "resume",
+        "stop",
+    ]
+    spike, rollback, skip = told[1:4]
+    assert read_history(f"{tmp_path}/run@1").steps.step[-1] == 93  # the step itself is told before
+    assert (spike["step"], spike["first"]) == (93, 91)
+    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
+        80,
+        93,
+        "rollback/step-00000080.dcp",
+    )
+    assert (skip["start"], skip["stop"]) == (88, 95)
+    assert [event["reason"] for event in told if event["kind"] == "stop"] == ["spike", "closed"]
+
+
+def test_what_the_shell_shows_says_what_to_do(tmp_path, caplog):
+    train(tmp_path / "run")
+    assert re.search(
+        r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text
+    )
+    assert (
+        "Rolled back to rollback/step-00000080.dcp: start again to go on without batches 88 to 94 "
+        "(attempt 1" in caplog.text
+    )
+
+
+def test_a_spike_that_comes_again_ends_in_an_error_that_says_where_to_go_on(tmp_path):
+    """Each attempt reaches twice as far; what is bad for good is not the batches."""
+    statuses = [train(tmp_path / "run", bad=range(90, 1000)) for _ in range(3)]
+    assert statuses == [75, 75, 75]
+    with pytest.raises(
+        SpikeNotRecovered,
+        match=re.escape("after 3 rollbacks") + r'.*saving\(\.\.\., resume="before-\d+"\)',
+    ):
+        train(tmp_path / "run", bad=range(90, 1000))
+
+
+def test_a_loss_that_is_not_a_number_is_gone_back_from_at_once(tmp_path):
+    statuses, _ = started_again(tmp_path / "run", bad=[70], wrong=float("nan"))
+    assert statuses == [75]
+    assert events(tmp_path / "run")[1]["step"] == 71
+
+
+def test_a_warning_is_all_that_is_asked_for(tmp_path, caplog):
+    steps, *_ = train(tmp_path / "run", spike={"patience": 2})
+    assert steps == EPOCHS * BATCHES
+    assert "spike: loss" in caplog.text
+    assert "action" in caplog.text
+    assert [event["kind"] for event in events(tmp_path / "run")] == ["start", "spike", "stop"]
+
+
+def test_a_run_that_was_saved_without_a_watchdog_goes_on_with_one_and_back(tmp_path):
+    model = nn.Linear(2, 1)
+    for steps, spike in ((3, None), (6, BACK), (9, None)):
+        with saving(model, runs=tmp_path / "run", spike=spike) as run:
+            for row in run.batches(torch.ones(steps, 2)):
+                run.step(loss=model(row).sum())
+        assert run.steps == steps
+
+
+def test_a_state_from_before_there_was_a_watchdog_is_gone_on_from(tmp_path):
+    model = nn.Linear(2, 1)
+    with saving(model, runs=tmp_path / "run") as run:
+        run.state.parts = {
+            name: part
+            for name, part in run.state.parts.items()
+            if not isinstance(part, SpikeWatchdog)
+        }
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=model(row).sum())
+    with saving(model, runs=tmp_path / "run", spike=BACK) as run:
+        assert run.steps == 3
+
+
+def test_steps_after_the_loop_over_batches_are_taken(tmp_path):
+    """The window that an epoch ends with may be a short one."""
+    model = nn.Linear(2, 1)
+    with saving(model, runs=tmp_path / "run", spike=BACK) as run:
+        for _ in run.epochs(range(2)):
+            for number, row in enumerate(run.batches(torch.ones(5, 2)), start=1):
+                loss = model(row).sum()
+                if number % 2 == 0:
+                    run.step(loss=loss)
+            run.step(loss=loss)
+    assert run.steps == 6
+
+
+def test_an_order_that_the_model_draws_is_warned_of_where_an_epoch_is_drawn_anew(tmp_path, caplog):
+    train(tmp_path / "global", rollback_every=35)
+    assert "epoch 2 will be shuffled again" in caplog.text
+    caplog.clear()
+    train(tmp_path / "own", rollback_every=35, own=torch.Generator())
+    assert "Rolled back to" in caplog.text
+    assert "shuffled again" not in caplog.text
+
+
+def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
+    model = nn.Linear(2, 1)
+
+    def loop():
+        with saving(model, runs=tmp_path / "run", spike=BACK, rollback_every=1) as run:
+            for row in run.batches(torch.ones(5, 2)):
+                run.step(loss=float("nan") if run.steps == 2 else model(row).sum())
+                if run.steps == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        loop()
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("spike", "words"),
+    [
+        ({"action": "rollback", "lower_rate": 0.5}, "does not control the schedule of this loop"),
+        ({"action": "back"}, "none, warn or rollback"),
+        ({"patients": 3}, "spike.patients is no key"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_at_the_start(tmp_path, spike, words):
+    with pytest.raises(ValueError, match=words):
+        saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=spike)
+    assert not (tmp_path / "run").exists()
+
+
+def test_batches_that_it_can_not_skip_are_refused_at_the_first_step(tmp_path):
+    run = saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=BACK)
+    with pytest.raises(ValueError, match=re.escape("take them from run.batches(loader)")):
+        run.step(loss=1.0)
+
+
+def test_a_step_without_its_loss_is_refused(tmp_path):
+    run = saving(nn.Linear(2, 1), runs=tmp_path / "run", spike={"action": "warn"})
+    with pytest.raises(ValueError, match=re.escape("call run.step(loss=loss), or leave spike out")):
+        run.step()
+
+
+def on_a_rank(folder):
+    """Bad batches on the first rank alone: the others have to go back with it."""
+    from pathlib import Path
+
+    statuses, ended = started_again(Path(folder), rank=torch.distributed.get_rank())
+    return statuses, ended[0], ended[2]["module.0.weight"].sum().item()
+
+
+def test_two_ranks_go_back_together_and_one_writes_the_journal(tmp_path):
+    first, second = run_on_ranks(f"{__file__}:on_a_rank", folder=str(tmp_path / "run"), timeout=120)
+    assert first == second
+    assert first[0] == [75]
+    told = [event["kind"] for event in events(tmp_path / "run")]
+    assert told == ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]

@@ -1,0 +1,249 @@
+"""When a save is due: by steps, by a bound on overhead, by Young and Daly. `python -m pytest tests/runs/test_cadence.py`."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from curry_train.runs.cadence import (
+    DISK_TRIAL_FILE_NAME,
+    FIRST_SAVE_STEPS,
+    FIXED_SECONDS,
+    SAVE_MARGIN_FACTOR,
+    CadenceFromOverhead,
+    due,
+    expected_seconds,
+    steps_between,
+    young_daly,
+)
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.policy_config import PolicyConfig
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (0, ()),
+        (1, ()),
+        (100, ("rollback",)),
+        (999, ()),
+        (1000, ("rollback", "recovery")),
+        (1100, ("rollback",)),
+    ],
+)
+def test_kinds_are_due_at_multiples(step, expected):
+    assert due(step, PolicyConfig()) == expected
+
+
+def test_what_is_null_is_never_due_and_auto_is_asked():
+    never = PolicyConfig(rollback_every=None, recovery_every=None)
+    assert all(due(step, never) == () for step in range(2001))
+    automatic = PolicyConfig(rollback_every="auto", recovery_every=7)
+    assert due(14, automatic, automatic=True) == ("rollback", "recovery")
+    assert due(14, automatic) == ("recovery",)
+    assert due(15, automatic, automatic=True) == ("rollback",)
+
+
+def test_young_daly_against_figures_worked_by_hand():
+    # d = 60 s, M = 86,400 s: sqrt(2 d M) = 3219.94; d / 2M = 3.4722e-4, its root 0.0186339, a third of it 0.0062113
+    assert young_daly(60, 86_400) == pytest.approx(
+        3219.94 * (1 + 0.0062113 + 0.0000386) - 60, abs=0.1
+    )
+    assert young_daly(300, 100) == 100  # a save longer than twice the time between failures
+
+
+@given(st.floats(0.01, 1000), st.floats(1, 1e6))
+def test_young_daly_is_near_the_least_loss(save, between):
+    """Daly's model of the whole time: M e^(r/M) (e^((t + d)/M) - 1) / t, with r not depending on t."""
+    if save > between / 10:
+        return
+
+    def lost(interval):
+        return math.expm1((interval + save) / between) / interval
+
+    best = young_daly(save, between)
+    assert lost(best) <= min(lost(best * factor) for factor in (0.5, 0.8, 1.25, 2.0))
+
+
+@pytest.mark.parametrize("wrong", [(0, 5), (-1, 5), (1, 0), (1, math.inf), (math.nan, 5)])
+def test_times_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be above 0"):
+        young_daly(*wrong)
+
+
+def test_fewest_steps_within_the_bound():
+    assert steps_between(3.5, 1.0, 0.035) == 100
+    assert steps_between(3.51, 1.0, 0.035) == 101
+    assert steps_between(0.0, 1.0, 0.035) == 1
+    with pytest.raises(ValueError, match="overhead above 0"):
+        steps_between(1, 1, 0)
+
+
+def run(cadence, steps, *, step_seconds, save_seconds, recovery_every=None, spread=0.3, seed=0):
+    """(step, seconds of all saves, seconds of all steps) after each save of a run that follows a cadence."""
+    generator, saves, saving, stepping = random.Random(seed), [], 0.0, 0.0
+    for step in range(1, steps + 1):
+        seconds = step_seconds * generator.uniform(1 - spread, 1 + spread)
+        stepping += seconds
+        cadence.stepped(seconds)
+        if cadence.steps_to_next() == 0 or (recovery_every and step % recovery_every == 0):
+            cost = save_seconds * generator.uniform(1 - spread, 1 + spread)
+            saving += cost
+            cadence.waited(cost, save=True)
+            saves.append((step, saving, stepping))
+    return saves
+
+
+def highest(saves):
+    return max((saving / stepping for _, saving, stepping in saves), default=0.0)
+
+
+@settings(deadline=None)  # a slow machine is no failure
+@given(
+    step=st.floats(1e-3, 60),
+    save=st.floats(1e-3, 600),
+    overhead=st.floats(0.005, 1),
+    spread=st.floats(0, 0.9),
+    failures=st.none() | st.floats(10, 1e6),
+    seed=st.integers(0, 9),
+)
+def test_the_bound_holds_at_every_moment_from_the_first_save_on(
+    step, save, overhead, spread, failures, seed
+):
+    """With steps of any length, and saves that take at most what is expected of them."""
+    cadence = CadenceFromOverhead(overhead, mean_time_between_failures=failures, expected=save)
+    saves, saving, stepping = [], 0.0, 0.0
+    generator = random.Random(seed)
+    for number in range(400):
+        seconds = step * generator.uniform(1 - spread, 1 + spread)
+        stepping += seconds
+        cadence.stepped(seconds)
+        if cadence.steps_to_next() == 0:
+            saving += save
+            cadence.waited(save, save=True)
+            saves.append(number)
+            assert saving <= overhead * stepping * (1 + 1e-9)
+    of_one_step = overhead * step * (1 + spread)
+    if (
+        failures is None and of_one_step < save
+    ):  # and not rarer than that: one more save would have broken it
+        assert saving + SAVE_MARGIN_FACTOR * save + of_one_step > overhead * stepping * (1 - 1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.001, 100), min_size=1, max_size=12), st.floats(0.01, 1))
+def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bound(
+    costs, overhead
+):
+    cadence, saving, stepping, longest = (
+        CadenceFromOverhead(overhead, expected=costs[0]),
+        0.0,
+        0.0,
+        costs[0],
+    )
+    for cost in costs:
+        while cadence.steps_to_next():
+            cadence.stepped(10.0)
+            stepping += 10.0
+        saving += cost
+        assert (
+            saving
+            <= overhead * stepping * (1 + 1e-9)
+            + max(0.0, cost - SAVE_MARGIN_FACTOR * longest)
+            + 1e-9
+        )
+        cadence.waited(cost, save=True)
+        longest = max(
+            longest, cost
+        )  # 12 are more than count, so an older one is allowed to be forgotten
+        if cost < longest and len(costs) > 8:
+            break
+
+
+def test_a_short_run_is_within_the_bound_as_well():
+    """45 s of steps of 0.2 s earn 1.575 s, which is a save of 0.75 s with another one to spare, or none of 0.8 s."""
+    one = run(
+        CadenceFromOverhead(0.035, expected=0.75),
+        225,
+        step_seconds=0.2,
+        save_seconds=0.75,
+        spread=0,
+    )
+    assert [step for step, _, _ in one] == [215]  # 215 * 0.2 * 0.035 = 1.505
+    assert (
+        run(
+            CadenceFromOverhead(0.035, expected=0.8),
+            225,
+            step_seconds=0.2,
+            save_seconds=0.8,
+            spread=0,
+        )
+        == []
+    )
+
+
+def test_the_bound_is_used_and_saves_that_vary_do_not_break_it():
+    saves = run(CadenceFromOverhead(0.035, expected=1.4), 5000, step_seconds=0.2, save_seconds=1.4)
+    assert highest(saves) < 0.035
+    assert saves[-1][1] / saves[-1][2] > 0.032  # one is earned ahead; not fewer saves than allowed
+
+
+def test_where_nothing_is_expected_the_first_save_measures_and_is_paid_for():
+    saves = run(CadenceFromOverhead(0.035), 5000, step_seconds=0.2, save_seconds=1.4)
+    assert saves[0][0] == FIRST_SAVE_STEPS
+    assert max(saving / stepping for _, saving, stepping in saves[1:]) < 0.037
+
+
+def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
+    """The copy is waited for in the optimizer's step, after the save was begun: left out, each is taken for cheap."""
+    cadence, saves, saving, stepping, late = (
+        CadenceFromOverhead(0.035, expected=0.3),
+        0,
+        0.0,
+        0.0,
+        0.0,
+    )
+    for _ in range(3000):
+        cadence.waited_later(late)
+        saving, late = saving + late, 0.0
+        cadence.stepped(0.2)
+        stepping += 0.2
+        if cadence.steps_to_next() == 0:
+            cadence.waited(0.1, save=True)
+            saves, saving, late = saves + 1, saving + 0.1, 0.3
+        assert saving <= 0.035 * stepping
+    assert saves == 51  # 21 s are earned: 50 of 0.4 s, and 0.8 s for the next
+
+
+def test_other_saves_count_against_the_bound():
+    saves = run(
+        CadenceFromOverhead(0.035, expected=1.4),
+        5000,
+        step_seconds=0.2,
+        save_seconds=1.4,
+        recovery_every=500,
+    )
+    assert set(range(500, 5001, 500)) <= {step for step, _, _ in saves}
+    assert saves[-1][1] / saves[-1][2] < 0.037
+
+
+def test_rare_failures_make_saves_rarer_but_never_break_the_bound():
+    rare = CadenceFromOverhead(0.035, mean_time_between_failures=86_400, expected=10.0)
+    saves = run(rare, 20_000, step_seconds=1.0, save_seconds=10.0, spread=0)
+    gaps = {after[0] - before[0] for before, after in itertools.pairwise(saves)}
+    assert gaps == {1308}  # young_daly(10, 86400) = 1307.87 s, over 286 for the bound
+    often = CadenceFromOverhead(0.035, mean_time_between_failures=60, expected=10.0)
+    assert highest(run(often, 20_000, step_seconds=1.0, save_seconds=10.0, spread=0)) <= 0.035
+
+
+def test_the_disk_says_what_a_save_takes_and_keeps_nothing(tmp_path):
+    files = LocalFiles(tmp_path)
+    (tmp_path / DISK_TRIAL_FILE_NAME).write_bytes(b"left by a process that was killed")
+    small = expected_seconds(files, 1000)
+    large = expected_seconds(files, 2**31)
+    assert FIXED_SECONDS < small < large
+    assert large > 2**31 / 1e11  # no disk writes 100 GB in a second
+    assert list(tmp_path.iterdir()) == []

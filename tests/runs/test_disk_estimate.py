@@ -1,0 +1,54 @@
+"""Bytes on the disk against figures that are known. `python -m pytest tests/runs/test_disk_estimate.py`."""
+
+import pytest
+
+from curry_train.runs.policy_config import PolicyConfig, Retention
+from curry_train.runs.retention import BYTES_PER_GB, estimate_disk
+
+SEVEN = 7 * 10**9
+
+
+def test_7b_keeps_756_gb_and_not_924_because_best_k_is_parameters_only():
+    found = estimate_disk(SEVEN)
+    assert found.checkpoint == 84 * BYTES_PER_GB
+    assert found.best == 28 * BYTES_PER_GB
+    assert found.kept == {
+        "rollback": 420 * BYTES_PER_GB,
+        "recovery": 252 * BYTES_PER_GB,
+        "best-k": 84 * BYTES_PER_GB,
+    }
+    assert found.total == 756 * BYTES_PER_GB
+    assert found.in_flight == 84 * BYTES_PER_GB
+    assert found.most == 840 * BYTES_PER_GB
+
+
+def test_bfloat16_has_a_master_copy_unless_it_is_pure():
+    assert estimate_disk(SEVEN, dtype="bfloat16").checkpoint == 98 * BYTES_PER_GB
+    assert estimate_disk(SEVEN, dtype="bfloat16").best == 14 * BYTES_PER_GB
+    assert estimate_disk(SEVEN, dtype="bfloat16-pure").checkpoint == 42 * BYTES_PER_GB
+    assert estimate_disk(SEVEN, state_bytes_per_parameter=8).checkpoint == 56 * BYTES_PER_GB
+
+
+def test_above_10_gb_it_proposes_rollbacks_of_parameters_and_says_the_price():
+    assert estimate_disk(833_000_000).advice == ()
+    said = " ".join(estimate_disk(SEVEN).advice)
+    assert "84.0 GB, more than 10 GB" in said
+    assert "rollback_parameters_only: true takes 28.0 GB for a rollback and saves 280 GB" in said
+    assert "resume from recoveries only" in said
+    taken = estimate_disk(SEVEN, PolicyConfig(rollback_parameters_only=True))
+    assert taken.total == 476 * BYTES_PER_GB
+    assert "rollback_parameters_only" not in " ".join(taken.advice)
+
+
+def test_what_is_off_takes_nothing():
+    config = PolicyConfig(rollback_every=None, best_k=0, retention=Retention(recovery_keep=2))
+    assert estimate_disk(SEVEN, config).total == 168 * BYTES_PER_GB
+
+
+def test_wrong_input_is_named():
+    with pytest.raises(ValueError, match="dtype must be one of float32"):
+        estimate_disk(1, dtype="fp32")
+    with pytest.raises(ValueError, match="parameters must be 1 or more"):
+        estimate_disk(0)
+    with pytest.raises(ValueError, match="must be 4 or more for float32"):
+        estimate_disk(1, state_bytes_per_parameter=2)

@@ -1,0 +1,77 @@
+"""Room is asked of the right volume, for all ranks' bytes. `python -m pytest tests/runs/test_free_space.py`."""
+
+import shutil
+from collections import namedtuple
+
+import pytest
+from store_models import new_state, train
+
+from curry_train.runs import SavedRun, Store
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.retention import FREE_SPACE_MARGIN_BYTES, NoRoom, bytes_to_write, require_room
+
+USAGE = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def volumes(monkeypatch):
+    """Room by the beginning of a path; the paths that were asked for."""
+    free, asked = {}, []
+
+    def usage(path):
+        asked.append(str(path))
+        return USAGE(
+            0, 0, next(left for begin, left in free.items() if str(path).startswith(begin))
+        )
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    return free, asked
+
+
+def test_a_kind_that_is_a_link_is_asked_where_it_leads(tmp_path, volumes):
+    free, asked = volumes
+    large, run = tmp_path / "large", tmp_path / "run"
+    large.mkdir()
+    run.mkdir()
+    (run / "recovery").symlink_to(large)
+    free.update({str(large): 10**12, str(run): 0})
+    require_room(LocalFiles(run), "recovery", 10**11)
+    assert asked == [str(large)]
+    with pytest.raises(NoRoom):
+        require_room(LocalFiles(run), "rollback", 10)
+
+
+def test_what_is_missing_and_what_to_lower_is_said(tmp_path, volumes):
+    volumes[0][str(tmp_path)] = 60 * 10**9
+    files = LocalFiles(tmp_path / "not yet")
+    for kind, lower in (
+        ("rollback", "retention.rollback_keep"),
+        ("recovery", "retention.recovery_keep"),
+        ("best-k", "best_k"),
+    ):
+        with pytest.raises(
+            NoRoom, match=rf"60.00 GB free.* needs 84.00 GB .*24.00 GB are missing.*lower {lower}"
+        ):
+            require_room(files, kind, 84 * 10**9)
+    assert not (tmp_path / "not yet").exists()
+
+
+def test_just_enough_is_enough(tmp_path, volumes):
+    volumes[0][str(tmp_path)] = 1000 + FREE_SPACE_MARGIN_BYTES
+    require_room(LocalFiles(tmp_path), "rollback", 1000)
+    with pytest.raises(NoRoom, match="1 bytes are missing"):
+        require_room(LocalFiles(tmp_path), "rollback", 1001)
+
+
+def test_an_object_store_is_not_asked(request):
+    require_room(SavedRun(f"memory://{request.node.name}").files, "rollback", 10**18)
+
+
+def test_bytes_are_those_that_a_save_writes(tmp_path):
+    state = new_state()
+    train(state, 1)
+    for kind, metric in (("rollback", None), ("best-k", ("loss", 0.5))):
+        with Store(tmp_path) as store:
+            written = store.save(kind, 1, state, metric=metric).num_bytes
+        told = bytes_to_write(state.snapshot(), model_only=kind == "best-k")
+        assert told <= written < told + FREE_SPACE_MARGIN_BYTES

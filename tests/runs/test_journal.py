@@ -1,0 +1,298 @@
+"""A journal is written by one process, an event a line, and other people's files stay as they are.
+
+python -m pytest tests/runs/test_journal.py
+"""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from house import ROOT
+from journals import clock, facts, lines_of, plant, plant_eventful
+
+from curry_train.runs.journal import Journal, JournalError, JournalReading, NewerJournal
+from curry_train.runs.ranks import LockedRun
+
+COMMON = ["v", "time", "step", "attempt", "kind"]
+
+
+def test_every_event_has_its_time_step_attempt_and_kind(tmp_path):
+    lines = lines_of(plant_eventful(tmp_path / "run-001"))
+    assert all(list(line)[:5] == COMMON and line["v"] == 1 for line in lines)
+    assert [line["attempt"] for line in lines] == sorted(line["attempt"] for line in lines)
+    opened = [
+        (line["kind"], line["attempt"], line["step"]) for line in lines if line["kind"] in OPENING
+    ]
+    assert opened == [("start", 1, 0), ("rollback", 2, 10), ("resume", 3, 20)]
+    assert {line["run"] for line in lines if line["kind"] in ("start", "resume")} == {"run-001"}
+    assert lines[0]["config"]["optimizer"]["learning_rate"] == 3e-3
+    assert lines[0]["pid"] == os.getpid()
+
+
+OPENING = ("start", "resume", "rollback")
+
+
+def test_a_step_is_there_when_the_call_returns(tmp_path):
+    with Journal(tmp_path, clock=clock()) as journal:
+        journal.start()
+        for step in range(1, 4):
+            journal.step(
+                step,
+                loss=4.0,
+                learning_rate=1e-3,
+                grad_norm=2.0,
+                terms=8,
+                seconds=0.5,
+                peak_bytes=9,
+                epoch=0,
+            )
+            assert lines_of(tmp_path)[-1] == {
+                "v": 1, "time": 1_700_000_000 + step, "step": step, "attempt": 1, "kind": "step", "loss": 4.0,
+                "learning_rate": 1e-3, "grad_norm": 2.0, "terms": 8, "seconds": 0.5, "peak_bytes": 9, "epoch": 0,
+            }  # fmt: skip
+
+
+def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
+    """What the lines of two writers can't mix by, where no lock is."""
+    real, written = os.write, []
+    with Journal(tmp_path) as journal:
+        assert os.get_blocking(journal._file.handle)
+        import fcntl
+
+        assert fcntl.fcntl(journal._file.handle, fcntl.F_GETFL) & os.O_APPEND
+        monkeypatch.setattr(
+            os, "write", lambda handle, data: written.append(data) or real(handle, data)
+        )
+        journal.start(facts=facts())
+        journal.step(1, loss=1.0, learning_rate=1.0)
+        journal.write("spike", step=1, reason="x" * 100_000)
+        monkeypatch.undo()
+    assert len(written) == 3
+    assert b"".join(written) == (tmp_path / "journal.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (
+            lambda j: j.write("sve", step=1),
+            ValueError,
+            "there is no event 'sve': take one of start, resume, rollback",
+        ),
+        (
+            lambda j: j.write("resume", step=1),
+            ValueError,
+            "'resume' opens an attempt: call the method",
+        ),
+        (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
+        (
+            lambda j: j.write("save", step=1.0),
+            ValueError,
+            r"a step is a whole number from 0, got 1\.0",
+        ),
+        (
+            lambda j: j.write("save", step=1, attempt=3),
+            ValueError,
+            "can't have facts called attempt",
+        ),
+        (lambda j: j.step(1, loss=object(), learning_rate=0.1), ValueError, "written as JSON"),
+        (
+            lambda j: j.start(),
+            JournalError,
+            r"has events already: give a new run its own folder, or call resume\(0\)",
+        ),
+    ],
+)
+def test_a_wrong_call_is_told_and_writes_nothing(tmp_path, act, error, message):
+    with Journal(tmp_path) as journal:
+        journal.start()
+        before = (tmp_path / "journal.jsonl").read_bytes()
+        with pytest.raises(error, match=message):
+            act(journal)
+        assert (tmp_path / "journal.jsonl").read_bytes() == before
+        assert journal.attempt == 1
+        journal.step(1, loss=1.0, learning_rate=1.0)
+
+
+def test_an_event_before_the_run_or_after_the_end_is_told(tmp_path):
+    with Journal(tmp_path) as journal:
+        for act in (
+            lambda: journal.write("save", step=1),
+            lambda: journal.rollback(1, from_step=2, reason="x"),
+        ):
+            with pytest.raises(
+                JournalError, match="before the run began: call start or resume first"
+            ):
+                act()
+        journal.start()
+    with pytest.raises(JournalError, match="is closed: stop of step 1"):
+        journal.write("stop", step=1, reason="late")
+
+
+def test_ranks_but_the_first_write_nothing(tmp_path):
+    with Journal(tmp_path, rank=0) as first, Journal(tmp_path, rank=1) as second:
+        for journal in (first, second):
+            journal.start(facts=facts())
+            journal.step(1, loss=1.0, learning_rate=1.0)
+            journal.rollback(0, from_step=1, reason="x")
+            journal.write("stop", step=1, reason="steps")
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "step", "rollback", "stop"]
+
+
+def test_threads_of_a_run_do_not_mix_their_lines(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.start()
+
+        def save(number):
+            for step in range(200):
+                journal.write("save", step=step, checkpoint=f"{number}" * 300)
+
+        threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert len(lines_of(tmp_path)) == 801
+
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, {path!r})
+from curry_train.runs.journal import Journal
+journal = Journal({folder!r})
+journal.start()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
+    code = HOLDER.format(path=str(ROOT / "template"), folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(
+            LockedRun,
+            match=f"is being written by process {process.pid}, or a child of it: end it, or pass",
+        ):
+            Journal(tmp_path)
+        assert len(list(JournalReading(tmp_path))) == 1  # reading needs no lock
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    with Journal(tmp_path) as journal:
+        journal.resume(0)
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "resume"]
+
+
+def test_a_file_system_without_locks_is_said_in_the_journal(tmp_path, monkeypatch):
+    import fcntl
+
+    def refuse(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Journal(tmp_path) as journal:
+        journal.start()
+    assert "no lock on this file system (No locks available)" in lines_of(tmp_path)[1]["reason"]
+
+
+def test_another_runs_journal_is_not_written(tmp_path):
+    plant(tmp_path / "run-001")
+    (tmp_path / "run-001").rename(tmp_path / "run-002")
+    before = (tmp_path / "run-002/journal.jsonl").read_bytes()
+    with pytest.raises(
+        JournalError,
+        match="belongs to the run run-001 and this run is run-002: rename the folder",
+    ):
+        Journal(tmp_path / "run-002")
+    assert (tmp_path / "run-002/journal.jsonl").read_bytes() == before
+    with Journal(tmp_path / "run-002", run="run-001") as journal:
+        journal.resume(20)
+    (tmp_path / "run-002/journal.jsonl").rename(tmp_path / "old.jsonl")
+    with Journal(tmp_path / "run-002") as journal:  # the way out that the message names
+        journal.resume(20)
+    assert [line["attempt"] for line in lines_of(tmp_path / "run-002")] == [1]
+
+
+def test_a_newer_journal_is_not_written(tmp_path):
+    path = plant(tmp_path / "run") / "journal.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"v":2}\n')
+    before = path.read_bytes()
+    with pytest.raises(
+        NewerJournal, match=r"journal\.jsonl: its end was written by a newer version"
+    ):
+        Journal(tmp_path / "run")
+    path.write_bytes(b'{"v":2}\n' + before)
+    with pytest.raises(NewerJournal, match="line 1 was written by a newer version"):
+        Journal(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 9000, b"{}\n" * 3, b"x" * 5_000_000]
+)
+def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(tmp_path, content):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match="not a journal of a run"):
+        Journal(tmp_path)
+    assert path.read_bytes() == content
+
+
+def test_a_place_where_no_journal_can_be_is_said(tmp_path):
+    with pytest.raises(JournalError, match="can't be written: No such file or directory"):
+        Journal(tmp_path / "none")
+    (tmp_path / "journal.jsonl").mkdir()
+    with pytest.raises(JournalError, match="can't be written: Is a directory"):
+        Journal(tmp_path)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/journal.jsonl")
+    with pytest.raises(JournalError, match="is not a regular file: move it away"):
+        Journal(tmp_path / "pipe")
+
+
+def test_steps_that_a_journal_does_not_have_are_said_at_the_resume(tmp_path):
+    plant(tmp_path / "run", last=20)
+    with Journal(tmp_path / "run") as journal:
+        journal.resume(30)
+    assert lines_of(tmp_path / "run")[-1]["reason"] == "steps 21 to 30 are not in this journal"
+
+
+def test_a_full_disk_loses_events_says_so_and_lets_the_training_go_on(
+    tmp_path, monkeypatch, caplog
+):
+    """Also where a line is written in part: the next one does not continue it."""
+    real, room = os.write, [None]
+
+    def write(handle, data):
+        if room[0] is None:
+            return real(handle, data)
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part, room[0] = real(handle, data[: room[0]]), 0
+        return part
+
+    monkeypatch.setattr(os, "write", write)
+    with Journal(tmp_path, clock=clock()) as journal, caplog.at_level(logging.WARNING):
+        journal.start()
+        for step, free in ((1, None), (2, 30), (3, 0), (4, 0), (5, None), (6, None)):
+            room[0] = free
+            journal.step(step, loss=1.0, learning_rate=1.0)
+    assert [record.message.split(": ", 1)[1] for record in caplog.records] == [
+        "step 2: No space left on device; training goes on without its journal"
+    ]
+    reading = JournalReading(tmp_path)
+    assert [(event.kind, event.step) for event in reading] == [
+        ("start", 0), ("step", 1), ("warning", 5), ("step", 5), ("step", 6),
+    ]  # fmt: skip
+    assert reading.num_damaged == 1
+    told = [
+        json.loads(line)
+        for line in (tmp_path / "journal.jsonl").read_bytes().splitlines()
+        if b"could not" in line
+    ]
+    assert told[0]["reason"] == "3 events could not be written: No space left on device"

@@ -1,0 +1,197 @@
+"""A process that dies while it writes, at any byte, leaves a journal that is read and gone on with.
+
+python -m pytest tests/runs/test_journal_kill.py
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from house import ROOT
+from journals import clock, facts, lines_of, plant, train
+
+from curry_train.runs.journal import LONGEST_LINE_BYTES, Journal, JournalError, JournalReading
+
+
+def test_at_every_byte_of_the_last_lines_the_journal_goes_on(tmp_path):
+    """Whole events stay, what is torn is set aside, and the attempt and the file's lines are right afterwards."""
+    path = plant(tmp_path / "run", last=3) / "journal.jsonl"
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    ends = [place + 1 for place in range(len(whole)) if whole[place : place + 1] == b"\n"]
+    for length in range(first, len(whole) + 1):
+        path.write_bytes(whole[:length])
+        kept = sum(end - 1 <= length for end in ends)
+        torn = whole[:length].rpartition(b"\n")[2] if length + 1 not in ends else b""
+        with Journal(tmp_path / "run", clock=clock()) as journal:
+            journal.resume(1)
+            journal.step(2, loss=1.0, learning_rate=1.0)
+        lines = lines_of(tmp_path / "run")
+        said = [line["reason"] for line in lines if line["kind"] == "warning"]
+        expected = (
+            [f"the last line was torn after {len(torn)} bytes: {torn.decode()}"] if torn else []
+        )
+        assert [reason for reason in said if "torn" in reason] == expected, length
+        assert len(lines) == kept + 2 + len(said), length
+        assert (lines[kept]["kind"], lines[kept]["attempt"], lines[-1]["attempt"]) == (
+            "resume",
+            2,
+            2,
+        )
+
+
+def test_at_every_byte_of_the_first_line_the_run_begins_again(tmp_path):
+    (tmp_path / "whole").mkdir()
+    with Journal(tmp_path / "whole", clock=clock()) as journal:
+        journal.start(facts=facts())
+    whole = (tmp_path / "whole/journal.jsonl").read_bytes()
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run/journal.jsonl"
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with Journal(tmp_path / "run") as journal:
+            assert journal.empty
+            journal.start()
+        lines = lines_of(tmp_path / "run")
+        assert [line["kind"] for line in lines] == (
+            ["start", "warning"] if length else ["start"]
+        ), length
+        assert lines[0]["attempt"] == 1
+
+
+def test_a_tail_of_zeros_is_set_aside(tmp_path):
+    """What some file systems leave after a loss of power."""
+    path = plant(tmp_path / "run") / "journal.jsonl"
+    path.write_bytes(path.read_bytes() + b"\0" * 4096)
+    with Journal(tmp_path / "run") as journal:
+        journal.resume(20)
+    said = lines_of(tmp_path / "run")[-1]["reason"]
+    assert said.startswith("the last line was torn after 4096 bytes: ")
+    assert len(said) < 1100
+
+
+def test_a_tail_that_is_no_line_of_ours_is_kept(tmp_path):
+    path = plant(tmp_path / "run") / "journal.jsonl"
+    path.write_bytes(path.read_bytes() + b"x" * (3 * LONGEST_LINE_BYTES))
+    with Journal(tmp_path / "run") as journal:
+        journal.resume(20)
+    reading = JournalReading(tmp_path / "run")
+    events = list(reading)
+    assert (events[-1].kind, events[-1].attempt, reading.num_damaged) == ("resume", 2, 1)
+    assert path.stat().st_size > 3 * LONGEST_LINE_BYTES
+
+
+def test_a_second_kill_while_the_torn_line_is_set_aside_leaves_a_journal(tmp_path):
+    path = plant(tmp_path / "run") / "journal.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    journal = Journal(tmp_path / "run")  # cut, and not yet said
+    journal.close()
+    assert path.read_bytes() == whole[: whole.rindex(b"\n", 0, -1) + 1]
+    with Journal(tmp_path / "run") as journal:
+        journal.resume(20)
+    assert lines_of(tmp_path / "run")[-1]["kind"] == "resume"
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {path!r})
+from curry_train.runs.journal import Journal
+with Journal({folder!r}) as journal:
+    journal.start() if journal.empty else journal.resume(journal._last.step)
+    step = 0
+    while True:
+        step += 1
+        journal.step(step, loss=1.0 / step, learning_rate=1e-3, grad_norm=1.0, terms=5, seconds=0.1, peak_bytes=2**30)
+        if step == 20:
+            print("going", flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_killed_children_leave_every_step_that_was_written(tmp_path):
+    chance, code = (
+        random.Random(0),
+        WRITER.format(path=str(ROOT / "template"), folder=str(tmp_path)),
+    )
+    for attempt in range(1, 7):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"going\n"
+        time.sleep(chance.random() / 20)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        reading = JournalReading(tmp_path)
+        events = list(reading)
+        assert reading.num_damaged == 0
+        assert events[-1].attempt == attempt
+        steps = [
+            event.step for event in events if event.attempt == attempt and event.kind == "step"
+        ]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) >= 20
+
+
+def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
+    """A journal whose newest lines are lost on the disk goes on with a new attempt, not with an old one again."""
+    folder = plant(tmp_path / "run")
+    with Journal(folder) as journal:
+        journal.resume(20)
+    with (folder / "journal.jsonl").open("ab") as file:
+        file.write((b"\xff" * 1000 + b"\n") * 3000)
+    with Journal(folder) as journal:
+        journal.resume(20)
+        assert journal.attempt == 3
+        train(journal, range(21, 23))
+    assert [event.attempt for event in JournalReading(folder)][-1] == 3
+
+
+def test_a_journal_of_damage_alone_is_refused(tmp_path):
+    (tmp_path / "journal.jsonl").write_bytes(b"\xff\n" * 3)
+    with pytest.raises(JournalError, match="is not a journal of a run: line 1 is not text"):
+        Journal(tmp_path)
+
+
+def test_a_forked_child_that_outlives_the_run_does_not_keep_its_journal(tmp_path):
+    """A worker of a DataLoader lives on for seconds when its parent was killed."""
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        Journal(tmp_path).start()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"%d" % os.getpid())
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(30)
+        os._exit(0)
+    child = int(os.read(reader, 20))
+    try:
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        with Journal(tmp_path) as journal:
+            journal.resume(0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "resume"]
+
+
+def test_a_forked_child_can_not_write_into_its_parents_journal(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.start()
+        child = os.fork()
+        if child == 0:
+            try:
+                journal.step(1, loss=1.0, learning_rate=1.0)
+            except JournalError:
+                os._exit(3)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        journal.step(1, loss=2.0, learning_rate=1.0)
+    assert [line.get("loss") for line in lines_of(tmp_path)] == [None, 2.0]

@@ -1,0 +1,276 @@
+"""A journal is read whatever happened to its file. `python -m pytest tests/runs/test_journal_reading.py`."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house import ROOT
+from journals import plant
+
+from curry_train.runs.journal import (
+    JOURNAL_HEAD_LINES,
+    LONGEST_LINE_BYTES,
+    MOST_DESCRIBED_LINES,
+    Event,
+    Journal,
+    JournalError,
+    JournalReading,
+    NewerJournal,
+    encode_event,
+    event_number,
+    find_journal,
+    finite,
+    parse_event,
+    printable,
+)
+
+AT = {"time": 1.5, "step": 3, "attempt": 2}
+
+
+def good(step=1, **facts):
+    return encode_event("step", facts, time=1.0, step=step, attempt=1)
+
+
+def read(path):
+    reading = JournalReading(path)
+    return list(reading), reading
+
+
+def test_a_line_comes_back_as_it_was_written():
+    line = encode_event(
+        "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}, **AT
+    )
+    assert parse_event(line, line=7) == Event(
+        7, 1.5, 3, 2, "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}
+    )
+
+
+def test_a_line_holds_figures_that_json_can_not_and_is_json_still():
+    """A NaN written as JSON's extension can't be read by others, and the steps with one are those that matter."""
+    line = encode_event("step", {"loss": math.nan, "norms": [math.inf, {"x": -math.inf}]}, **AT)
+    strict = json.loads(line, parse_constant=lambda word: pytest.fail(word))
+    assert (strict["loss"], strict["norms"]) == ("nan", ["inf", {"x": "-inf"}])
+    assert [event_number(word) for word in ("inf", "-inf")] == [math.inf, -math.inf]
+    assert all(
+        math.isnan(event_number(value)) for value in ("nan", None, "12", [], True and "x", 10**400)
+    )
+    assert event_number(3) == 3.0
+
+
+def test_a_line_takes_figures_of_torch_and_numpy_and_nothing_that_is_no_json():
+    import numpy
+    import torch
+
+    line = encode_event(
+        "step", {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3)}, **AT
+    )
+    assert parse_event(line, line=1).facts == {"loss": "nan", "a": 2.0, "n": 3}
+    for wrong, told in (
+        ({"x": object()}, "contains a object"),
+        ({"x": {(1, 2): 3}}, "keys must be"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"step of step 3 can't be written as JSON .*{told}.*pass numbers, text",
+        ):
+            encode_event("step", wrong, **AT)
+    loop = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="can't be written as JSON"):
+        encode_event("step", {"x": loop}, **AT)
+
+
+def test_a_line_that_no_reader_would_take_is_not_written():
+    with pytest.raises(
+        ValueError, match=f"takes .* bytes, and the limit is {LONGEST_LINE_BYTES - 1}: shorten"
+    ):
+        encode_event("start", {"config": "x" * LONGEST_LINE_BYTES}, **AT)
+    with pytest.raises(ValueError, match="can't have facts called attempt, run: rename them"):
+        encode_event("step", {"attempt": 3, "run": "x"}, **AT)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"\xff\xfe\x00garbage\n", "not text"),
+        (b"\x00" * 100 + b"\n", "not JSON"),
+        (b'{"v":1,"time":1.0,"st\n', "not JSON"),
+        (b"[" * 200_000 + b"\n", "not JSON"),
+        (b"1" * 10_000 + b"\n", "not JSON"),
+        (b"[1, 2]\n", "not an event"),
+        (b'{"step": 1, "loss": 2.0}\n', "not an event"),
+        (b'{"v":"1","time":1,"step":1,"attempt":1,"kind":"step"}\n', "not an event"),
+        (b'{"v":true,"time":1,"step":1,"attempt":1,"kind":3}\n', "not an event"),
+        (b'{"v":1,"time":NaN,"step":1,"attempt":1,"kind":"step"}\n', "an event without its time"),
+        (b'{"v":1,"time":1e999,"step":1,"attempt":1,"kind":"step"}\n', "an event without its time"),
+        (b'{"v":1,"time":1,"step":-1,"attempt":1,"kind":"step"}\n', "an event without its step"),
+        (b'{"v":1,"time":1,"step":true,"attempt":1,"kind":"step"}\n', "an event without its step"),
+        (
+            b'{"v":1,"time":1,"step":1' + b"0" * 30 + b',"attempt":1,"kind":"step"}\n',
+            "an event without its step",
+        ),
+        (b'{"v":1,"time":1,"step":1,"attempt":0,"kind":"step"}\n', "an event without its attempt"),
+        (b"x" * (3 * LONGEST_LINE_BYTES) + b"\n", f"longer than {LONGEST_LINE_BYTES} bytes"),
+    ],
+)
+def test_damage_in_the_middle_is_told_with_its_line_and_the_rest_is_read(tmp_path, line, why):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(good(1) + good(2) + line + good(4))
+    events, reading = read(path)
+    assert [(event.line, event.step) for event in events] == [(1, 1), (2, 2), (4, 4)]
+    assert (reading.num_damaged, [tuple(each) for each in reading.damaged]) == (1, [(3, why)])
+
+
+def test_much_damage_is_counted_and_not_kept(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(good(1) + b"garbage\n" * 5000 + good(2))
+    events, reading = read(path)
+    assert [event.line for event in events] == [1, 5002]
+    assert (reading.num_damaged, len(reading.damaged)) == (5000, MOST_DESCRIBED_LINES)
+
+
+def test_the_last_line_of_a_running_run_is_no_damage(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    whole = good(2, loss=1.0)
+    for length in range(len(whole)):
+        path.write_bytes(good(1) + whole[:length])
+        events, reading = read(path)
+        complete = length == len(whole) - 1  # but for the end of the line
+        assert [event.step for event in events] == ([1, 2] if complete else [1])
+        assert (reading.num_damaged, reading.torn) == (0, b"" if complete else whole[:length])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no event: the run died while it started, or is starting just now"),
+        (b'{"v":1,"ti', "holds no event except a torn one"),
+        (
+            b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40,
+            "is not a journal of a run: line 1 is not text",
+        ),
+        (b'{"step": 1, "loss": 2.0}\n' * 3, "is not a journal of a run: line 1 is not an event"),
+        (b"x" * 10 * LONGEST_LINE_BYTES, "is not a journal of a run: line 1 is longer than"),
+        (
+            b"no\n" * JOURNAL_HEAD_LINES * 2 + good(1),
+            "is not a journal of a run: line 1 is not JSON",
+        ),
+    ],
+)
+def test_what_is_no_journal_is_said(tmp_path, content, message):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match=message):
+        read(path)
+
+
+def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
+    """An older reader would take what it does not know for what it knows."""
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(good(1) + b'{"v":2,"what":"ever"}\n' + good(3))
+    with pytest.raises(
+        NewerJournal,
+        match=r"journal\.jsonl: line 2 was written by a newer version .*\(journal version 2;",
+    ):
+        read(path)
+
+
+def test_two_journals_in_one_file_are_refused(tmp_path):
+    one, two = plant(tmp_path / "one"), plant(tmp_path / "two")
+    joined = tmp_path / "joined.jsonl"
+    joined.write_bytes((one / "journal.jsonl").read_bytes() + (two / "journal.jsonl").read_bytes())
+    with pytest.raises(
+        JournalError, match="begins the run two in the journal of one, so two files were joined"
+    ):
+        read(joined)
+
+
+def test_a_reading_can_be_read_again(tmp_path):
+    reading = JournalReading(plant(tmp_path / "run"))
+    assert len(list(reading)) == len(list(reading)) == reading.num_events == 24
+    assert reading.run == "run"
+
+
+def test_where_no_journal_is_is_said(tmp_path):
+    plant(tmp_path / "runs/run-001")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd/journal.jsonl").mkdir(parents=True)
+    for path, told in (
+        ("none", "there is no"),
+        ("empty", "has no journal.jsonl"),
+        ("odd", "is not a file"),
+    ):
+        with pytest.raises(JournalError, match=told):
+            JournalReading(tmp_path / path)
+    root = tmp_path / "runs"
+    assert find_journal("run-001", root=root) == str(root / "run-001")
+    assert find_journal("run-001@2", root=root) == f"{root / 'run-001'}@2"
+    assert find_journal(str(tmp_path / "empty"), root=root) == str(tmp_path / "empty")
+    with pytest.raises(JournalError, match=r"there is no run run-002; did you mean run-001\?"):
+        find_journal("run-002", root=root)
+    plant(tmp_path / "runs/night")
+    with pytest.raises(
+        JournalError, match=r"there is no run run-02; did you mean run-001\? .*runs also has night$"
+    ):
+        find_journal("run-02", root=root)
+    with pytest.raises(JournalError, match=r"did you mean night\? .*runs also has run-001$"):
+        find_journal(str(root / "nigth"), root="elsewhere")
+    with pytest.raises(JournalError, match=r"no folder in .*none has a journal\.jsonl"):
+        find_journal("x", root=tmp_path / "none")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read any file")
+def test_a_journal_that_may_not_be_read_is_said(tmp_path):
+    path = plant(tmp_path / "run") / "journal.jsonl"
+    path.chmod(0)
+    with pytest.raises(JournalError, match="can't be read: Permission denied"):
+        read(path)
+
+
+def test_text_of_a_file_does_not_move_the_cursor():
+    assert printable("a\x1b[2Jb\nc\ud800é") == r"a\x1b[2Jb\nc\ud800é"
+    assert printable("x" * 400, longest=10) == "xxxxxxx..."
+    assert finite({"a": (1.0, math.nan)}) == {"a": [1.0, "nan"]}
+
+
+MILLION = """
+import sys
+sys.path.insert(0, {path!r})
+from curry_train.runs.history import read_history
+history = read_history({journal!r})
+# the most of this program; getrusage counts what the one had that started it
+most = int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+print(history.num_events, len(history.steps), most, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(), reason="the most memory is read from /proc"
+)
+def test_a_million_events_stream_in_little_memory(tmp_path):
+    """Nothing that grows with a run is kept but its figures, 64 bytes a step."""
+    path = tmp_path / "journal.jsonl"
+    with Journal(tmp_path, run="long") as journal:
+        journal.start()
+    first, line = (
+        path.read_bytes(),
+        '{"v":1,"time":%d.123,"step":%d,"attempt":1,"kind":"step","loss":%.15g,%s}\n',
+    )
+    rest = '"learning_rate":0.00030000123,"grad_norm":1.0123456789,"terms":524288,"seconds":0.12345,"peak_bytes":8e10'
+    with path.open("w") as file:
+        file.write(first.decode())
+        for start in range(1, 1_000_000, 50_000):
+            steps = range(start, start + 50_000)
+            file.write(
+                "".join([line % (1_700_000_000 + step, step, 2 + 1 / step, rest) for step in steps])
+            )
+    code = MILLION.format(path=str(ROOT / "template"), journal=str(path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    events, steps, most, torch_too = done.stdout.split()
+    assert (int(events), int(steps), torch_too) == (1_000_001, 1_000_000, "False")
+    assert int(most) < 120, "MiB; 61 of them are the figures"

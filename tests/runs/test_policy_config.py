@@ -1,0 +1,71 @@
+"""What is wrong in the block `checkpoint:` is named, with what is right.
+
+python -m pytest tests/runs/test_policy_config.py
+"""
+
+import re
+
+import pytest
+import yaml
+
+from curry_train.runs.policy_config import PolicyConfig, Retention
+
+BLOCK = """
+checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
+             best_k_direction: minimize, retention: {rollback_keep: 5, recovery_keep: 3}}
+"""
+
+
+def test_the_documented_block_is_the_default():
+    assert PolicyConfig.from_config(yaml.safe_load(BLOCK)["checkpoint"]) == PolicyConfig()
+    assert PolicyConfig().retention == Retention(5, 3)
+    assert PolicyConfig().overhead == 0.035
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            {"rollback_evry": 5},
+            "checkpoint.rollback_evry is no key; did you mean checkpoint.rollback_every?",
+        ),
+        (
+            {"rollback_every": 0},
+            "checkpoint.rollback_every must be 1 or more, auto, or null for never; got 0",
+        ),
+        ({"rollback_every": "often"}, "checkpoint.rollback_every must be 1 or more, auto"),
+        ({"rollback_every": True}, "checkpoint.rollback_every must be"),
+        ({"recovery_every": "auto"}, "checkpoint.recovery_every must be 1 or more, or null"),
+        ({"recovery_every": 2.5}, "checkpoint.recovery_every must be"),
+        ({"best_k": -1}, "checkpoint.best_k must be a whole number from 0, 0 for none; got -1"),
+        ({"best_k_metric": "dev loss"}, "checkpoint.best_k_metric must be letters, digits and _"),
+        ({"best_k_metric": "rollback"}, "this one is taken"),
+        (
+            {"best_k_direction": "min"},
+            "checkpoint.best_k_direction must be minimize or maximize; got 'min'",
+        ),
+        ({"retention": 5}, "checkpoint.retention must be a block such as"),
+        (
+            {"retention": {"rollback_keep": 0}},
+            "checkpoint.retention.rollback_keep must be a whole number from 1; got 0",
+        ),
+        (
+            {"retention": {"keep_every": 0}},
+            "checkpoint.retention.keep_every must be 1 or more, or null for none",
+        ),
+        ({"retention": {"keep": 3}}, "checkpoint.retention.keep is no key"),
+        ({"overhead": 0}, "checkpoint.overhead must be above 0, at most 1; got 0"),
+        ({"overhead": float("nan")}, "checkpoint.overhead must be"),
+        (
+            {"mean_hours_between_failures": 0},
+            "checkpoint.mean_hours_between_failures must be above 0, or null",
+        ),
+        (
+            {"rollback_parameters_only": 1},
+            "checkpoint.rollback_parameters_only must be true or false",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_right(block, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        PolicyConfig.from_config(block)

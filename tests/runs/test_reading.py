@@ -1,0 +1,124 @@
+"""A reader holds what it reads, and lets go however it ends. `python -m pytest tests/runs/test_reading.py`."""
+
+import subprocess
+import sys
+
+import pytest
+from house import ROOT
+from store_models import equal, new_state, tensors_of, train
+
+from curry_train.runs import SavedRun, Store
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.lock import is_being_read, reading
+from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy_config import PolicyConfig, Retention
+
+FOLDER = "rollback/step-00000001.dcp"
+HOLD = """
+import sys
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.lock import reading
+with reading(LocalFiles(sys.argv[1]), sys.argv[2]) as held:
+    print(held, flush=True)
+    sys.stdin.read()
+"""
+
+
+def saved(folder):
+    with Store(folder) as store:
+        store.save("rollback", 1, new_state())
+    return LocalFiles(folder)
+
+
+def test_held_by_several_and_free_after_the_last(tmp_path):
+    files = saved(tmp_path)
+    with reading(files, FOLDER), reading(files, FOLDER) as held:
+        assert held
+        assert is_being_read(files, FOLDER)
+    assert not is_being_read(files, FOLDER)
+
+
+def test_another_process_holds_it_until_it_is_killed(tmp_path):
+    files = saved(tmp_path)
+    command = [sys.executable, "-c", HOLD, str(tmp_path), FOLDER]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT / "template")},
+    )
+    with process:
+        assert process.stdout.readline() == "True\n"
+        assert is_being_read(files, FOLDER)
+        process.kill()
+    assert not is_being_read(files, FOLDER)
+
+
+def test_what_is_not_there_or_elsewhere_is_not_held(tmp_path, request):
+    files = saved(tmp_path)
+    with reading(files, "rollback/step-00000002.dcp") as held:
+        assert not held
+    assert not is_being_read(files, "rollback/step-00000002.dcp")
+    objects = SavedRun(f"memory://{request.node.name}").files
+    with reading(objects, FOLDER) as held:
+        assert not held
+    assert not is_being_read(objects, FOLDER)
+
+
+def test_nothing_is_written_by_a_reader(tmp_path):
+    files = saved(tmp_path)
+    before = sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    with reading(files, FOLDER):
+        assert sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+class FilesInUse(LocalFiles):
+    """Calls `then` once, after so many files of checkpoints were opened."""
+
+    def __init__(self, root, *, after, then):
+        super().__init__(root)
+        self._left, self._then = after, then
+
+    def open(self, key):
+        if ".dcp/" in key:
+            self._left -= 1
+            if self._left == 0:
+                self._then()
+        return super().open(key)
+
+
+@pytest.mark.parametrize("after", [2, 4, 6])
+@pytest.mark.parametrize("how", ["load", "verify", "best"])
+def test_retention_leaves_what_a_caller_of_load_or_verify_reads(tmp_path, how, after):
+    """Another process trains on, and would delete it after any of the files that are read."""
+    state, other = new_state(), new_state(1)
+    config = PolicyConfig(
+        rollback_every=1, recovery_every=None, best_k=1, retention=Retention(1, 1)
+    )
+    deleted = []
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+
+        def go_on(dev_loss):
+            train(state, 1)
+            before = {
+                one.folder for kind in ("rollback", "best-k") for one in store.committed(kind)
+            }
+            policy.after_step(state.step, state, {"dev_loss": dev_loss})
+            after = {one.folder for kind in ("rollback", "best-k") for one in store.committed(kind)}
+            deleted.append(sorted(before - after))
+
+        go_on(0.5)
+        held = tensors_of(state)
+        reader = SavedRun(
+            tmp_path, files=FilesInUse(tmp_path, after=after, then=lambda: go_on(0.4))
+        )
+        saved = store.committed("best-k" if how == "best" else "rollback")[0]
+        reader.verify(saved) if how == "verify" else reader.load(saved, other)
+        if how == "load":
+            assert equal(tensors_of(other), held)
+        opened = len(deleted) == 2  # a checkpoint with fewer files is read to its end before
+        assert not opened or saved.folder not in deleted[1]
+        go_on(0.3)
+        assert saved.folder in deleted[-1]  # the next save takes it
+        assert opened or after == 6

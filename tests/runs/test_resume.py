@@ -1,0 +1,153 @@
+"""What latest, a step, best and another run mean; what is said of damage. `python -m pytest tests/runs/test_resume.py`."""
+
+import pytest
+from store_models import equal, new_state, tensors_of, train
+
+from curry_train.runs import DamagedCheckpoint, HostileCheckpoint, SavedRun, StateMismatch, Store
+from curry_train.runs.policy_config import PolicyConfig
+from curry_train.runs.resume import NothingSaved, choose, load_chosen
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Rollbacks 9, 10, 100; recoveries 10, 50; two best: with what each holds."""
+    state, held = new_state(), {}
+    with Store(tmp_path / "run") as store:
+        for step in (9, 10, 50, 100):
+            train(state, 1)
+            state.step = step
+            held[step] = tensors_of(state)
+            for kind, steps in (("rollback", (9, 10, 100)), ("recovery", (10, 50))):
+                if step in steps:
+                    store.save(kind, step, state)
+        store.save("best-k", 9, state, metric=("dev_loss", 0.5))
+        store.save("best-k", 50, state, metric=("dev_loss", 0.25))
+    return tmp_path / "run", held
+
+
+def damage(folder, *, hard=False):
+    if hard:
+        (folder / "manifest.json").unlink()
+        return
+    path = max(folder.glob("*.*"), key=lambda one: one.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("what", "folder"),
+    [
+        ("latest", "rollback/step-00000100.dcp"),
+        (10, "recovery/step-00000010.dcp"),
+        ("9", "rollback/step-00000009.dcp"),
+        ("best", "best-k/dev_loss-0.25-step-00000050.dcp"),
+        ("{run}", "rollback/step-00000100.dcp"),
+        ("{run}@50", "recovery/step-00000050.dcp"),
+        ("{run}@best", "best-k/dev_loss-0.25-step-00000050.dcp"),
+        ("{run}/rollback/step-00000010.dcp", "rollback/step-00000010.dcp"),
+    ],
+)
+def test_words_mean(run, what, folder):
+    place, held = run
+    state = new_state(1)
+    what = what.format(run=place) if isinstance(what, str) else what
+    resumed = load_chosen(place, state, what)
+    assert (resumed.saved.folder, resumed.damaged) == (folder, {})
+    if resumed.saved.kind != "best-k":
+        assert equal(tensors_of(state), held[resumed.saved.step])
+        assert state.step == resumed.saved.step
+    else:
+        assert "parameters only" in resumed.words
+
+
+def test_another_run_is_read_from_ones_own(run, tmp_path):
+    with Store(tmp_path / "own") as own:
+        assert load_chosen(own, new_state(1), f"{run[0]}@10").saved.step == 10
+        assert own.latest() is None
+
+
+def test_best_by_the_direction_of_the_configuration(run):
+    found = choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_direction="maximize"))
+    assert [one.step for one in found.candidates] == [9, 50]
+    with pytest.raises(NothingSaved, match="holds no best-K checkpoint for accuracy"):
+        choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_metric="accuracy"))
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_damage_is_passed_over_and_said(run, hard, caplog):
+    place, held = run
+    damage(place / "rollback/step-00000100.dcp", hard=hard)
+    damage(place / "recovery/step-00000050.dcp")
+    state = new_state(1)
+    resumed = load_chosen(place, state, "latest")
+    assert resumed.saved.folder == "recovery/step-00000010.dcp"
+    assert equal(tensors_of(state), held[10])
+    assert list(resumed.damaged) == ["rollback/step-00000100.dcp", "recovery/step-00000050.dcp"]
+    assert "another hash" in resumed.words
+    assert ("its save was not finished" in resumed.words) == hard
+    assert "skipped a damaged checkpoint" in caplog.text
+
+
+def test_a_damaged_recovery_leaves_the_rollback_of_its_step(run):
+    damage(run[0] / "recovery/step-00000010.dcp")
+    assert load_chosen(run[0], new_state(1), 10).saved.folder == "rollback/step-00000010.dcp"
+
+
+def test_older_damage_that_did_not_matter_is_not_told(run):
+    damage(run[0] / "rollback/step-00000009.dcp", hard=True)
+    assert load_chosen(run[0], new_state(1), "latest").damaged == {}
+
+
+def test_nothing_whole_names_each_and_changes_nothing(run):
+    for folder in run[0].glob("r*/step-*"):
+        damage(folder)
+    state = new_state(1)
+    before = tensors_of(state)
+    with pytest.raises(
+        DamagedCheckpoint,
+        match=r"no requested checkpoint is intact: .*00100.*00050.*00010.*00009",
+    ):
+        load_chosen(run[0], state, "latest")
+    assert equal(before, tensors_of(state))
+
+
+def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
+    damage(run[0] / "rollback/step-00000100.dcp")
+    with pytest.raises(DamagedCheckpoint, match=r"another hash.*saved steps: 9, 10, 50, 100"):
+        load_chosen(run[0], new_state(1), 100)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        (11, NothingSaved, "has no step 11; saved steps: 9, 10, 50, 100"),
+        (
+            "newest",
+            ValueError,
+            "'newest' is neither a checkpoint nor a run: give latest, best, a step such as 500",
+        ),
+        ("{run}/rollback/step-00000012.dcp", NothingSaved, "does not exist; saved steps: 9"),
+    ],
+)
+def test_what_is_not_there_is_said_with_what_is(run, what, error, said):
+    with pytest.raises(error, match=said):
+        choose(SavedRun(run[0]), what.format(run=run[0]) if isinstance(what, str) else what)
+
+
+def test_an_empty_run_and_another_model_are_told_apart_from_damage(run, tmp_path):
+    with pytest.raises(NothingSaved, match="start the run anew"):
+        load_chosen(tmp_path / "none", new_state(), "latest")
+    import torch
+
+    with pytest.raises(StateMismatch):
+        load_chosen(run[0], new_state(build=lambda: torch.nn.Linear(2, 2)), "latest")
+
+
+def test_a_hostile_checkpoint_is_not_passed_over_in_silence(run, monkeypatch):
+    def refuse(*_, **__):
+        raise HostileCheckpoint("would run code")
+
+    monkeypatch.setattr(SavedRun, "load", refuse)
+    with pytest.raises(HostileCheckpoint):
+        load_chosen(run[0], new_state(1), "latest")

@@ -1,0 +1,107 @@
+"""What a run is made of. `python -m pytest tests/runs/test_run_facts.py`."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from curry_train.runs import history
+from curry_train.runs.history import git_state, package_versions, run_facts
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def git(folder, *words):
+    name = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", folder, *name, *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def repository(tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "train.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    return tmp_path
+
+
+def test_facts_are_json_and_say_what_a_run_needs(tmp_path):
+    found = run_facts({"steps": 3}, device=torch.device("cpu"), world_size=4, folder=tmp_path)
+    assert json.loads(json.dumps(found)) == found
+    assert list(found) == ["command", "config", "code", "environment"]
+    environment = found["environment"]
+    assert (environment["world_size"], environment["torch"]) == (4, torch.__version__)
+    assert environment["device"].startswith("cpu (")
+    assert environment["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert len(json.dumps(found)) < 50_000
+
+
+def test_no_path_of_the_machine_is_in_the_facts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, str(tmp_path / "train.py"), "steps=3"])
+    found = json.dumps(run_facts({}, device=torch.device("cpu")))
+    assert '"command": "python train.py steps=3"' in found
+    assert str(tmp_path) not in found
+    assert sys.prefix not in found
+
+
+@needs_git
+def test_a_change_of_code_is_seen_and_two_changes_are_told_apart(repository):
+    clean = git_state(repository)
+    assert (len(clean["revision"]), clean["dirty"]) == (40, False)
+    (repository / "notes.txt").write_text("no code")
+    assert git_state(repository) == clean
+    states = []
+    for text in ("a = 2\n", "a = 3\n"):
+        (repository / "train.py").write_text(text)
+        states.append(git_state(repository))
+    assert all(state["dirty"] and state["revision"] == clean["revision"] for state in states)
+    assert states[0]["changes"] != states[1]["changes"]
+
+
+@needs_git
+def test_a_new_module_that_git_does_not_know_is_a_change(repository):
+    """It is what most often makes a revision say less than it seems to."""
+    states = []
+    for text in ("b = 1\n", "b = 2\n"):
+        (repository / "new.py").write_text(text)
+        states.append(git_state(repository))
+    assert [(state["dirty"], state["added_files"]) for state in states] == [(True, 1)] * 2
+    assert states[0]["changes"] != states[1]["changes"]
+
+
+@needs_git
+def test_where_no_revision_is_is_said(tmp_path):
+    assert git_state(tmp_path) == {"revision": None, "why": "no git repository"}
+    git(tmp_path, "init", "-q")
+    assert git_state(tmp_path) == {"revision": None, "why": "nothing was committed yet"}
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (FileNotFoundError("git"), "git is not installed"),
+        (subprocess.TimeoutExpired("git", 10), "git took longer than 10 seconds"),
+        (
+            subprocess.CalledProcessError(
+                128, "git", stderr=b"fatal: dubious ownership in /home/a"
+            ),
+            "git exited with 128",
+        ),
+    ],
+)
+def test_git_that_does_not_answer_stops_no_training(tmp_path, monkeypatch, error, why):
+    def fail(*words):
+        raise error
+
+    monkeypatch.setattr(history, "_git", fail)
+    assert git_state(tmp_path) == {"revision": None, "why": why}
+
+
+def test_packages_have_one_version_each():
+    found = package_versions()
+    assert list(found) == sorted(found)
+    assert {"torch", "numpy", "click"} <= set(found)

@@ -1,0 +1,381 @@
+"""What the policy saves, keeps and gives up, on a real store. `python -m pytest tests/runs/test_saving_policy.py`."""
+
+import math
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+from store_models import CountedFiles, equal, new_state, tensors_of, train
+
+from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
+from curry_train.runs.lock import reading
+from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy_config import PolicyConfig, Retention
+from curry_train.runs.resume import NothingSaved, load_chosen
+from curry_train.runs.retention import TURNED_BACK_FILE_NAME, NoRoom, best_first, given_up
+
+OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=2, retention=Retention(3, 2))
+
+
+def steps(run, kind):
+    return [one.step for one in SavedRun(run).committed(kind)]
+
+
+def train_on(policy, state, until, *, losses=None, dev=None):
+    """Train to a step; `losses` and `dev` say what is reported of a step."""
+    saved = []
+    while state.step < until:
+        loss = train(state, 1)[0]
+        metrics = {"loss": (losses or {}).get(state.step, loss)}
+        if dev and state.step in dev:
+            metrics["dev_loss"] = dev[state.step]
+        saved += policy.after_step(state.step, state, metrics)
+    return saved
+
+
+def test_cadences_retention_and_what_after_step_returns(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        saved = train_on(policy, state, 20)
+    assert [(one.kind, one.step) for one in saved[:4]] == [
+        ("rollback", 2),
+        ("rollback", 4),
+        ("recovery", 6),
+        ("rollback", 8),
+    ]
+    assert steps(tmp_path, "rollback") == [16, 20]
+    assert steps(tmp_path, "recovery") == [12, 18]
+    assert SavedRun(tmp_path).latest().step == 20
+
+
+def test_what_two_cadences_share_is_written_once(tmp_path):
+    state, created = new_state(), []
+    train(state, 6)
+    with Store(tmp_path / "one") as store:
+        one = store.save("rollback", 6, state).num_bytes
+    files = CountedFiles(tmp_path / "two", ask=created.append)
+    with Store(tmp_path / "two", files=files) as store, SavingPolicy(store, OFTEN) as policy:
+        saved = policy.after_step(6, state, {"loss": 1.0})
+    assert [each.kind for each in saved] == ["recovery"]
+    assert sum(path.stat().st_size for path in (tmp_path / "two").rglob("*.distcp")) <= one
+
+
+def test_nan_is_saved_neither_as_latest_nor_as_best_and_rotates_nothing_out(tmp_path):
+    state = new_state()
+    dev = {4: 0.5, 8: math.nan, 10: 0.1, 12: 0.2}
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 8, dev=dev)
+        before = steps(tmp_path, "rollback"), steps(tmp_path, "recovery"), steps(tmp_path, "best-k")
+        nothing = train_on(policy, state, 40, losses=dict.fromkeys(range(9, 41), math.nan), dev=dev)
+    assert before == ([2, 4], [6], [4])
+    assert nothing == []
+    assert before == (
+        steps(tmp_path, "rollback"),
+        steps(tmp_path, "recovery"),
+        steps(tmp_path, "best-k"),
+    )
+    assert policy.notes[0] == "step 8 was not saved: dev_loss is nan"
+    assert policy.notes[1] == "step 10 was not saved: loss is nan"
+
+
+def test_a_parameter_that_is_nan_under_a_finite_loss_is_found(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 2)
+        with torch.no_grad():
+            state.model[0].weight[0, 0] = math.nan
+        assert policy.after_step(4, state, {"loss": 0.5, "dev_loss": 0.1}) == []
+        assert policy.save_now(4, state) == []
+    assert policy.notes == ["step 4 was not saved: 0.weight is not finite"] * 2
+    assert steps(tmp_path, "rollback") == [2]
+
+
+def test_best_k_holds_parameters_by_metric_and_ties_keep_the_earlier(tmp_path):
+    state, dev = new_state(), {1: 0.5, 2: 0.3, 3: 0.5, 4: 0.3, 5: 0.2, 6: 9.0, 7: math.inf}
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 7, dev=dev)
+        sizes = [one.num_bytes for one in store.committed("best-k")]
+    assert steps(tmp_path, "best-k") == [2, 5]
+    assert max(sizes) < SavedRun(tmp_path).latest().num_bytes
+    other = new_state(1)
+    with Store(tmp_path) as store:
+        resumed = SavingPolicy(store, OFTEN).resume(other, "best")
+    assert (resumed.saved.step, other.step) == (5, 0)
+    assert "parameters only" in resumed.words
+
+
+def test_resume_goes_on_and_retention_is_right_after_it(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        assert policy.resume(state) is None
+        train_on(policy, state, 11)
+        ahead = train(state, 1)
+    state = new_state(1)
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        assert policy.resume(state).saved.step == state.step == 10
+        train(state, 1)
+        assert train(state, 1) == ahead
+        policy.after_step(12, state, {})
+        train_on(policy, state, 20)
+    assert (steps(tmp_path, "rollback"), steps(tmp_path, "recovery")) == ([16, 20], [12, 18])
+
+
+def test_turning_back_gives_up_what_is_beyond_and_the_stale_never_win(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 20, dev={19: 0.1})
+        assert policy.resume(state, 16).saved.step == state.step == 16
+        assert SavedRun(tmp_path).latest().step == 16
+        train_on(policy, state, 20)
+        assert SavedRun(tmp_path).latest().step == 20
+        policy.turn_back(18)
+        assert steps(tmp_path, "rollback")[-1] == 16
+        assert SavedRun(tmp_path).latest().step == 18
+        state.step = 18
+        train_on(policy, state, 20)
+    assert SavedRun(tmp_path).latest().step == 20
+    assert steps(tmp_path, "best-k") == [19]
+    assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
+
+
+def test_a_kill_while_turning_back_does_not_bring_the_stale_back(tmp_path):
+    """Killed after the note, before any removal; then the next process finishes it at its first save."""
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 10)
+        store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            policy.resume(state, 6)
+    assert SavedRun(tmp_path).latest().step == 10
+    assert given_up(SavedRun(tmp_path).files) == {
+        "rollback/step-00000008.dcp",
+        "rollback/step-00000010.dcp",
+    }
+    state = new_state(1)
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        assert policy.resume(state).saved.step == 6
+        train_on(policy, state, 8)
+        assert steps(tmp_path, "rollback") == [8]
+        assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
+
+
+def test_a_run_begun_anew_in_a_folder_of_another_is_refused_before_it_deletes(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 6)
+    before = steps(tmp_path, "rollback"), steps(tmp_path, "recovery")
+    for first in (2, 4, 6):
+        state = new_state()
+        state.step = first - 1
+        with Store(tmp_path) as store:
+            policy = SavingPolicy(store, OFTEN)
+            with pytest.raises(
+                RunError,
+                match=rf"training is at step {first}: resume from it.*turn_back\({first - 1}\)",
+            ):
+                train_on(policy, state, first)
+    assert before == (steps(tmp_path, "rollback"), steps(tmp_path, "recovery"))
+
+
+def test_one_that_is_being_read_stays_until_it_is_not(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 2)
+        with reading(SavedRun(tmp_path).files, "rollback/step-00000002.dcp") as held:
+            assert held
+            train_on(policy, state, 12)
+            assert steps(tmp_path, "rollback") == [2, 8, 10]
+        train_on(policy, state, 14)
+    assert steps(tmp_path, "rollback") == [10, 14]
+
+
+def test_a_protected_one_stays(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        policy.protect(train_on(policy, state, 2)[0])
+        train_on(policy, state, 20)
+    assert steps(tmp_path, "rollback") == [2, 16, 20]
+
+
+def test_damage_of_the_newest_is_passed_over_and_never_counted(tmp_path):
+    state = new_state()
+    config = PolicyConfig(rollback_every=2, recovery_every=None, retention=Retention(2, 1))
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+        train_on(policy, state, 6)
+    data = next((tmp_path / "rollback/step-00000006.dcp").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-9] + b"\0wrong!!\0")
+    state = new_state(1)
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+        resumed = policy.resume(state)
+        assert resumed.saved.step == state.step == 4
+        assert "rollback/step-00000006.dcp is damaged and was skipped" in resumed.words
+        assert "another hash" in resumed.words
+        train_on(policy, state, 8)
+    assert steps(tmp_path, "rollback") == [6, 8]
+    SavedRun(tmp_path).verify("rollback/step-00000006.dcp")
+
+
+def test_no_room_says_what_is_missing_and_writes_nothing(tmp_path, monkeypatch):
+    state, usage = new_state(), namedtuple("usage", "total used free")
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 3)
+        asked = []
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: asked.append(str(path)) or usage(10**9, 10**9, 1000)
+        )
+        with pytest.raises(
+            NoRoom, match=r"1,000 bytes free.*are missing.*lower retention.rollback_keep"
+        ):
+            train_on(policy, state, 4)
+        assert asked == [str(tmp_path / "rollback")]
+        monkeypatch.undo()
+        assert [path.name for path in (tmp_path / "rollback").iterdir()] == ["step-00000002.dcp"]
+        train_on(policy, state, 6)
+    assert SavedRun(tmp_path).latest().step == 6
+
+
+def test_in_the_background_the_same_is_kept_and_what_was_committed_is_returned(tmp_path):
+    state, dev = new_state(), {5: 0.5, 8: 0.4, 9: 0.3}
+    with (
+        Store(tmp_path) as store,
+        BackgroundSaver(store) as saver,
+        SavingPolicy(store, OFTEN, saver=saver) as policy,
+    ):
+        saved = train_on(policy, state, 20, dev=dev)
+        saved += policy.save_now(20, state)
+    assert [(one.kind, one.step) for one in saved[:3]] == [
+        ("rollback", 2),
+        ("rollback", 4),
+        ("best-k", 5),
+    ]
+    assert saved[-1].step == 20
+    found = steps(tmp_path, "rollback"), steps(tmp_path, "recovery"), steps(tmp_path, "best-k")
+    assert found == ([16, 20], [12, 18], [8, 9])
+    other = new_state(1)
+    SavedRun(tmp_path).load("latest", other)
+    assert equal(tensors_of(other), tensors_of(state))
+
+
+def test_the_end_is_saved_once(tmp_path):
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 7)
+        assert [(one.kind, one.step) for one in policy.save_now(7, state)] == [("recovery", 7)]
+        assert policy.save_now(7, state) == []
+
+
+LIGHT = PolicyConfig(
+    rollback_every=2,
+    recovery_every=6,
+    best_k=2,
+    rollback_parameters_only=True,
+    retention=Retention(2, 1),
+)
+
+
+@pytest.fixture
+def light(tmp_path):
+    """A run whose rollbacks are parameters only: rollbacks 8 and 10, recovery 6, the best two of dev losses."""
+    state, dev = new_state(), {3: 0.5, 5: 0.3, 7: 0.4, 10: 0.6}
+    with Store(tmp_path) as store, SavingPolicy(store, LIGHT) as policy:
+        saved = train_on(policy, state, 11, dev=dev)
+    return tmp_path, state, saved
+
+
+def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
+    """By number among themselves: neither do they push out a best, nor does their step count as a metric."""
+    folder, _, saved = light
+    assert (steps(folder, "rollback"), steps(folder, "recovery")) == ([], [6])
+    held = SavedRun(folder).committed("best-k")
+    assert [one.step for one in held if one.serves_as == "rollback"] == [8, 10]
+    assert [one.step for one in best_first(held, LIGHT)] == [5, 7]
+    assert [one.step for one in saved if one.serves_as == "rollback"] == [
+        2,
+        4,
+        8,
+        10,
+    ]  # 6 is a recovery, which counts
+    recovery = SavedRun(folder).latest()
+    assert all(one.num_bytes < recovery.num_bytes / 2 for one in held)
+
+
+def test_latest_and_best_never_mean_a_rollback_of_parameters(light):
+    folder, _, _ = light
+    assert SavedRun(folder).latest().step == 6
+    assert (folder / "latest").resolve().name == "step-00000006.dcp"
+    assert load_chosen(folder, new_state(1), "latest", config=LIGHT).saved.step == 6
+    assert load_chosen(folder, new_state(1), "best", config=LIGHT).saved.step == 5
+
+
+def test_a_run_does_not_go_on_from_parameters_and_what_is_missing_is_said(light):
+    folder, _, _ = light
+    said = "step 10 has parameters only, without optimizer, generators and position.*saved steps: 6"
+    with pytest.raises(NothingSaved, match=said), Store(folder) as store:
+        SavingPolicy(store, LIGHT).resume(new_state(1), 10)
+    other = new_state(1)
+    resumed = load_chosen(
+        folder, other, f"{folder}/best-k/rollback-10-step-00000010.dcp", config=LIGHT
+    )
+    assert "parameters only: optimizer, generators and position are as they were" in resumed.words
+    assert other.step == 0
+    with pytest.raises(NothingSaved, match="has no step 9"):
+        load_chosen(folder, new_state(1), 9)
+
+
+def test_rollbacks_of_parameters_beyond_a_rollback_are_given_up_with_their_line(light):
+    folder, state, _ = light
+    with Store(folder) as store, SavingPolicy(store, LIGHT) as policy:
+        assert policy.resume(state, 6).saved.step == 6
+        assert [one.step for one in store.committed("best-k")] == [5, 7]
+        train_on(policy, state, 8)
+        assert sorted(one.step for one in store.committed("best-k")) == [5, 7, 8]
+
+
+@pytest.fixture
+def on_a_clock(tmp_path, monkeypatch):
+    """A policy on a clock that only steps, of a second, and saves move; the disk is said to take 2 s for a save, and
+    takes 2. Gives the policy, its state, and what trains so many steps and returns those that were saved."""
+    clock = [100.0]
+    monkeypatch.setattr("curry_train.runs.cadence.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("curry_train.runs.cadence.expected_seconds", lambda files, size: 2.0)
+    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=0.1)
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+        plain, state = store.save, new_state()
+        monkeypatch.setattr(
+            store, "save", lambda *a, **k: clock.__setitem__(0, clock[0] + 2.0) or plain(*a, **k)
+        )
+
+        def train_steps(number):
+            saved = []
+            for _ in range(number):
+                clock[0] += 1.0
+                train(state, 1)
+                saved += [one.step for one in policy.after_step(state.step, state, {"loss": 1.0})]
+            return saved
+
+        yield policy, state, train_steps
+
+
+def test_an_automatic_cadence_saves_within_its_bound_from_the_first_on(on_a_clock):
+    _, _, train_steps = on_a_clock
+    assert train_steps(60) == [40, 60]  # 4 s are to be earned, 2 are spent
+
+
+def test_an_automatic_cadence_goes_on_after_it_turned_back(on_a_clock):
+    """At once, and not where it was when it turned back."""
+    policy, state, train_steps = on_a_clock
+    assert train_steps(50) == [40]
+    policy.save_now(state.step, state)
+    assert train_steps(60)
+    assert policy.resume(state, 40).saved.step == 40
+    assert min(train_steps(60)) < 70
+
+
+def test_an_object_store_keeps_the_same(tmp_path, request):
+    url, state = f"memory://{request.node.name}", new_state()
+    with Store(url) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 10)
+        policy.resume(state, 8)
+        train_on(policy, state, 10)
+    assert (steps(url, "rollback"), steps(url, "recovery")) == ([8, 10], [6])

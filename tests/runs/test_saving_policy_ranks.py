@@ -1,0 +1,99 @@
+"""Two ranks decide as one: what is due, what is healthy, what stays, where to go on.
+
+python -m pytest tests/runs/test_saving_policy_ranks.py
+"""
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from store_models import equal, new_state, tensors_of, train
+from test_store_ranks import sharded
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.runs import BackgroundSaver, RunError, Store
+from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy_config import PolicyConfig, Retention
+
+AUTOMATIC = PolicyConfig(
+    rollback_every="auto", recovery_every=None, overhead=1.0, retention=Retention(50, 3)
+)
+OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=1, retention=Retention(2, 1))
+
+
+def train_on(policy, state, until, **metrics):
+    for _ in range(state.step, until):
+        train(state, 1)
+        policy.after_step(state.step, state, {"loss": 1.0} | metrics)
+
+
+def on_two_ranks(folder):
+    rank, found = dist.get_rank(), {}
+    state = new_state(5, build=sharded)
+    with Store(f"{folder}/run") as store, SavingPolicy(store, OFTEN) as policy:
+        found["new"] = policy.resume(state) is None
+        train_on(policy, state, 8, dev_loss=0.5)
+        held = tensors_of(state)
+        train_on(policy, state, 10, dev_loss=math.nan if rank else 0.1)  # on one rank alone
+        with torch.no_grad():
+            kept = state.model[0].weight.to_local().clone()
+            state.model[0].weight.to_local().fill_(math.nan if rank else 0.0)  # a shard of one rank
+            policy.after_step(12, state, {"loss": 1.0})
+            state.model[0].weight.to_local().copy_(kept)
+        found["notes"] = policy.notes
+        found["kept"] = [
+            [kind, one.step]
+            for kind in ("rollback", "recovery", "best-k")
+            for one in store.committed(kind)
+        ]
+        state.step = 12
+        train_on(policy, state, 14)
+    if rank == 0:
+        path = next(
+            Path(folder, "run/rollback/step-00000014.dcp").glob("__1_*.distcp")
+        )  # the second rank reads it
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    dist.barrier()
+    other = new_state(9, build=sharded)
+    with Store(f"{folder}/run") as store, BackgroundSaver(store) as saver:
+        policy = SavingPolicy(store, AUTOMATIC, saver=saver)
+        resumed = policy.resume(other)
+        found["resumed"] = [
+            resumed.saved.step,
+            list(resumed.damaged),
+            equal(tensors_of(other), held),
+        ]
+        train_on(policy, other, 26)
+        policy.save_now(26, other)
+        found["automatic"] = (
+            [one.step for one in store.committed("rollback")][-1] > 14,
+            store.latest().step,
+        )
+        policy.turn_back(8)
+        found["back"] = store.latest().step
+    with Store(f"{folder}/run") as store:
+        try:
+            train_on(SavingPolicy(store, OFTEN), new_state(5, build=sharded), 2)
+        except RunError as error:
+            found["anew"] = "resume from it" in str(error)
+    return found
+
+
+def test_two_ranks_decide_as_one(tmp_path):
+    first, second = run_on_ranks(f"{__file__}:on_two_ranks", folder=str(tmp_path))
+    assert first == second
+    assert first["new"]
+    assert first["notes"] == [
+        "step 9 was not saved: dev_loss is nan",
+        "step 10 was not saved: dev_loss is nan",
+        "step 12 was not saved: 0.weight is not finite",
+    ]
+    assert first["kept"] == [["rollback", 8], ["recovery", 6], ["best-k", 1]]
+    assert first["resumed"] == [8, ["rollback/step-00000014.dcp"], True]
+    assert first["automatic"][0]
+    assert first["automatic"][1] == 26
+    assert first["back"] == 8
+    assert first["anew"]

@@ -1,0 +1,414 @@
+"""The whole state comes back to the bit, whatever is around the model, and what does not fit is refused whole.
+
+python -m pytest tests/runs/test_state.py
+"""
+
+import random
+
+import numpy
+import pytest
+import torch
+from store_models import WIDTH, equal, network, new_state, tensors_of, train
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import lr_scheduler
+
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.runs import StateMismatch, Store, TrainingState
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path) as opened:
+        yield opened
+
+
+def goes_on_alike(store, make, *, steps=2, act=train):
+    """Save after some steps, load into another, and compare state and the steps that follow."""
+    state, other = make(seed=0), make(seed=1)
+    act(state, steps)
+    saved = store.save("rollback", 1, state)
+    expected, ahead = tensors_of(state), act(state, 3)
+    report = store.load(saved, other)
+    assert equal(tensors_of(other), expected)
+    assert act(other, 3) == ahead
+    assert equal(tensors_of(other), tensors_of(state))
+    return report
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.embed(x)))
+
+
+def frozen():
+    model = network()
+    model[0].requires_grad_(False)
+    return model
+
+
+def half():
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4)).to(torch.bfloat16)
+
+
+class Cast(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.to(torch.bfloat16))
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": getattr(self, "calls", (1, 2)), "scale": float("inf")}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        network,
+        Tied,
+        frozen,
+        lambda: Cast(half()),
+        lambda: nn.Sequential(WithExtra(WIDTH, 4)),
+        lambda: network().to(memory_format=torch.contiguous_format),
+    ],
+    ids=["plain", "tied", "frozen", "bfloat16", "extra state", "contiguous"],
+)
+def test_every_model_goes_on_alike(store, build):
+    assert goes_on_alike(store, lambda seed: new_state(seed, build=build)).exact
+
+
+def test_a_tied_weight_is_on_the_disk_once(store):
+    state = new_state(build=Tied)
+    assert set(state.snapshot().ties.items()) == {("model.head.weight", "model.embed.weight")}
+    assert "model.head.weight" not in state.snapshot().tensors
+    saved = store.save("rollback", 1, state)
+
+    def untied():
+        model = Tied()
+        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        return model
+
+    with pytest.raises(
+        StateMismatch,
+        match=r"head.weight was one tensor with model.embed.weight and is a tensor of its",
+    ):
+        store.load(saved, new_state(build=untied))
+
+
+def wrapped(kind):
+    def build():
+        model = network()
+        if kind == "compiled":
+            return torch.compile(model, backend="eager")
+        if kind == "compiled block":
+            model[0] = torch.compile(model[0], backend="eager")
+        if kind == "data parallel":
+            return nn.DataParallel(model)
+        if kind == "torch's checkpoint wrapper":
+            model[3] = checkpoint_wrapper(model[3])
+        if kind == "recompute":
+            recompute_blocks(model, blocks="[03]")
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["compiled", "compiled block", "data parallel", "torch's checkpoint wrapper", "recompute"],
+)
+def test_no_wrapper_is_in_a_name(store, kind):
+    """And so what was saved of one is loaded into any other."""
+    plain, state = new_state(), new_state(build=wrapped(kind))
+    train(state, 1)
+    assert state.snapshot().tensors.keys() - plain.snapshot().tensors.keys() == {
+        name for name in state.snapshot().tensors if name.startswith("optimizer.")
+    }
+    train(plain, 1)
+    assert state.snapshot().tensors.keys() == plain.snapshot().tensors.keys()
+    saved = store.save("rollback", 1, state)
+    store.load(saved, plain)
+    assert equal(tensors_of(plain), tensors_of(state))
+    store.load(saved, new_state(seed=1, build=wrapped(kind)))
+    store.load(store.save("best-k", 1, state, metric=("dev_loss", 1.0)), new_state(seed=1))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_every_optimizer_goes_on_alike(store, name, steps):
+    """Before its first step as well, when it has no state."""
+
+    def make(seed):
+        state = new_state(seed)
+        state.parts.clear()
+        state.optimizers = [OPTIMIZERS[name](list(state.model.parameters()))]
+        return state
+
+    goes_on_alike(store, make, steps=steps)
+
+
+def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
+    def make(seed):
+        return new_state(seed, build=lambda: Cast(half()))
+
+    state = make(0)
+    train(state, 1)
+    for entry in state.optimizers[0].state.values():
+        entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
+    saved, other = store.save("rollback", 1, state), make(1)
+    store.load(saved, other)
+    assert equal(tensors_of(other), tensors_of(state))
+    assert tensors_of(other)["optimizer.0.model.0.weight.exp_avg"].dtype is torch.float32
+
+
+def test_why_torchs_own_optimizer_state_is_not_used():
+    """When either is no longer so, optimizer_state may become shorter."""
+    model = half()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = get_optimizer_state_dict(model, optimizer)
+    assert found["state"]["0.weight"]["step"] == 1  # and no step was taken
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].float()
+    optimizer.load_state_dict(state)
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.bfloat16
+
+
+SCHEDULERS = {
+    "steps": lambda o: lr_scheduler.MultiStepLR(o, [1, 2, 2, 4]),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "in turn": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_schedule_goes_on_alike(store, name):
+    def make(seed):
+        state = new_state(seed)
+        state.parts["scheduler-0"] = SCHEDULERS[name](state.optimizers[0])
+        return state
+
+    goes_on_alike(store, make)
+
+
+def test_scaler_extra_parts_and_generators_go_on(store):
+    def make(seed):
+        state = new_state(seed)
+        average = torch.optim.swa_utils.AveragedModel(state.model)
+        generator = torch.Generator().manual_seed(seed)
+        scaler = torch.amp.GradScaler("cpu", init_scale=float(2 ** (seed + 3)))
+        return TrainingState(
+            state.model,
+            state.optimizers,
+            [state.parts["scheduler-0"]],
+            scaler,
+            extra={"average": average},
+            generators={"data": generator},
+        )
+
+    state, other = make(0), make(1)
+    train(state, 2)
+    state.parts["extra-average"].update_parameters(state.model)
+    torch.rand(3, generator=state.generators["data"])
+    store.load(store.save("recovery", 2, state), other)
+    assert equal(tensors_of(other), tensors_of(state))
+    assert other.parts["scaler"].state_dict() == state.parts["scaler"].state_dict()
+    assert torch.equal(
+        torch.rand(3, generator=other.generators["data"]),
+        torch.rand(3, generator=state.generators["data"]),
+    )
+    assert (other.step, other.position) == (2, 12)
+
+
+def test_every_generator_goes_on(store):
+    state = new_state()
+    saved = store.save("rollback", 1, state)
+
+    def drawn():
+        return (
+            torch.rand(1).item(),
+            random.random(),
+            random.gauss(0, 1),
+            numpy.random.rand(),
+            numpy.random.randn(),
+        )
+
+    random.gauss(0, 1)  # leaves a second number for later
+    saved = store.save("rollback", 2, state)
+    expected = drawn()
+    store.load(saved, new_state(seed=1))
+    assert drawn() == expected
+    drawn()
+    other = new_state(seed=1)
+    store.load(saved, other)
+    iter(torch.utils.data.DataLoader([1, 2], shuffle=True)).__next__()  # draws a seed
+    other.restore_random()
+    assert drawn() == expected
+
+
+def test_gradients_between_two_steps_go_on(store):
+    def half_a_window(state):
+        state.model(torch.randn(6, WIDTH)).square().mean().backward()
+        state.microstep = 1
+
+    state, other = new_state(), new_state(seed=1)
+    train(state, 1)
+    half_a_window(state)
+    saved = store.save("rollback", 1, state)
+    ahead = train(state, 2)
+    store.load(saved, other)
+    assert other.microstep == 1
+    assert train(other, 2) == ahead
+
+
+def test_a_load_without_gradients_clears_those_that_are_there(store):
+    state, other = new_state(), new_state(seed=1)
+    saved = store.save("rollback", 1, state)
+    other.model(torch.randn(6, WIDTH)).mean().backward()
+    store.load(saved, other)
+    assert all(parameter.grad is None for parameter in other.model.parameters())
+
+
+def wider():
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)
+    )
+
+
+def shorter():
+    return nn.Sequential(*list(network())[:3])
+
+
+def longer():
+    return nn.Sequential(*network(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (wider, r"model.3.weight was \[4, 16\] and is \[5, 16\]"),
+        (shorter, "only in the checkpoint: model.3.bias, model.3.weight"),
+        (longer, "missing in the checkpoint: model.4.bias, model.4.weight"),
+        (lambda: network().double(), "model.0.weight was torch.float32 and is torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["rollback", "best-k"])
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, said, kind):
+    state = new_state()
+    metric = ("dev_loss", 1.0) if kind == "best-k" else None
+    saved = store.save(kind, 1, state, metric=metric)
+    other = new_state(seed=1, build=build)
+    before = tensors_of(other)
+    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match \(\d+%\).*{said}"):
+        store.load(saved, other)
+    assert equal(tensors_of(other), before)
+    report = store.load(saved, other, strict=False)
+    assert 0 <= report.ratio < 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.optimizers.clear(), "only in the checkpoint: optimizer 0"),
+        (lambda s: s.parts.clear(), "only in the checkpoint: scheduler-0"),
+        (
+            lambda s: s.parts.update(scaler=torch.amp.GradScaler("cpu")),
+            "missing in the checkpoint: scaler",
+        ),
+        (
+            lambda s: s.optimizers.append(torch.optim.SGD(s.model.parameters())),
+            "missing in the checkpoint: optimizer 1",
+        ),
+    ],
+)
+def test_parts_that_are_not_the_saved_ones_are_refused(store, change, said):
+    state = new_state()
+    train(state, 1)
+    saved, other = store.save("rollback", 1, state), new_state(seed=1)
+    change(other)
+    with pytest.raises(StateMismatch, match=said):
+        store.load(saved, other)
+
+
+def test_another_optimizer_or_other_groups_are_refused(store):
+    state = new_state()
+    train(state, 1)
+    saved, other = store.save("rollback", 1, state), new_state(seed=1)
+    other.optimizers = [torch.optim.SGD(other.model.parameters())]
+    with pytest.raises(StateMismatch, match="the state is of AdamW, but the optimizer is SGD"):
+        store.load(saved, other)
+    other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
+    with pytest.raises(
+        StateMismatch, match=r"groups of \[6\] parameters and has \[5\], with .* such as 0.weight"
+    ):
+        store.load(saved, other)
+
+
+def test_what_differs_without_harm_is_said(store):
+    state = new_state(config={"lr": 0.1, "name": "a"})
+    saved = store.save("rollback", 1, state)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        report = store.load(saved, new_state(config={"lr": 0.2, "name": "a"}))
+    finally:
+        torch.set_num_threads(threads)
+    assert report.notes[0].startswith(f"saved with {threads} threads, but {threads + 1} are set")
+    assert report.notes[1:] == ["the configuration differs in lr"]
+
+
+def test_state_that_json_can_not_hold_is_named():
+    class Odd:
+        def state_dict(self):
+            return {"inner": [object()]}
+
+    state = new_state(extra={"odd": Odd()})
+    with pytest.raises(
+        ValueError, match=r"part.extra-odd.inner.0 is a object, which JSON can't hold"
+    ):
+        state.snapshot()
+
+
+def test_a_parameter_that_the_model_does_not_have_is_refused():
+    state = new_state()
+    state.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(3))])]
+    with pytest.raises(
+        ValueError,
+        match=r"group 0 of SGD has a parameter of shape \[3\] that the model does not have",
+    ):
+        state.snapshot()

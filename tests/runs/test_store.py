@@ -1,0 +1,252 @@
+"""Checkpoints are committed whole, found by number, named as promised, and read by torch's own tools.
+
+python -m pytest tests/runs/test_store.py
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from store_models import equal, new_state, tensors_of, train
+
+from curry_train.runs import DamagedCheckpoint, SavedRun, SaveError, StepExists, Store
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.layout import Metric, folder_name, read_manifest, step_of
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path) as opened:
+        yield opened
+
+
+def test_a_saved_state_is_loaded_to_the_bit_and_goes_on_alike(store):
+    state = new_state()
+    train(state, 3)
+    saved = store.save("rollback", state.step, state)
+    expected, ahead = tensors_of(state), train(state, 3)
+    other = new_state(seed=1)
+    report = store.load(saved, other)
+    assert equal(tensors_of(other), expected)
+    assert train(other, 3) == ahead
+    assert (report.ratio, report.notes) == (1.0, [])
+
+
+def test_folders_are_named_as_promised(store, tmp_path):
+    state = new_state()
+    paths = [
+        store.save("rollback", 500, state).folder,
+        store.save("recovery", 1000, state).folder,
+        store.save("best-k", 450, state, metric=("dev_loss", 0.4375)).folder,
+    ]
+    assert paths == [
+        "rollback/step-00000500.dcp",
+        "recovery/step-00001000.dcp",
+        "best-k/dev_loss-0.4375-step-00000450.dcp",
+    ]
+    assert all((tmp_path / path / "manifest.json").is_file() for path in paths)
+    assert str((tmp_path / "latest").readlink()) == "recovery/step-00001000.dcp"
+
+
+def test_steps_are_numbers_and_not_text(store):
+    state = new_state()
+    for step in (100_000_000, 99_999_999, 5):
+        store.save("rollback", step, state)
+    assert [saved.step for saved in store.committed("rollback")] == [5, 99_999_999, 100_000_000]
+    assert store.latest().step == 100_000_000
+
+
+def test_at_one_step_recovery_is_newer_than_rollback(store):
+    state = new_state()
+    store.save("recovery", 7, state)
+    store.save("rollback", 7, state)
+    assert store.latest().kind == "recovery"
+
+
+@pytest.mark.parametrize("value", [0.4375, -1.5, 1e-9, 3e12, 0.0, 100.0])
+def test_a_metric_comes_back_as_the_number_it_was(value):
+    name = folder_name("best-k", 12, Metric("dev_loss", value)).partition("/")[2]
+    assert step_of("best-k", name) == 12
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_checkpoint_is_best_by_a_metric_that_is_no_number(store, value):
+    with pytest.raises(ValueError, match="can't rank checkpoints"):
+        store.save("best-k", 1, new_state(), metric=("dev_loss", value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("weekly", 1, None), "no kind of checkpoint 'weekly'"),
+        (("rollback", -1, None), "whole number from 0, got -1"),
+        (("rollback", 1.5, None), "whole number"),
+        (("best-k", 1, None), "needs a metric"),
+        (("rollback", 1, ("loss", 1.0)), "other kinds take none"),
+        (("best-k", 1, ("dev/loss", 1.0)), "letters, digits"),
+    ],
+)
+def test_what_can_not_be_named_is_refused(store, arguments, said):
+    kind, step, metric = arguments
+    with pytest.raises(ValueError, match=said):
+        store.save(kind, step, new_state(), metric=metric)
+
+
+def test_a_valid_checkpoint_is_never_written_into(store):
+    state = new_state()
+    saved = store.save("rollback", 1, state)
+    before = store.verify(saved)
+    with pytest.raises(StepExists, match="discard it first"):
+        store.save("rollback", 1, new_state(seed=1))
+    assert store.verify(saved) == before
+    store.discard(saved)
+    assert store.committed("rollback") == []
+    store.save("rollback", 1, new_state(seed=1))
+
+
+def test_a_damaged_checkpoint_in_the_way_is_replaced(store, tmp_path):
+    state = new_state()
+    saved = store.save("rollback", 1, state)
+    (tmp_path / saved.folder / "state.json").unlink()
+    assert store.committed("rollback") == []
+    assert "state.json is missing" in store.damaged("rollback")[saved.folder]
+    store.verify(store.save("rollback", 1, state))
+
+
+def test_latest_follows_what_is_saved_and_discarded(store, tmp_path):
+    state = new_state()
+    first, second = store.save("rollback", 1, state), store.save("recovery", 2, state)
+    store.save("best-k", 3, state, metric=("dev_loss", 1.0))
+    assert (
+        str((tmp_path / "latest").readlink()) == second.folder
+    )  # best-K holds nothing to resume from
+    store.discard(second)
+    assert str((tmp_path / "latest").readlink()) == first.folder
+    store.discard(first)
+    assert not (tmp_path / "latest").is_symlink()
+    with pytest.raises(DamagedCheckpoint, match="nothing to resume from"):
+        store.load("latest", state)
+
+
+def test_where_links_are_not_allowed_latest_is_a_file(tmp_path, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("pathlib.Path.symlink_to", refused)
+    with Store(tmp_path) as store:
+        state = new_state()
+        for step in (1, 2):
+            store.save("rollback", step, state)
+        assert (tmp_path / "latest").read_text() == "rollback/step-00000002.dcp\n"
+        store.load("latest", state)
+
+
+def test_where_folders_can_not_be_renamed_the_manifest_commits(tmp_path):
+    state = new_state()
+    with Store(tmp_path, files=LocalFiles(tmp_path, renames=False)) as store:
+        saved = store.save("rollback", 1, state)
+        store.verify(saved)
+        (tmp_path / "rollback/step-00000002.dcp").mkdir()
+        (tmp_path / "rollback/step-00000002.dcp/__0_0.distcp").write_bytes(b"half")
+        assert [saved.step for saved in store.committed("rollback")] == [1]
+        assert store.sweep() == ["rollback/step-00000002.dcp"]
+        store.save("rollback", 2, state)
+
+
+def test_torchs_own_load_reads_what_is_saved(store):
+    state = new_state()
+    train(state, 2)
+    saved = store.save("recovery", 2, state)
+    expected = tensors_of(state)
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about running without ranks
+        dcp.load(
+            found,
+            checkpoint_id=saved.location,
+            planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+        )
+    assert equal(found, expected)
+
+
+def test_another_run_is_read_while_it_is_written(tmp_path):
+    with Store(tmp_path / "first") as first:
+        state = new_state()
+        saved = first.save("rollback", 4, state)
+        reader, other = SavedRun(tmp_path / "first"), new_state(seed=1)
+        reader.load("latest", other)
+        assert equal(tensors_of(other), tensors_of(state))
+        assert reader.values(saved)["step"] == 0
+        assert reader.folder_of(saved.location) == saved.folder
+        with pytest.raises(ValueError, match="make a SavedRun of that run's folder"):
+            SavedRun(tmp_path / "second").load(saved.location, other)
+
+
+@pytest.mark.parametrize(
+    "path", ["../other/rollback/step-00000001.dcp", "rollback/../../x", "/etc/passwd", "best-k/x"]
+)
+def test_only_checkpoints_of_this_run_are_loaded(store, path):
+    with pytest.raises(ValueError, match="is not a checkpoint of"):
+        store.load(path, new_state())
+
+
+def test_without_xxhash_the_standard_library_hashes(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with Store(tmp_path) as store:
+        saved = store.save("rollback", 1, new_state())
+        assert read_manifest(store.files, saved.folder).algorithm == "blake2b"
+        store.verify(saved)
+
+
+def test_a_missing_xxhash_is_named_when_it_is_needed(tmp_path, monkeypatch):
+    with Store(tmp_path, algorithm="xxh3_128") as store:
+        saved = store.save("rollback", 1, new_state())
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+        with pytest.raises(RuntimeError, match="pip install xxhash"):
+            store.verify(saved)
+
+
+def test_equal_states_are_equal_files(store, tmp_path):
+    """No path, date or identity of the machine is among what is hashed."""
+    state = new_state()
+    first, second = store.save("rollback", 1, state), store.save("rollback", 2, state)
+    names = [".metadata", "__0_0.distcp", "state.json"]
+    assert all(
+        (tmp_path / first.folder / name).read_bytes()
+        == (tmp_path / second.folder / name).read_bytes()
+        for name in names
+    )
+    assert str(tmp_path).encode() not in (tmp_path / first.folder / ".metadata").read_bytes()
+
+
+def test_state_beside_the_tensors_is_json(store, tmp_path):
+    saved = store.save("rollback", 1, new_state(config={"lr": 0.01, "name": "x"}))
+    content = json.loads((tmp_path / saved.folder / "state.json").read_text())
+    assert content["values"]["config"] == {"lr": 0.01, "name": "x"}
+
+
+def test_a_save_without_room_for_it_says_so_before_it_writes(store, monkeypatch):
+    first = store.save("rollback", 1, new_state())
+    monkeypatch.setattr(store.files, "free_bytes", lambda: 1000)
+    with pytest.raises(
+        SaveError,
+        match=r"has 1,000 bytes left.*the newest intact checkpoint is step 1 \(rollback\)",
+    ):
+        store.save("rollback", 2, new_state())
+    assert store.sweep() == []
+    assert store.committed("rollback") == [first]
+
+
+def test_importing_the_package_imports_neither_torch_nor_fsspec():
+    code = "import sys, curry_train.runs; print([name for name in ('torch', 'fsspec', 'xxhash') if name in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,232 @@
+"""A save in the background is of one moment, alone, and heard of when it fails; nothing of it stays behind.
+
+python -m pytest tests/runs/test_store_background.py
+"""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from house import ROOT
+from store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
+
+from curry_train.runs import BackgroundSaver, SaveError, Store
+from curry_train.runs.background import Staging
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").glob("*")}
+
+
+def slowly(operation):
+    time.sleep(0.02)
+
+
+def threads():
+    return {
+        line.split()[1]
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if "Threads:" in line
+    }
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path) as opened:
+        yield opened
+
+
+def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path):
+    """The disk is slow, and every step that is trained meanwhile would tear a save that read the live tensors."""
+    state = new_state()
+    train(state, 2)
+    with (
+        Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,
+        BackgroundSaver(store) as saver,
+    ):
+        expected = tensors_of(state)
+        saver.save("rollback", 2, state)
+        trained = 0
+        while saver.busy:
+            train(state, 1)
+            trained += 1
+        saved = saver.finish()
+        assert trained >= 3
+        other = new_state(seed=1)
+        store.load(saved, other)
+        assert equal(tensors_of(other), expected)
+
+
+def test_saves_that_follow_at_once_are_each_of_their_own_moment(store):
+    """Buffers are used again, so the second has to wait for the first."""
+    state = new_state()
+    expected = {}
+    with BackgroundSaver(store) as saver:
+        for step in range(1, 6):
+            train(state, 1)
+            expected[step] = tensors_of(state)
+            saver.save("rollback", step, state)
+    for saved in store.committed("rollback"):
+        other = new_state(seed=1)
+        store.load(saved, other)
+        assert equal(tensors_of(other), expected.pop(saved.step))
+    assert not expected
+
+
+def test_the_optimizer_waits_for_the_copies_by_itself(store, monkeypatch):
+    """Without the hook a step while the copies are made is in the checkpoint: the planted fault below is seen."""
+    state = new_state()
+    train(state, 1)
+    copy = Staging._copy_all
+
+    def slow(self, *, non_blocking):
+        time.sleep(0.3)
+        copy(self, non_blocking=non_blocking)
+
+    monkeypatch.setattr(Staging, "_copy_all", slow)
+
+    def saved_while_training(step):
+        expected = tensors_of(state)
+        with BackgroundSaver(store) as saver:
+            saver.save("rollback", step, state)
+            train(state, 1)
+            saved = saver.finish()
+        other = new_state(seed=1)
+        store.load(saved, other)
+        return equal(tensors_of(other), expected)
+
+    assert saved_while_training(1)
+    monkeypatch.setattr(Staging, "wait", lambda self: None)
+    assert not saved_while_training(2)
+
+
+def test_a_state_without_optimizers_is_copied_before_save_returns(store):
+    state = new_state()
+    state.optimizers = []
+    with BackgroundSaver(store) as saver:
+        expected = tensors_of(state)
+        saver.save("rollback", 1, state)
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.zero_()
+        saved = saver.finish()
+    other = new_state(seed=1)
+    other.optimizers = []
+    store.load(saved, other)
+    assert equal(tensors_of(other), expected)
+
+
+def failing(tmp_path):
+    files = CountedFiles(tmp_path)
+    store = Store(tmp_path, files=files)
+    store.open()
+    files.ask = At(6, fail(OSError(28, "No space left on device")))
+    return store
+
+
+def until_it_ended(saver):
+    while saver.busy:
+        time.sleep(0.01)
+
+
+def test_an_error_comes_up_at_the_next_step(tmp_path):
+    state = new_state()
+    with failing(tmp_path) as store, BackgroundSaver(store) as saver:
+        saver.save("rollback", 1, state)
+        until_it_ended(saver)
+        with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*No space left"):
+            train(state, 1)
+        train(state, 1)  # it was said once
+        store.files.ask = lambda operation: None
+        saver.save("rollback", 2, state)
+        assert saver.finish().step == 2
+
+
+@pytest.mark.parametrize("call", ["finish", "close", "save"])
+def test_an_error_comes_up_at_the_next_call(tmp_path, call):
+    state = new_state()
+    with failing(tmp_path) as store:
+        saver = BackgroundSaver(store)
+        saver.save("rollback", 1, state)
+        arguments = ("rollback", 2, state) if call == "save" else ()
+        with pytest.raises(SaveError, match="No space left"):
+            getattr(saver, call)(*arguments)
+        saver.close()
+
+
+def test_an_error_of_the_training_is_not_hidden_by_one_of_the_save(tmp_path, caplog):
+    def trained(store):
+        with BackgroundSaver(store) as saver:
+            saver.save("rollback", 1, new_state())
+            raise ZeroDivisionError
+
+    with failing(tmp_path) as store, pytest.raises(ZeroDivisionError):
+        trained(store)
+    assert "No space left" in caplog.text
+
+
+AT_EXIT = """
+import sys
+sys.path[:0] = {paths}
+from curry_train.runs import BackgroundSaver, Store
+from store_models import At, CountedFiles, fail, new_state
+files = CountedFiles({root!r})
+store = Store({root!r}, files=files)
+store.open()
+files.ask = At({number}, fail(OSError(28, "No space left on device")))
+saver = BackgroundSaver(store)
+saver.save("rollback", 1, new_state())
+"""
+
+
+@pytest.mark.parametrize("number", [6, None])
+def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path, number):
+    paths = [str(ROOT / "template"), str(ROOT / "tests/runs")]
+    code = AT_EXIT.format(paths=paths, root=str(tmp_path), number=number)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    if number is None:
+        assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
+    else:
+        assert "SaveError: a save in the background failed, and no later call raised" in done.stderr
+
+
+def test_nothing_stays_behind(store):
+    state = new_state()
+    store.save("rollback", 3, state)  # torch starts threads of its own at its first work
+    before, shared = (threading.active_count(), threads()), shared_memory()
+    with BackgroundSaver(store) as saver:
+        for step in (1, 2):
+            saver.save("rollback", step, state)
+    gc.collect()
+    assert (threading.active_count(), threads()) == before
+    assert shared_memory() <= shared
+    assert not state.optimizers[0]._optimizer_step_pre_hooks
+    assert saver._staging._buffers == []
+
+
+def test_buffers_follow_tensors_that_change_their_shape():
+    staging = Staging()
+    for shapes in ([(2,), (3, 4)], [(2,), (3, 5), (1,)], [(7,)]):
+        sources = [torch.randn(shape) for shape in shapes]
+        staging.begin(sources)
+        copies = list(staging.copy())
+        assert all(map(torch.equal, copies, sources))
+        assert len(copies) == len(sources)
+
+
+def test_best_and_sweep_while_a_save_runs(tmp_path):
+    """What another call removes as a leftover must not be the save that is being written."""
+    state = new_state()
+    with (
+        Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,
+        BackgroundSaver(store) as saver,
+    ):
+        saver.save("best-k", 1, state, metric=("dev_loss", 1.0))
+        while saver.busy:
+            assert store.sweep() == []
+        store.verify(saver.finish())

@@ -1,0 +1,162 @@
+"""Whatever changed since the save is found before anything is loaded.
+
+python -m pytest tests/runs/test_store_damage.py
+"""
+
+import os
+import random
+import shutil
+
+import pytest
+from store_models import equal, new_state, tensors_of
+
+from curry_train.runs import DamagedCheckpoint, Store
+from curry_train.runs.layout import parse_manifest
+
+KINDS = {"rollback": None, "best-k": ("dev_loss", 0.25)}
+
+
+@pytest.fixture(params=KINDS)
+def saved(request, tmp_path):
+    """A store, a checkpoint in it, and its folder."""
+    with Store(tmp_path) as store:
+        found = store.save(request.param, 7, new_state(), metric=KINDS[request.param])
+        yield store, found, tmp_path / found.folder
+
+
+def refused(store, saved, said=""):
+    """Found by `verify` and by `load`, which changes nothing."""
+    state = new_state(seed=1)
+    before = tensors_of(state)
+    with pytest.raises(DamagedCheckpoint, match=said):
+        store.verify(saved)
+    with pytest.raises(DamagedCheckpoint, match=said):
+        store.load(saved, state)
+    assert equal(tensors_of(state), before)
+
+
+def test_every_flipped_bit_is_found(saved):
+    """Over each file, its first and last bytes among them."""
+    store, found, folder = saved
+    generator, missed, flips = random.Random(0), [], 0
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        places = {0, len(data) - 1, *(generator.randrange(len(data)) for _ in range(100))}
+        for place in places:
+            bit = generator.randrange(8)
+            path.write_bytes(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+            flips += 1
+            try:
+                store.verify(found)
+            except DamagedCheckpoint:
+                continue
+            missed.append((path.name, place, bit))
+        path.write_bytes(data)
+    assert (missed, flips >= 250) == ([], True)
+    store.verify(found)
+
+
+def test_every_bit_of_the_manifest_counts(saved):
+    _, _, folder = saved
+    data = (folder / "manifest.json").read_bytes()
+    for place in range(len(data)):
+        for bit in range(8):
+            with pytest.raises(DamagedCheckpoint):
+                parse_manifest(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+    parse_manifest(data)
+
+
+def test_a_flip_is_found_by_load_before_anything_changes(saved):
+    store, found, folder = saved
+    path = max(folder.iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    refused(store, found, f"{path.name} is not what was saved")
+    assert store.committed(found.kind) == [
+        found
+    ]  # its size is right, and only reading all of it shows more
+
+
+def shortened(folder):
+    path = folder / "state.json"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def swapped(folder):
+    names = sorted(path for path in folder.iterdir() if path.name != "manifest.json")[:2]
+    names[0].rename(folder / "x")
+    names[1].rename(names[0])
+    (folder / "x").rename(names[1])
+
+
+def linked(folder):
+    shutil.move(folder / "state.json", folder.parent / "elsewhere.json")
+    (folder / "state.json").symlink_to("../elsewhere.json")
+
+
+def hidden_whitespace(folder):
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def piped(folder):
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shortened, "bytes, and"),
+        (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+        (lambda folder: (folder / "more.bin").touch(), "more.bin is not in the manifest"),
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            "no manifest.json: its save was not finished",
+        ),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "manifest can't be read"),
+        (
+            lambda folder: (folder / "manifest.json").write_bytes(b"[" * 100_000),
+            "manifest can't be read",
+        ),
+        (hidden_whitespace, "own hash does not match"),
+        (swapped, "bytes, and|another hash"),
+        (linked, "state.json is a link"),
+        (piped, "state.json is a link or a device"),
+        (lambda folder: (folder / "more").mkdir(), "more is not in the manifest"),
+    ],
+)
+def test_what_is_not_as_it_was_saved_does_not_count(saved, damage, said):
+    store, found, folder = saved
+    damage(folder)
+    refused(store, found, said)
+    assert store.committed(found.kind) == []
+    assert found.folder in store.damaged(found.kind)
+
+
+def test_a_checkpoint_under_another_name_is_not_that_step(saved):
+    store, found, folder = saved
+    other = found.folder.replace("00000007", "00000008")
+    shutil.copytree(folder, folder.parent / other.partition("/")[2])
+    with pytest.raises(DamagedCheckpoint, match=f"holds the manifest of {found.folder}"):
+        store.verify(other)
+    assert store.committed(found.kind) == [found]
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
+    store, found, folder = saved
+    shutil.move(folder, tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    refused(store, found, "is a link or a device, not the folder")
+    store.discard(found)
+    assert (tmp_path / "elsewhere/manifest.json").is_file()
+
+
+def test_the_next_newest_counts_when_the_newest_is_damaged(tmp_path):
+    with Store(tmp_path) as store:
+        for step in (1, 2, 3):
+            store.save("rollback", step, new_state())
+        (tmp_path / "rollback/step-00000003.dcp/.metadata").unlink()
+        assert store.latest().step == 2
+        assert "metadata is missing" in store.damaged("rollback")["rollback/step-00000003.dcp"]

@@ -1,0 +1,213 @@
+"""Nothing in a checkpoint is run: not in its index, not in its entries; and nothing outside of it is read.
+
+python -m pytest tests/runs/test_store_hostile.py
+"""
+
+import dataclasses
+import io
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from store_models import equal, new_state, tensors_of
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from curry_train.runs import DamagedCheckpoint, HostileCheckpoint, Store
+from curry_train.runs.layout import FileEntry, hash_bytes, read_manifest
+
+
+class Runs:
+    """Pickles into a call."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with Store(tmp_path / "run") as store:
+        yield store, store.save("rollback", 1, new_state())
+
+
+def forge(store, saved, name, data):
+    """Replace a file, and make a manifest that fits: hashes find damage, and say nothing of who wrote it."""
+    folder = store.files.path(saved.folder)
+    (folder / name).write_bytes(data)
+    manifest = read_manifest_loosely(store, saved)
+    entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
+    forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
+    (folder / "manifest.json").write_bytes(forged.render())
+    store.verify(saved)
+
+
+def read_manifest_loosely(store, saved):
+    from curry_train.runs.layout import parse_manifest
+
+    return parse_manifest(store.files.read(f"{saved.folder}/manifest.json"))
+
+
+def metadata_of(store, saved):
+    return pickle.loads(store.files.read(f"{saved.folder}/.metadata"))
+
+
+def refused(store, saved, said):
+    state = new_state(seed=1)
+    before = tensors_of(state)
+    with pytest.raises(HostileCheckpoint, match=said):
+        store.load(saved, state)
+    assert equal(tensors_of(state), before)
+
+
+CALLS = {
+    "os.system": (os.system, "touch {}"),
+    "exec": (exec, "open({!r}, 'w')"),
+    "eval": (eval, "open({!r}, 'w')"),
+    "torch.load": (torch.load, "{}"),
+    "open": (io.open, "{}", "w"),
+    "getattr": (getattr, torch, "load"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_the_index_is_refused_and_not_made(saved, name, tmp_path):
+    store, found = saved
+    trace = tmp_path / "trace"
+    function, *arguments = CALLS[name]
+    arguments = [part.format(str(trace)) if isinstance(part, str) else part for part in arguments]
+    metadata = metadata_of(store, found)
+    try:
+        metadata.planner_data = Runs(function, *arguments)
+        data = pickle.dumps(metadata)
+    except (pickle.PicklingError, TypeError):  # a module can't be pickled, and is asked for by name
+        data = pickle.dumps(Runs(getattr, Runs(__import__, "torch"), "load"))
+    forge(store, found, ".metadata", data)
+    refused(store, found, "which no checkpoint needs")
+    assert not trace.exists()
+
+
+def test_torch_runs_the_call_that_is_refused_here(saved, tmp_path):
+    """Why there is a reader of our own; when torch refuses too, it may go."""
+    store, found = saved
+    metadata = metadata_of(store, found)
+    metadata.planner_data = Runs(os.mkdir, str(tmp_path / "trace"))
+    forge(store, found, ".metadata", pickle.dumps(metadata))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"model.0.bias": torch.zeros(16)}, checkpoint_id=found.location)
+    assert (tmp_path / "trace").is_dir()
+
+
+def test_an_entry_that_is_a_pickle_is_refused(saved):
+    store, found = saved
+    metadata = metadata_of(store, found)
+    metadata.state_dict_metadata["model.0.bias"] = BytesStorageMetadata()
+    forge(store, found, ".metadata", pickle.dumps(metadata))
+    refused(store, found, "BytesStorageMetadata|saved as a pickle")
+
+
+@pytest.mark.parametrize(
+    "path", ["../../../secret", "/etc/passwd", "secret", "../step-00000001.dcp/state.json"]
+)
+def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
+    store, found = saved
+    metadata = metadata_of(store, found)
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index].relative_path = path
+    forge(store, found, ".metadata", pickle.dumps(metadata))
+    refused(store, found, "not a file of this checkpoint")
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 8), (0, 10**12), (10**12, 8)])
+def test_a_place_outside_of_its_file_is_refused(saved, offset, length):
+    store, found = saved
+    metadata = metadata_of(store, found)
+    place = next(iter(metadata.storage_data.values()))
+    place.offset, place.length = offset, length
+    forge(store, found, ".metadata", pickle.dumps(metadata))
+    refused(store, found, "outside of __0_0.distcp")
+
+
+def test_a_transformation_named_in_the_index_is_refused(saved):
+    store, found = saved
+    metadata = metadata_of(store, found)
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+    forge(store, found, ".metadata", pickle.dumps(metadata))
+    refused(store, found, "to be run on it")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04.", pickle.dumps(None), pickle.dumps({"a": 1}), b"cos\nsystem\n."]
+)
+def test_what_is_no_index_is_damage(saved, data):
+    store, found = saved
+    forge(store, found, ".metadata", data)
+    with pytest.raises(DamagedCheckpoint):
+        store.load(found, new_state())
+
+
+def test_a_pickle_in_the_place_of_a_tensor_is_not_run(saved, tmp_path):
+    """Torch reads tensors with weights_only, which refuses what is no tensor."""
+    store, found = saved
+    metadata = metadata_of(store, found)
+    stream = io.BytesIO()
+    torch.save(Runs(os.mkdir, str(tmp_path / "trace")), stream)
+    index = next(index for index in metadata.storage_data if index.fqn == "model.0.bias")
+    metadata.storage_data[index].offset, metadata.storage_data[index].length = (
+        0,
+        len(stream.getvalue()),
+    )
+    forge(store, found, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
+    forge(store, found, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpoint):
+        store.load(found, new_state())
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"values": {}, "ranks": [], "ties": {}}',
+        '{"values": 3, "ranks": [], "ties": {}}',
+        '{"values": {"step": 1}}',
+        "[]",
+        "{",
+        "[" * 50_000,
+    ],
+)
+def test_values_that_are_no_state_are_damage(saved, text):
+    store, found = saved
+    forge(store, found, "state.json", text.encode())
+    with pytest.raises(DamagedCheckpoint):
+        store.load(found, new_state())
+
+
+@pytest.mark.parametrize("name", ["../state.json", "a/b", "/etc/passwd", "..", ""])
+def test_names_in_a_manifest_stay_inside(saved, name):
+    store, found = saved
+    manifest = read_manifest(store.files, found.folder)
+    forged = dataclasses.replace(manifest, files={**manifest.files, name: FileEntry(1, "00")})
+    store.files.path(f"{found.folder}/manifest.json").write_bytes(forged.render())
+    with pytest.raises(DamagedCheckpoint):
+        store.load(found, new_state())
+
+
+def test_a_best_checkpoint_with_a_false_header_is_damage(tmp_path):
+    with Store(tmp_path) as store:
+        found = store.save("best-k", 1, new_state(), metric=("dev_loss", 1.0))
+        data = store.files.read(f"{found.folder}/model.safetensors")
+        for forged in (
+            (2**40).to_bytes(8, "little") + data[8:],
+            data.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1),
+            data.replace(b'"shape":[16', b'"shape":[99', 1),
+            data[:8] + b"[" + data[9:],
+            b"",
+        ):
+            forge(store, found, "model.safetensors", forged)
+            with pytest.raises(DamagedCheckpoint):
+                store.load(found, new_state())

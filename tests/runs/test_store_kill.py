@@ -1,0 +1,114 @@
+"""A process that dies while it saves, at any change on the disk, leaves the newest committed checkpoint whole.
+
+python -m pytest tests/runs/test_store_kill.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from house import ROOT
+from store_models import At, CountedFiles, CountedObjects, equal, fail, new_state, tensors_of, train
+
+from curry_train.runs import SaveError, Store
+
+QUICK = "/dev/shm" if Path("/dev/shm").is_dir() and os.access("/dev/shm", os.W_OK) else None
+
+
+def test_no_kill_loses_or_mixes_what_was_committed():
+    """Each seventh change here; the recorded run has every one, and many kills at random moments."""
+    with tempfile.TemporaryDirectory(dir=QUICK) as folder:
+        command = [sys.executable, "-m", "store_kills", folder, "--every", "7", "--random", "4"]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
+            )
+        }
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    kinds = ("with_rename", "without_rename", "at_random")
+    assert [found[kind]["wrong"] for kind in kinds] == [[], [], []]
+    assert found["with_rename"]["kills"] >= 9
+    assert found["without_rename"]["kills"] >= 9
+
+
+ERRORS = [
+    OSError(28, "No space left on device"),
+    OSError(5, "Input/output error"),
+    OSError(30, "Read-only file system"),
+]
+
+
+@pytest.mark.parametrize("make", [CountedFiles, CountedObjects])
+def test_an_error_at_any_change_is_a_save_error_and_the_one_before_stays(make, tmp_path, request):
+    """What fails is said; the same store saves again once there is room."""
+    root = tmp_path if make is CountedFiles else f"memory://{request.node.name}"
+    state = new_state()
+    files = make(root)
+    with Store(root, files=files) as store:
+        first = store.save("rollback", 1, state)
+        expected = tensors_of(state)
+        train(state, 1)
+        failures, number, step, said = 0, 0, 2, []
+        while True:
+            number += 1
+            files.ask = At(number, fail(ERRORS[number % 3]))
+            try:
+                store.save("rollback", step, state)
+            except SaveError as error:
+                failures += 1
+                said.append((str(error), ERRORS[number % 3].strerror, f"step-{step:08d}"))
+            else:
+                break
+            finally:
+                files.ask = lambda operation: None
+            if any(
+                saved.step == step for saved in store.committed("rollback")
+            ):  # it failed once it was committed
+                store.verify(store.latest())
+                step += 1
+            other = new_state(seed=3)
+            store.load(first, other)
+            assert equal(tensors_of(other), expected)
+        assert failures >= 10
+        assert [row for row in said if row[1] not in row[0] or row[2] not in row[0]] == []
+        store.verify(store.save("rollback", step + 1, state))
+        assert store.damaged("rollback") == {}
+
+
+LIMITED = """
+import resource, sys
+sys.path[:0] = {paths}
+from curry_train.runs import SaveError, Store
+from store_models import new_state
+with Store({root!r}) as store:
+    store.save("rollback", 1, new_state())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    try:
+        store.save("rollback", 2, new_state())
+    except SaveError as error:
+        print(error)
+    print([saved.step for saved in store.committed("rollback")], store.sweep())
+"""
+
+
+def test_a_real_limit_on_the_size_of_files_is_a_save_error(tmp_path):
+    paths = [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
+    code = LIMITED.format(paths=paths, root=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "rollback/step-00000002.dcp" in done.stdout, done.stderr
+    assert "File too large" in done.stdout
+    assert done.stdout.endswith("[1] []\n")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
+def test_a_folder_that_can_not_be_written_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(SaveError, match="Permission denied"):
+        Store(tmp_path).save("rollback", 1, new_state())
+    tmp_path.chmod(0o700)

@@ -1,0 +1,172 @@
+"""Two processes never write one run; who holds it is said; who died does not hold it.
+
+python -m pytest tests/runs/test_store_lock.py
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from house import ROOT
+from store_models import new_state
+
+from curry_train.runs import LockedRun, Store
+from curry_train.runs.files import ObjectFiles
+
+HOLDER = """
+import os, subprocess, sys, time
+sys.path[:0] = {paths}
+from curry_train.runs import Store
+store = Store({root!r})
+store.open()
+{then}
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def holder(root, then=""):
+    code = HOLDER.format(
+        paths=[str(ROOT / "template"), str(ROOT / "tests/runs")], root=str(root), then=then
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_process_is_told_who_writes_and_a_dead_one_is_recognised(tmp_path):
+    process = holder(tmp_path)
+    try:
+        said = rf"held by process {process.pid} on {socket.gethostname()} since 20..-.*which is running: end it"
+        with pytest.raises(LockedRun, match=said):
+            Store(tmp_path).save("rollback", 1, new_state())
+        assert Store(tmp_path).committed("rollback") == []  # reading needs no lock
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    with Store(tmp_path) as store:
+        store.save("rollback", 1, new_state())
+
+
+FORK = "if not os.fork():\n    os.close(1)\n    {then}\n    time.sleep(30)\n    os._exit(0)\n"
+
+
+def killed(process):
+    """By SIGKILL, and not waited for: a process that nobody waited for is a zombie, which has its number still."""
+    os.kill(process.pid, signal.SIGKILL)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("place", ["{folder}", "memory://"])
+def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_path, place):
+    """Workers of a DataLoader are forked, and live on for seconds; a container may never wait for its dead."""
+    process = holder(
+        tmp_path, then=FORK.format(then="print(os.getpid(), file=open('child', 'w'), flush=True)")
+    )
+    try:
+        killed(process)
+        began = time.monotonic()
+        if place == "memory://":  # where the file alone counts
+            store = Store("memory://killed")
+            store.files.write("writer.lock", (tmp_path / "writer.lock").read_bytes())
+        else:
+            store = Store(tmp_path)
+        with store:
+            assert time.monotonic() - began < 5
+        os.kill(int((tmp_path / "child").read_text()), 0)  # it lives
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_child_that_was_forked_neither_writes_nor_gives_the_lock_back(tmp_path):
+    """What is closed in the child stays locked by the parent; a save of the child would meet one of the parent."""
+    then = """
+if not os.fork():
+    os.close(1)
+    try:
+        store.discard("rollback/step-00000001.dcp")
+    except Exception as error:
+        print(error, file=open("said", "w"))
+    store.close()
+    os._exit(0)
+os.wait()
+"""
+    process = holder(tmp_path, then=then)
+    try:
+        assert "was forked from the process that writes to" in (tmp_path / "said").read_text()
+        with pytest.raises(
+            LockedRun, match=rf"held by process {process.pid} on .*which is running: end it"
+        ):
+            Store(tmp_path).open()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_two_stores_of_one_process_are_two_writers(tmp_path):
+    with Store(tmp_path), pytest.raises(LockedRun, match=f"process {os.getpid()} on"):
+        Store(tmp_path).open()
+    with Store(tmp_path):
+        pass  # it was given back
+
+
+def test_another_host_is_believed_to_be_alive(tmp_path):
+    holder = {"pid": 1, "host": "elsewhere", "since": "2026-01-01", "started": "1"}
+    (tmp_path / "writer.lock").write_text(json.dumps(holder))
+    with pytest.raises(
+        LockedRun, match=r"process 1 on elsewhere .* can't be seen from here: if it is dead, delete"
+    ):
+        Store(tmp_path).open()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1'])
+def test_a_torn_claim_of_a_dead_writer_holds_nothing(tmp_path, text):
+    (tmp_path / "writer.lock").write_text(text)
+    with Store(tmp_path):
+        pass
+
+
+def test_a_number_that_another_process_has_now_holds_nothing(tmp_path):
+    holder = {
+        "pid": os.getppid(),
+        "host": socket.gethostname(),
+        "since": "2026-01-01",
+        "started": "1",
+    }
+    (tmp_path / "writer.lock").write_text(json.dumps(holder))
+    with Store(tmp_path):
+        pass
+
+
+def test_where_no_kernel_locks_the_claim_counts(request):
+    url = f"memory://{request.node.name}"
+    with Store(url) as store:
+        assert json.loads(store.files.read("writer.lock"))["pid"] == os.getpid()
+        with pytest.raises(LockedRun, match=f"held by process {os.getpid()}"):
+            Store(url).open()
+    files = ObjectFiles(url)
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    claim = {
+        "pid": int(dead.stdout),
+        "host": socket.gethostname(),
+        "since": "2026-01-01",
+        "started": "1",
+    }
+    files.write("writer.lock", json.dumps(claim).encode())
+    with Store(url):
+        pass

@@ -1,0 +1,297 @@
+"""Several ranks save and load as one, whatever their number, and a rank that dies leaves what was committed.
+
+python -m pytest tests/runs/test_store_ranks.py
+"""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from store_models import At, CountedFiles, equal, fail, network, new_state, tensors_of, train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
+from curry_train.runs.files import LocalFiles
+from curry_train.runs.ranks import OtherRank, Ranks
+from curry_train.runs.resume import load_chosen
+
+
+def sharded():
+    model = network()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[3], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+BUILD = {"fsdp2": sharded, "ddp": lambda: DistributedDataParallel(network())}
+
+
+def hash_of(tensors):
+    """The same on every world size: generators and copies of buffers are of each rank, and left out."""
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("random.", "rank-"))
+    }
+    return [
+        [name, tensor.double().sum().item(), list(tensor.shape)]
+        for name, tensor in sorted(kept.items())
+    ]
+
+
+def on_two_ranks(folder):
+    """Everything that two ranks do together, in one start of them."""
+    found = {}
+    for kind in ("fsdp2", "ddp"):
+        state, other = (new_state(seed, build=BUILD[kind]) for seed in (5, 9))
+        torch.manual_seed(dist.get_rank())  # each rank has data of its own
+        train(state, 2)
+        with Store(f"{folder}/{kind}") as store:
+            store.save("rollback", 2, state)
+            store.save("best-k", 2, state, metric=("dev_loss", 1.0))
+            before, ahead = tensors_of(state), train(state, 3)
+            torch.manual_seed(70)
+            notes = store.load("latest", other).notes
+            exact = equal(tensors_of(other), before) and train(other, 3) == ahead
+            found[kind] = {"state": hash_of(before), "exact": exact, "notes": notes}
+    found["background"] = in_background(f"{folder}/background")
+    for rank in (0, 1):
+        for background in (False, True):
+            found[f"error {rank} {background}"] = failing_rank(
+                f"{folder}/error{rank}{background}", rank, background
+            )
+    return found | {"agreed": one_sided()}
+
+
+def in_background(folder):
+    state, other = (new_state(seed, build=sharded) for seed in (5, 9))
+    train(state, 1)
+    with Store(folder) as store, BackgroundSaver(store) as saver:
+        before = tensors_of(state)
+        saver.save("rollback", 2, state)
+        train(state, 2)
+        store.load(saver.finish(), other)
+        saver.save("best-k", 3, state, metric=("dev_loss", 1.0))
+        best = saver.finish()
+        store.verify(best)
+    return {"exact": equal(tensors_of(other), before), "threads": threading.active_count()}
+
+
+def failing_rank(folder, rank, background):
+    state = new_state(build=sharded)
+    files = CountedFiles(folder)
+    said = "saved"
+    with Store(folder, files=files) as store:
+        store.save("rollback", 1, state)
+        if dist.get_rank() == rank:
+            files.ask = At(3, fail(OSError(5, "Input/output error")))
+        try:
+            if background:
+                with BackgroundSaver(store, timeout=20) as saver:
+                    saver.save("rollback", 2, state)
+            else:
+                store.save("rollback", 2, state)
+        except RunError as error:
+            said = f"{type(error).__name__}: {error}"
+        files.ask = lambda operation: None
+        return {"said": said, "committed": [saved.step for saved in store.committed("rollback")]}
+
+
+class Unreadable(LocalFiles):
+    """After so many files of one checkpoint were opened, every read of that one fails."""
+
+    def __init__(self, root, folder, after):
+        super().__init__(root)
+        self._folder, self._left = folder, after
+
+    def open(self, key):
+        if key.startswith(f"{self._folder}/"):
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(5, "Input/output error")
+        return super().open(key)
+
+
+def unreadable(folder, kind, rank, after):
+    """What a load says on each rank, and where a resume ends up, when one rank's disk fails after so many files."""
+    found = {}
+    newest = (
+        "best-k/dev_loss-1-step-00000002.dcp" if kind == "best-k" else "rollback/step-00000002.dcp"
+    )
+    for how in ("load", "resume"):
+        state = new_state(9, build=sharded)
+        files = Unreadable(folder, newest, after) if dist.get_rank() == rank else LocalFiles(folder)
+        run = SavedRun(folder, files=files)
+        try:
+            if how == "load":
+                run.load(newest, state)
+            else:
+                resumed = load_chosen(run, state, "best" if kind == "best-k" else "latest")
+                found[how] = [resumed.saved.step, list(resumed.damaged)]
+        except RunError as error:
+            found[how] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def on_a_disk_that_fails(folder):
+    state = new_state(5, build=sharded)
+    with Store(folder) as store:
+        for step in (1, 2):
+            store.save("rollback", step, state)
+            store.save("best-k", step, state, metric=("dev_loss", 3.0 - step))
+    return {
+        f"{kind} {rank} {after}": unreadable(folder, kind, rank, after)
+        for kind in ("rollback", "best-k")
+        for rank in (0, 1)
+        for after in range(8)
+    }
+
+
+def one_sided():
+    ranks = Ranks()
+    said = []
+    for wrong in (0, 1):
+
+        def act(wrong=wrong):
+            if ranks.rank == wrong:
+                raise ValueError(f"not on {wrong}")
+
+        try:
+            ranks.all_do(act)
+        except (ValueError, OtherRank) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return [*said, ranks.agree(lambda: ranks.rank), ranks.all_do(lambda: ranks.rank * 10)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def answers(folder):
+    return run_on_ranks(f"{__file__}:on_two_ranks", folder=str(folder))
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_two_ranks_go_on_to_the_bit(answers, folder, kind):
+    """With batch statistics of each rank, under FSDP2 as well, which shares none of them."""
+    assert [(answer[kind]["exact"], answer[kind]["notes"]) for answer in answers] == [
+        (True, [])
+    ] * 2
+    SavedRun(folder / kind).verify("latest")
+
+
+def test_ranks_save_in_the_background(answers, folder):
+    assert [answer["background"] for answer in answers] == [{"exact": True, "threads": 1}] * 2
+    files = sorted(
+        path.name for path in (folder / "background/rollback/step-00000002.dcp").iterdir()
+    )
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "state.json"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
+    found = [answer[f"error {rank} {background}"] for answer in answers]
+    assert [answer["committed"] for answer in found] == [[1], [1]]
+    assert "Input/output error" in found[0]["said"]
+    assert (
+        "Input/output error" in found[1]["said"]
+        or "the first rank abandoned this save" in found[1]["said"]
+    )
+
+
+def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
+    """At any file, also after all were verified: both raise, or both take the one before. None goes on alone."""
+    found = run_on_ranks(f"{__file__}:on_a_disk_that_fails", folder=str(tmp_path), timeout=90)
+    broken = {"rollback": 0, "best-k": 0}
+    for case in found[0]:
+        kind, rank, _ = case.split()
+        own, other = found[int(rank)][case], found[1 - int(rank)][case]
+        if "load" in own:
+            broken[kind] += 1
+            assert own["load"].startswith("DamagedCheckpoint: ")
+            assert "Input/output error" in own["load"]
+            assert other["load"].startswith(f"OtherRank: rank {rank}: DamagedCheckpoint: ")
+            assert own["resume"][0] == other["resume"][0] == 1
+        else:
+            assert own == other, (
+                case
+            )  # no file was left to fail, but for the look at manifests of a resume
+    assert broken["rollback"] >= 10
+    assert broken["best-k"] >= 8
+
+
+def test_ranks_agree_and_fail_together(answers):
+    assert [answer["agreed"] for answer in answers] == [
+        ["ValueError: not on 0", "OtherRank: rank 1: ValueError: not on 1", 0, 0],
+        ["OtherRank: rank 0: ValueError: not on 0", "ValueError: not on 1", 0, 10],
+    ]
+
+
+def load_both(folder):
+    found = {}
+    for what in ("latest", "best"):
+        state = new_state(seed=9, build=sharded)
+        reader = SavedRun(folder)
+        report = reader.load(reader.committed("best-k")[0] if what == "best" else what, state)
+        found[what] = {"state": hash_of(tensors_of(state)), "notes": report.notes}
+    return found
+
+
+def test_what_two_ranks_saved_one_loads_and_the_other_way_round(answers, folder, tmp_path):
+    saved = answers[0]["fsdp2"]["state"]
+    model = [row for row in saved if row[0].startswith("model.")]
+    reader = SavedRun(folder / "fsdp2")
+    alone, best = new_state(seed=3), new_state(seed=4)
+    report = reader.load("latest", alone)
+    assert report.notes[0] == "saved by 2 ranks, loaded by 1: the state is bit-equal"
+    assert hash_of(tensors_of(alone)) == saved
+    reader.load(reader.committed("best-k")[0], best)
+    assert [row for row in hash_of(tensors_of(best)) if row[0].startswith("model.")] == model
+    with Store(tmp_path) as store:
+        store.save("rollback", 2, alone)
+        store.save("best-k", 2, alone, metric=("dev_loss", 1.0))
+    for rank, answer in enumerate(run_on_ranks(f"{__file__}:load_both", folder=str(tmp_path))):
+        assert answer["latest"]["state"] == saved
+        assert [row for row in answer["best"]["state"] if row[0].startswith("model.")] == model
+        seeded = f"rank {rank} was not there at the save: its generators are seeded anew"
+        assert (seeded in answer["latest"]["notes"]) == (rank == 1)
+
+
+def dying_rank(folder, number):
+    state = new_state(build=sharded)
+    files = CountedFiles(folder)
+    with Store(folder, files=files) as store:
+        store.save("rollback", 1, state)
+        if dist.get_rank() == 1:
+            files.ask = At(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        store.save("rollback", 2, state)
+
+
+def test_a_rank_that_dies_leaves_what_was_committed(tmp_path):
+    with pytest.raises(RuntimeError, match="2 ranks failed"):
+        run_on_ranks(f"{__file__}:dying_rank", folder=str(tmp_path), number=3, timeout=60)
+    with Store(tmp_path) as store:
+        assert [saved.step for saved in store.committed("rollback")] == [1]
+        store.verify("latest")
+        assert list((tmp_path / "rollback").glob(".*")) == []
+
+
+def test_a_process_alone_needs_no_group(tmp_path):
+    ranks = Ranks()
+    assert (ranks.size, ranks.agree(lambda: "x"), ranks.all_do(lambda: 3)) == (1, "x", 3)
+    with Store(tmp_path, files=LocalFiles(tmp_path)) as store:
+        state = new_state()
+        store.save("rollback", 1, state)
+        other = new_state(seed=1)
+        store.load("latest", other)
+        assert equal(tensors_of(other), tensors_of(state))

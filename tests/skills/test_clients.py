@@ -1,0 +1,151 @@
+"""Every agent client loads every skill of the bundle, and what a client drops without a word is noticed.
+
+The clients are run where their packages are: `make clients` brings them, 1.4 GB. With CURRY_CLIENTS_INSTALL they are
+installed by the tests, if each takes no longer than so many seconds. Run: `python -m pytest tests/skills/test_clients.py`.
+"""
+
+import json
+import os
+import re
+
+import client_packages
+import pytest
+from client_packages import Unavailable, package
+from figures import RECORD_KEYS
+from house import ROOT
+
+from clients import CLIENTS, copy_bundle, loaded_skills, problems
+
+NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECONDS = (
+    float(os.environ["CURRY_CLIENTS_INSTALL"]) if os.environ.get("CURRY_CLIENTS_INSTALL") else None
+)
+# A fault in each of six skills: what is replaced in its SKILL.md.
+FAULTS = {
+    "bench": ("\nname: bench\n", "\nname: other\n"),
+    "recompute": ('description: "', 'description: "Frees" memory: '),  # no YAML
+    "sac": ("---\nname", "--\nname"),  # no frontmatter
+    "grad-flow": ('\ndescription: "', '\nsummary: "'),
+    "memory-plan": ("\nname: memory-plan\n", "\n"),
+}
+# Which of these each client drops without a word. Claude Code takes the folder for the name, Codex and Copilot CLI take
+# it where there is no name, Copilot CLI needs no description, and Gemini CLI reads what is not quite YAML.
+DROPPED = {
+    "Claude Code": {"grad-accum", "grad-flow", "recompute", "sac"},
+    "Codex": {"bench", "grad-accum", "grad-flow", "recompute", "sac"},
+    "Copilot CLI": {"bench", "grad-accum", "recompute", "sac"},
+    "Gemini CLI": {"bench", "grad-accum", "grad-flow", "memory-plan", "sac"},
+    "npx skills": {"bench", "grad-accum", "grad-flow", "memory-plan", "recompute", "sac"},
+}
+
+
+def loaded_by(name, bundle):
+    try:
+        return loaded_skills(name, bundle, seconds=SECONDS)
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    return copy_bundle(tmp_path / "a bundle")
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_every_skill_is_loaded(name, bundle):
+    loaded, said = loaded_by(name, bundle)
+    assert problems(loaded, bundle) == [], said
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_skill_that_a_client_drops_is_noticed(name, bundle):
+    for skill, (old, new) in FAULTS.items():
+        page = bundle / "skills" / skill / "SKILL.md"
+        text = page.read_text()
+        assert old in text
+        page.write_text(text.replace(old, new, 1))
+    (bundle / "skills/grad-accum/SKILL.md").rename(bundle / "skills/grad-accum/skill.txt")
+    loaded, said = loaded_by(name, bundle)
+    expected = {f"did not load {skill}" for skill in DROPPED[name]}
+    if "bench" in DROPPED[name]:
+        expected |= {"loaded other, which is no folder"}
+    assert set(problems(loaded, bundle)) == expected, said
+
+
+@pytest.mark.parametrize("name", ["Claude Code", "Codex", "Copilot CLI"])
+def test_a_marketplace_that_leads_nowhere_is_noticed(name, bundle):
+    path = bundle / ".claude-plugin/marketplace.json"
+    marketplace = json.loads(path.read_text())
+    marketplace["plugins"][0]["source"] = "./plugins/curry-train"
+    path.write_text(json.dumps(marketplace))
+    loaded, said = loaded_by(name, bundle)
+    assert set(problems(loaded, bundle)) == {f"did not load {skill}" for skill in NAMES}, said
+
+
+def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CURRY_CLIENTS_DIR", str(tmp_path))
+    with pytest.raises(Unavailable, match=r"skills@1 is not in .*: `make clients` installs it"):
+        package("skills@1")
+    monkeypatch.setattr(client_packages.shutil, "which", lambda _: None)
+    with pytest.raises(Unavailable, match=r"npm is not installed, which brings skills@1"):
+        package("skills@1", seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("echo npm error code ENOTFOUND >&2; exit 1", "npm did not bring skills@1: ENOTFOUND"),
+        ("exec sleep 20", "npm did not bring skills@1 within 1 s"),
+    ],
+)
+def test_a_package_that_does_not_come_is_named_and_nothing_is_left(
+    tmp_path, monkeypatch, program, told
+):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/npm").write_text(f"#!/bin/sh\n{program}\n")
+    (tmp_path / "bin/npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CURRY_CLIENTS_DIR", str(tmp_path / "kept"))
+    with pytest.raises(Unavailable, match=re.escape(told)):
+        package("skills@1", seconds=1)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+class Typed(list):
+    """A place where nothing is installed, and the commands are kept."""
+
+    def say(self, *words, answer=""):
+        self.append(words)
+        return ""
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_readme_installs_as_it_was_tried(name):
+    typed, source = Typed(), re.compile(r"(?:https://github\.com/)?curry-train/curry-train")
+    CLIENTS[name].install(typed, "SOURCE")
+    row = re.search(
+        rf"^\| {'others' if name == 'npx skills' else name} \|(.*)\|$", README, re.MULTILINE
+    )[1]
+    prefix = "npx skills " if name == "npx skills" else f"{CLIENTS[name].executable} "
+    shown = [source.sub("SOURCE", line) for line in re.findall(r"`([^`]+ [^`]+)`", row)]
+    tried = [" ".join(words) for words in typed]
+    assert len(shown) == len(tried)
+    for line, words in zip(shown, tried, strict=True):
+        assert f"{prefix}{words} ".startswith(f"{line} ")
+
+
+def test_versions_are_pinned():
+    assert all(
+        re.fullmatch(r"(@[\w-]+/)?[\w-]+@\d+\.\d+\.\d+", client.package)
+        for client in CLIENTS.values()
+    )
+
+
+def test_the_record_is_of_these_clients_and_these_skills():
+    record = json.loads((ROOT / "evidence/clients.json").read_text())
+    assert set(record) >= RECORD_KEYS
+    assert [(row["client"], row["package"]) for row in record["rows"]] == [
+        (name, client.package) for name, client in CLIENTS.items()
+    ], "run `make clients` again"
+    assert all(set(row["loaded"]) == NAMES for row in record["rows"]), "run `make clients` again"

@@ -1,0 +1,198 @@
+"""Pitfalls that belong to no single technique, each shown with its cure, as the page on pitfalls says it.
+
+python -m pytest tests/skills/test_pitfalls.py
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.gates.same_training import same_training
+from curry_train.primitives import Recompute, recompute_blocks
+from curry_train.workloads.workload import Case, Workload
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, mask):
+        return self.linear(torch.tanh(x) * (mask[0] if isinstance(mask, tuple) else mask))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block())
+
+
+@pytest.fixture
+def batch():
+    return torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+
+def square(model, batch):
+    return model(batch).float().square().mean()
+
+
+def test_autocast_around_forward_alone_is_the_same_when_backward_runs_outside_of_it(model, batch):
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return square(model, batch)
+
+    recomputed = copy.deepcopy(model)
+    recompute_blocks(recomputed)
+    plain = record_step(model, batch, loss)
+    assert compare(plain, record_step(recomputed, batch, loss)).bit_equal
+    assert not compare(
+        plain, record_step(model, batch, square)
+    ).bit_equal  # autocast does something here
+
+
+def test_early_stop_skips_the_end_of_the_block_and_repeats_its_beginning(batch):
+    class Counting(Block):
+        def forward(self, x):
+            counts["start"] += 1
+            y = super().forward(x)
+            counts["end"] += 1
+            return y
+
+    counts = {"start": 0, "end": 0}
+    square(Recompute(Counting()), batch).backward()
+    assert counts == {"start": 2, "end": 1}
+
+
+def test_hooks_of_what_is_inside_a_block_run_twice_up_to_where_it_stops(batch):
+    seen = []
+    block = Recompute(Block())
+    for name in ("up", "down"):
+        block.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    block.register_forward_hook(lambda *_: seen.append("block"))
+    square(block, batch).backward()
+    assert seen == ["up", "down", "block", "up"]
+
+
+def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_would_not_notice(
+    batch,
+):
+    class Tanh(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x)
+
+    def written_over(block):
+        scale = torch.ones(16, requires_grad=True)
+        hidden = batch * scale
+        out = block(hidden)
+        hidden.zero_()
+        out.sum().backward()
+        return scale.grad
+
+    assert written_over(Tanh()).abs().sum() > 0  # tanh keeps what comes out of it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        written_over(Recompute(Tanh()))
+
+
+@pytest.mark.parametrize(
+    "give", [lambda mask: mask, lambda mask: (mask,)], ids=["by keyword", "in a container"]
+)
+def test_what_torch_does_not_watch_is_silently_wrong_once_written_over_and_ours_refuses_it(
+    batch, give
+):
+    def gradient(wrap, *, overwritten):
+        torch.manual_seed(0)
+        block, mask = Masked(), torch.ones(64, 16)
+        out = wrap(block)(batch.clone().requires_grad_(), mask=give(mask))
+        if overwritten:
+            mask.zero_()
+        out.square().sum().backward()
+        return block.linear.weight.grad
+
+    def by_torch(block):
+        return lambda *args, **kwargs: checkpoint(block, *args, use_reentrant=False, **kwargs)
+
+    right = gradient(Recompute, overwritten=False)
+    assert torch.equal(gradient(by_torch, overwritten=False), right)
+    assert right.abs().sum() > 0
+    assert gradient(by_torch, overwritten=True).abs().sum() == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(Recompute, overwritten=True)
+
+
+def test_a_block_that_takes_a_slice_keeps_what_it_was_cut_from(model, batch):
+    def sliced(model, batch, cut):
+        wide = torch.tanh(model[0](batch)).repeat(1, 64)
+        return model[1](cut(wide[:, :16])).square().mean()
+
+    recompute_blocks(model)
+    view, copied = (
+        measure_memory(
+            model, batch, lambda model, batch, cut=cut: sliced(model, batch, cut)
+        ).held_bytes
+        for cut in (lambda part: part, torch.clone)
+    )
+    assert view > 10 * copied
+
+
+def test_the_mode_may_not_change_between_forward_and_backward(batch):
+    def step(block):
+        loss = square(block, batch)
+        block.eval()
+        loss.backward()
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 16))
+    step(copy.deepcopy(layers))
+    with pytest.raises(CheckpointError):
+        step(Recompute(layers))
+
+
+def test_a_step_that_does_not_repeat_itself_is_not_asked_to_be_equal_to_the_bit():
+    steps = itertools.count()
+
+    def loss(model, batch):
+        return square(model, batch) * (1 + 1e-6 * next(steps))
+
+    def required(loss):
+        workload = Workload(
+            "chain",
+            lambda: nn.Sequential(Block(), Block()),
+            lambda size: torch.randn(size, 16),
+            loss,
+        )
+        verdict = same_training(
+            "a/parity", Case(workload), lambda model, sample: recompute_blocks(model)
+        )
+        assert verdict.passed, verdict
+        return verdict.required
+
+    assert "does not repeat bit for bit" in required(loss)
+    assert required(square) == "bit-equal"
+
+
+def test_batch_norm_sees_the_microbatch_whatever_accumulates(batch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+    square(whole, batch).backward()
+    for part in batch.chunk(4):
+        (square(parts, part) / 4).backward()
+    whole_gradient, parts_gradient = whole[0].weight.grad, parts[0].weight.grad
+    assert (parts_gradient - whole_gradient).norm() > 1e-2 * whole_gradient.norm()
+    assert (whole[1].num_batches_tracked, parts[1].num_batches_tracked) == (1, 4)

@@ -1,0 +1,60 @@
+"""Every row of the symptom table of the skill `checkpoint-policy`: the symptom, its cure, and that the wrong fix fails.
+
+python -m pytest tests/skills/test_symptoms_checkpoint_policy.py
+"""
+
+import os
+
+import pytest
+import torch
+from store_models import WIDTH, network, new_state, train
+from symptoms import rows_of, rows_with_a_test, symptom
+
+from curry_train.runs import LockedRun, StateMismatch, Store
+
+
+def test_every_row_has_a_test():
+    assert sorted(rows_with_a_test("checkpoint_policy")) == sorted(rows_of("checkpoint-policy"))
+
+
+@symptom("losses jump after a resume, without an error")
+def test_what_is_left_out_of_a_save_changes_the_losses(tmp_path):
+    state, bare, whole = new_state(), new_state(seed=1), new_state(seed=1)
+    train(state, 3)
+    with Store(tmp_path) as store:
+        saved = store.save("recovery", 3, state)
+        weights = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+        ahead = train(state, 3)
+        bare.model.load_state_dict(weights)
+        assert train(bare, 3) != ahead
+        store.load(saved, whole)
+        assert train(whole, 3) == ahead
+
+
+@symptom("`StateMismatch`: ... of ... tensors match")
+def test_what_does_not_fit_is_refused_and_loading_the_rest_leaves_a_start(tmp_path):
+    def wider():
+        return torch.nn.Sequential(*list(network())[:3], torch.nn.Linear(16, 5))
+
+    state = new_state()
+    with Store(tmp_path) as store:
+        saved, other = store.save("recovery", 3, state), new_state(seed=1, build=wider)
+        with pytest.raises(StateMismatch, match="tensors match"):
+            store.load(saved, other)
+        before = other.model[3].weight.detach().clone()
+        store.load(saved, other, strict=False)
+        assert torch.equal(other.model[3].weight, before)
+        store.load(saved, new_state(seed=1))
+    assert other.model(torch.ones(2, WIDTH)).shape == (2, 5)
+
+
+@symptom("`LockedRun`: ... is held by process ...")
+def test_a_second_writer_is_refused_until_the_first_ends(tmp_path):
+    with Store(tmp_path):
+        with pytest.raises(LockedRun, match=f"held by process {os.getpid()}"):
+            Store(tmp_path).open()
+        (tmp_path / "writer.lock").unlink()
+        with Store(tmp_path) as second:  # the wrong fix: now two write
+            assert second
+    with Store(tmp_path):
+        pass

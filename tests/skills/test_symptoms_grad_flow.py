@@ -1,0 +1,163 @@
+"""Symptoms of the skill grad-flow: reproduced, cured by the fix, and not by what only looks right.
+
+python -m pytest tests/skills/test_symptoms_grad_flow.py
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from symptoms import blocks, linear, mean_square, rows, rows_of, rows_with_a_test, symptom
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.primitives import GradFlow, recompute_blocks
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case
+
+
+def test_every_row_has_a_test():
+    assert rows_with_a_test("grad_flow") == rows_of("grad-flow")
+
+
+def one_step(model, optimizer=None, *, clip=None, **options):
+    with GradFlow(model, optimizer, every=1, **options) as flow:
+        mean_square(model, rows()).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if optimizer is None:
+            flow.step()
+        else:
+            optimizer.step()
+    return flow.records[0]
+
+
+@symptom("hooks report twice the calls in recomputed layers")
+def test_hooks_count_recomputed_layers_twice_and_the_others_once():
+    case = Case(transformer(depth=2, dim=32, length=16, vocabulary=64))
+    model, calls = case.build(), Counter()
+    recompute_blocks(model)
+    for name, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    with GradFlow(model, every=1) as flow:
+        case.workload.mean_loss(model, case.batch()).backward()
+        flow.step()
+    assert calls["layers.0.attention.wq"] == 2
+    assert calls["head"] == calls["embedding"] == 1  # which half of it would be wrong
+    assert {layer.calls for layer in flow.records[0].layers.values()} == {1}
+
+
+@symptom("gradient norms are all at the clip norm")
+def test_gradients_are_read_before_clipping():
+    seen = []
+    for clip in (1e-3, 1e3):
+        model = blocks(linear, nn.GELU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_, model=model: seen.append(_norm(model)))
+        record = one_step(model, optimizer, clip=clip)
+        seen.append((record.gradient.norm, record.scaled))
+    after, (before, scaled), unclipped, (same, factor) = seen
+    assert after == pytest.approx(1e-3, rel=1e-3)
+    assert before == same == pytest.approx(unclipped, rel=1e-6)
+    assert scaled == pytest.approx(after / before, rel=1e-6)
+    assert factor == 1.0
+
+
+def _norm(model):
+    return (
+        torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+        .norm()
+        .item()
+    )
+
+
+@symptom("gradient norms are 65536 times too large")
+def test_the_scalers_scale_is_taken_out():
+    norms = []
+    for given in (False, True):
+        model = blocks(linear, nn.GELU)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+        with GradFlow(model, optimizer, every=1, scaler=scaler if given else None) as flow:
+            scaler.scale(mean_square(model, rows())).backward()
+            scaler.step(optimizer)
+        norms.append(flow.records[0].gradient.norm)
+    assert norms[0] == pytest.approx(65536 * norms[1], rel=1e-6)
+
+
+@symptom("the norm of a large float32 tensor changes with its shape")
+def test_sums_in_float32_drift():
+    x = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
+    true = x.double().norm().item()
+    assert abs(x.norm().item() / true - 1) > 1e-5
+    assert abs(x.bfloat16().norm().item() / true - 1) > 1e-5
+    model = nn.Sequential(nn.Identity())
+    model[0].weight = nn.Parameter(torch.ones(()))
+    with GradFlow(model, every=1) as flow:
+        model(x)
+        flow.step()
+    assert flow.records[0].layers["0"].activation.norm == pytest.approx(true, rel=1e-12)
+
+
+@symptom("a layer's gradient is 0 in the log, and it is frozen or not reached")
+def test_what_has_no_gradient_is_none_and_has_a_reason():
+    model = blocks(linear, nn.GELU, depth=3)
+    model[0].requires_grad_(False)
+    model.extra = nn.ModuleList([linear()])
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    record = one_step(model)
+    assert record.layers["0.0"].gradient is None
+    assert record.layers["0.0"].frozen
+    assert record.layers["extra.0"].gradient is None
+    assert record.layers["extra.0"].without_gradient == ("extra.0.weight", "extra.0.bias")
+
+
+@symptom("`has no module with parameters to probe`")
+def test_a_model_that_is_one_layer():
+    with pytest.raises(ValueError, match="has no module with parameters to probe"):
+        GradFlow(nn.Linear(16, 16))
+    assert one_step(nn.Sequential(nn.Linear(16, 16))).layers["0"].gradient.norm > 0
+
+
+@symptom("`SGD holds no parameter of this model`")
+def test_an_optimizer_of_other_parameters():
+    model = blocks(linear, nn.GELU)
+    optimizer = torch.optim.SGD(blocks(linear, nn.GELU).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="SGD holds no parameter of this model"):
+        GradFlow(model, optimizer)
+    assert one_step(model).layers["0.0"].update is None  # left out, there is no update to see
+    assert (
+        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1)).layers["0.0"].update.distance
+        > 0
+    )
+
+
+@symptom("activations are `not called`, and the model is compiled")
+def test_compiled_code_runs_no_hooks():
+    model = blocks(linear, nn.GELU, depth=2)
+    compiled = torch.compile(model, backend="eager")
+    compiled(rows())
+    record = one_step(compiled)
+    assert {layer.activation for layer in record.layers.values()} == {None}
+    assert record.notes
+    assert one_step(model).layers["0.0"].calls == 1
+
+
+def on_one_rank_alone(everywhere):
+    rank = torch.distributed.get_rank()
+    model = fully_shard(blocks(linear, nn.GELU, depth=2))
+    mean_square(model, rows()).backward()
+    flow = GradFlow(model, every=1)
+    if everywhere or rank == 0:
+        with flow:
+            mean_square(model, rows()).backward()
+            flow.step()
+    return len(flow.records)
+
+
+@symptom("the job hangs at a probed step")
+def test_every_rank_has_to_open_it():
+    assert run_on_ranks(f"{__file__}:on_one_rank_alone", everywhere=True) == [1, 1]
+    with pytest.raises(RuntimeError, match=r"did not end within|failed"):
+        run_on_ranks(f"{__file__}:on_one_rank_alone", everywhere=False, timeout=25.0)

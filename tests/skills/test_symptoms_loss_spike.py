@@ -1,0 +1,58 @@
+"""Every row of the symptom table of the skill `loss-spike`: the symptom, its cure, and that the wrong fix fails.
+
+python -m pytest tests/skills/test_symptoms_loss_spike.py
+"""
+
+import pytest
+from symptoms import rows_of, rows_with_a_test, symptom
+from test_spike_watch import BAD, told, trained
+
+import spike_runs
+from curry_train.runs import SpikeNotRecovered
+
+FOREVER = (BAD[0], 400)
+KEPT = "checkpoint.retention.rollback_keep=12"
+
+
+def test_every_row_has_a_test():
+    assert sorted(rows_with_a_test("loss_spike")) == sorted(rows_of("loss-spike"))
+
+
+@symptom("it came back after 3 rollbacks")
+def test_what_is_not_the_data_is_not_helped_by_skipping_more_of_them(tmp_path):
+    for attempts in (2, 4):
+        with pytest.raises(SpikeNotRecovered, match=f"came back after {attempts} rollbacks"):
+            trained(tmp_path / str(attempts), f"spike.attempts={attempts}", KEPT, steps=FOREVER)
+    where = tmp_path / "2" / "run-001"
+    assert [line["number"] for line in told(where, "rollback")] == [1, 2]
+    sound = trained(
+        tmp_path / "2",
+        KEPT,
+        "optimizer.learning_rate=5e-4",
+        resume="run-001@before-30",
+        planted=False,
+    )
+    assert sound.report.finished
+
+
+@symptom("there is nothing to go back to")
+def test_a_spike_before_the_first_save_is_met_again_unless_there_is_one(tmp_path):
+    late = "checkpoint={rollback_every: 100}"
+    for again in ("first", "anew"):
+        with pytest.raises(SpikeNotRecovered, match="nothing to go back to"):
+            trained(tmp_path / again, late)
+    assert trained(tmp_path / "earlier", "checkpoint={rollback_every: 10}").report.finished
+
+
+@symptom("alarms in sound training")
+def test_one_high_loss_of_small_batches_is_no_spike_with_patience(tmp_path):
+    trainings = map(spike_runs.small_training, range(40))
+    noisy = next(losses for losses in trainings if spike_runs.first_alarm(losses, patience=1))
+    assert spike_runs.first_alarm(noisy, patience=3) is None
+    assert spike_runs.first_alarm(noisy, patience=1, threshold=40.0) is None
+    assert (
+        spike_runs.first_alarm([*noisy, *[1e4] * 3], patience=3) is not None
+    )  # and a real one is still found
+    assert (
+        told(trained(tmp_path, "spike.action=none").folder, "spike") == []
+    )  # none finds nothing at all

@@ -1,0 +1,170 @@
+"""Every row of the symptom table of the skill `memory-plan`: symptom, cure, and that the wrong fix does not help.
+
+python -m pytest tests/skills/test_symptoms_memory_plan.py
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from plan_models import ROUTED, net
+from symptoms import rows_of, rows_with_a_test, symptom
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.gates.memory_plan import measured_peak
+from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
+from curry_train.plan.planner import Sharding
+from curry_train.plan.strategies import SelectiveCheckpointer
+from curry_train.primitives import (
+    CheckpointConfig,
+    apply_chunked_loss,
+    chunked_loss_report,
+    recompute_blocks,
+)
+from curry_train.workloads.models import mlp
+from curry_train.workloads.workload import Case, Workload
+
+KIB = 2**10
+QUICK = {"device": "cpu", "without": ["sac"], "chunked_loss": False}
+SMALL = net(64, 64)
+
+
+def peak_with(optimizer, *, change=None):
+    with Planner(mlp(), optimizer=optimizer, **QUICK) as planner:
+        return planner.sketch.step(4, change=change)
+
+
+@symptom("`nothing fits`: the least peak is ...")
+def test_where_nothing_fits_a_lever_of_the_message_does_what_it_says():
+    budget = 180 * KIB
+    with pytest.raises(Infeasible, match="nothing fits 180 KiB: the least peak is") as refused:
+        plan(SMALL, budget, **QUICK)
+    assert "parameters and optimizer state" in str(refused.value)
+    (ranks,) = re.findall(
+        r"FSDP2 on (\d+) ranks: a peak of [^,]*, which fits", " ".join(str(refused.value).split())
+    )
+    found = plan(
+        SMALL, budget, sharding=Sharding("fsdp2", int(ranks)), global_batch=int(ranks), **QUICK
+    )
+    assert found.peak_bytes <= budget
+    with pytest.raises(Infeasible):  # the wrong fix: every block recomputed, one sample
+        plan(SMALL, budget, **QUICK | {"without": ["sac", "regions"]}, microbatch=1)
+
+
+@symptom("recompute changes the peak by nothing")
+def test_where_the_optimizers_step_is_the_peak_recompute_changes_nothing_and_a_plainer_optimizer_does():
+    plain = peak_with("adamw")
+    assert plain.timeline.peak.phase == "step"
+    assert peak_with("adamw", change=recompute_blocks).peak_bytes == plain.peak_bytes
+    assert peak_with("adamw-8bit").peak_bytes < 0.8 * plain.peak_bytes
+
+
+@symptom("`PlanMismatch`: block ... is ..., and the plan is for")
+def test_a_plan_for_another_model_is_refused_and_an_edited_one_is_over_its_budget():
+    found = plan(SMALL, 2**30, **QUICK)
+    wider = net(256, 256)
+    with pytest.raises(
+        PlanMismatch, match=r"block blocks\.0 is a Block with .*, and the plan is for one with"
+    ):
+        found.apply(wider.build())
+    edited = replace(found, fingerprint=plan(wider, 2**30, **QUICK).fingerprint)
+    edited.apply(wider.build())  # the wrong fix: it is applied
+    assert (
+        measured_peak(Case(wider, batch_size=1), edited.apply) > 2 * found.peak_bytes
+    )  # and predicts nothing
+    assert plan(wider, 2**30, **QUICK).apply(wider.build()) == []
+
+
+@symptom("the plan says `measured for real`")
+def test_a_model_whose_shapes_need_values_is_measured_and_the_figure_is_right():
+    found = plan(ROUTED, 2**20, microbatch=4, global_batch=4, **QUICK)
+    assert "nonzero" in found.settings["why_real"]
+    assert found.peak_bytes == measured_peak(Case(ROUTED, batch_size=4), found.apply)
+
+
+class Classifier(nn.Module):
+    """A head that is wider than all else, behind blocks that are not."""
+
+    def __init__(self, classes=512, *, twice=False):
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.proj = nn.Linear(16, classes)
+        self.other = nn.Linear(16, classes) if twice else None
+
+    def forward(self, x):
+        return self.proj(self.body(x))
+
+
+def peak_of_loss(loss, **options):
+    model, batch = Classifier(), (torch.randn(256, 16), torch.zeros(256, dtype=torch.int64))
+    workload = Workload(
+        "classifier",
+        Classifier,
+        lambda size: batch,
+        lambda module, batch: loss(module(batch[0]), batch[1]),
+    )
+    apply_chunked_loss(model, **options)
+    workload.mean_loss(model, batch).backward()
+    case = Case(workload, batch_size=256)
+    peak = measured_peak(
+        case, lambda module: apply_chunked_loss(module, **options) if options else None
+    )
+    return peak, str(chunked_loss_report(model)["proj"])
+
+
+@symptom("chunked loss saves nothing, and `chunked_loss_report` says all logits made for ...")
+def test_a_loss_that_reads_the_logits_makes_them_whole():
+    def by_hand(logits, targets):
+        return F.nll_loss(logits.log_softmax(-1), targets)
+
+    plain, _ = peak_of_loss(by_hand)
+    whole, said = peak_of_loss(by_hand, chunk_tokens=16)
+    assert "all logits made for log_softmax" in said
+    assert whole >= 0.95 * plain
+    smaller, _ = peak_of_loss(by_hand, chunk_tokens=1)  # the wrong fix
+    assert smaller >= 0.95 * plain
+    chunked, said = peak_of_loss(F.cross_entropy, chunk_tokens=16)
+    assert "in chunks" in said
+    assert chunked < 0.4 * plain
+
+
+@symptom("`ValueError`: ... has no output layer")
+def test_a_head_that_is_not_the_widest_is_named():
+    with pytest.raises(ValueError, match="has no output layer: no Linear is wider than all others"):
+        apply_chunked_loss(Classifier(twice=True))
+    model, rows, targets = (
+        Classifier(twice=True),
+        torch.randn(8, 16),
+        torch.zeros(8, dtype=torch.int64),
+    )
+    apply_chunked_loss(model, head="body")  # the wrong fix: the loss does not take its output
+    F.cross_entropy(model(rows), targets).backward()
+    assert "in chunks" not in str(chunked_loss_report(model)["body"])
+    named = Classifier(twice=True)
+    assert apply_chunked_loss(named, head="proj") == ["proj"]
+    F.cross_entropy(named(rows), targets).backward()
+    assert "in chunks" in str(chunked_loss_report(named)["proj"])
+
+
+def test_every_row_has_a_test_and_every_test_a_row():
+    assert sorted(rows_with_a_test("memory_plan")) == sorted(rows_of("memory-plan"))
+
+
+def test_a_plan_is_a_file_that_a_configuration_names(tmp_path):
+    with Planner(SMALL, **QUICK) as planner:
+        budget = planner.sketch.step(8).peak_bytes
+    found, path = (
+        plan(SMALL, budget * 3 // 4, global_batch=8, microbatch=8, **QUICK),
+        tmp_path / "plan.json",
+    )
+    path.write_text(json.dumps(found.to_json()))
+    checkpointer = SelectiveCheckpointer(
+        CheckpointConfig(enabled=True, strategy="plan", plan=str(path))
+    )
+    checkpointer.apply(SMALL.build())
+    changed = [name for name, option in found.options.items() if option.kind != "none"]
+    assert checkpointer.get_checkpointed_layers() == changed
+    assert changed

@@ -1,0 +1,352 @@
+"""Symptoms of recompute, errors and silently another training: reproduced, cured, and not by what only looks right.
+
+python -m pytest tests/skills/test_symptoms_recompute.py
+"""
+
+import contextlib
+import random
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from symptoms import (
+    blocks,
+    linear,
+    mean_square,
+    rows,
+    rows_of,
+    rows_with_a_test,
+    seeded,
+    step,
+    symptom,
+)
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from curry_train.core.parity import compare
+from curry_train.gates import recompute
+from curry_train.primitives.recompute import CheckpointWrapper, Recompute, recompute_blocks
+from curry_train.workloads.workload import Case, Workload
+
+
+def test_every_row_of_the_table_has_a_test_and_every_test_a_row():
+    assert len(rows_of("recompute")) >= 12
+    assert sorted(rows_of("recompute")) == sorted(rows_with_a_test("recompute"))
+
+
+@pytest.fixture
+def batch():
+    return rows()
+
+
+# Errors.
+
+
+class Attend(nn.Module):
+    """Without state: keys go in, and come out longer."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = linear()
+
+    def forward(self, x, keys):
+        keys = torch.cat([keys, self.key(x)])
+        return x + torch.softmax(x @ keys.T, -1) @ keys, keys
+
+
+class Cached(nn.Module):
+    """With state: the keys of earlier calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend, self.keys = Attend(), torch.zeros(0, 16)
+
+    def forward(self, x):
+        out, keys = self.attend(x, self.keys)
+        self.keys = keys.detach()
+        return out
+
+
+@symptom("`CheckpointError`: ... different metadata")
+def test_a_cache_that_grows_breaks_recompute_until_it_is_kept_outside(batch):
+    plain, whole, unchecked, cured = (seeded(Cached) for _ in range(4))
+    with pytest.raises(CheckpointError, match="have different metadata"):
+        step(Recompute(whole), batch)
+    with pytest.raises(RuntimeError, match="returned an invalid gradient"):
+        step(Recompute(unchecked, determinism_check="none"), batch)
+    cured.attend = Recompute(cured.attend)
+    for _ in range(2):  # the second step finds a cache
+        assert compare(step(plain, batch), step(cured, batch)).bit_equal
+
+
+SHORT, LONG = False, True
+
+
+class Route(nn.Module):
+    """Takes a path that is given, or another one with each call."""
+
+    def __init__(self, *takes):
+        super().__init__()
+        self.short, self.long, self.takes = (
+            linear(),
+            nn.Sequential(linear(), nn.GELU(), linear()),
+            list(takes),
+        )
+
+    def forward(self, x, go_long=None):
+        if go_long is None:
+            go_long = self.takes.pop(0)
+        return x + torch.tanh(self.long(x) if go_long else self.short(x))
+
+
+class Decides(nn.Module):
+    """Chooses for its block."""
+
+    def __init__(self, *takes):
+        super().__init__()
+        self.route, self.takes = Route(), list(takes)
+
+    def forward(self, x):
+        return self.route(x, self.takes.pop(0))
+
+
+@symptom("`CheckpointError`: A different number of tensors was saved")
+def test_a_path_that_changes_breaks_recompute_until_it_is_an_argument(batch):
+    plain = step(seeded(Route, LONG, SHORT), batch)
+    for options in ({}, {"determinism_check": "none"}):
+        with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+            step(Recompute(seeded(Route, LONG, SHORT), **options), batch)
+    # The other way round torch stops as soon as it has as many tensors as before, and says nothing.
+    found = step(Recompute(seeded(Route, SHORT, LONG)), batch)
+    assert compare(step(seeded(Route, SHORT, LONG), batch), found).worst > 0.1
+    cured = seeded(Decides, LONG, SHORT)
+    cured.route = Recompute(cured.route)
+    assert compare(step(seeded(Decides, LONG, SHORT), batch), step(cured, batch)).bit_equal
+    assert torch.equal(plain.loss, step(seeded(Decides, LONG, SHORT), batch).loss)
+
+
+class FrozenStart(nn.Module):
+    """Nothing trains before the first block, as with frozen embeddings under adapters."""
+
+    def __init__(self, run=lambda block, x: block(x)):
+        super().__init__()
+        self.stem, self.block, self.head, self.run = (
+            linear(),
+            nn.Sequential(linear(), nn.GELU()),
+            linear(),
+            run,
+        )
+        self.stem.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.run(self.block, self.stem(x)))
+
+
+def reentrant(block, *args):
+    return checkpoint(block, *args, use_reentrant=True)
+
+
+@symptom("`None of the inputs have requires_grad=True. Gradients will be None`")
+def test_reentrant_checkpointing_of_a_frozen_start_loses_gradients(batch):
+    plain, broken, cured = seeded(FrozenStart), seeded(FrozenStart, reentrant), seeded(FrozenStart)
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        found = step(broken, batch)  # the loss is right, and goes down, since the head trains
+    assert found.gradients["block.0.weight"] is None
+    assert found.gradients["head.weight"] is not None
+    cured.block = Recompute(cured.block)
+    reference = step(plain, batch)
+    assert compare(reference, step(cured, batch)).bit_equal
+    cured = seeded(FrozenStart)
+    cured.block = CheckpointWrapper(cured.block, use_reentrant=True)
+    with pytest.raises(ValueError, match="leave use_reentrant at False"):
+        step(cured, batch)
+
+
+@contextlib.contextmanager
+def warned_always():
+    """Torch says this once in a process, and another test may have heard it."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
+
+
+@symptom("`incompatible with .grad()`, or with `inputs=` of `.backward()`")
+def test_a_gradient_penalty_needs_checkpointing_that_is_not_reentrant(batch):
+    block, x = blocks(linear, nn.Tanh, depth=1)[0], batch.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"incompatible with \.grad"):
+        torch.autograd.grad(reentrant(block, x).sum(), x)
+    with (
+        warned_always(),
+        pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"),
+    ):
+        reentrant(block, x).sum().backward(create_graph=True)
+    assert not x.grad.requires_grad  # so a penalty on it trains nothing
+    block.zero_grad()
+    wanted = torch.autograd.grad(block(x).sum(), x, create_graph=True)[0]
+    found = torch.autograd.grad(Recompute(block)(x).sum(), x, create_graph=True)[0]
+    assert torch.equal(wanted, found)
+    wanted.square().sum().backward()
+    second = block[0].weight.grad.clone()
+    block.zero_grad()
+    found.square().sum().backward()
+    assert torch.equal(second, block[0].weight.grad)
+
+
+@symptom("`ValueError`: ... compiled already")
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # the compiler looks at each block's input
+def test_the_order_is_recompute_and_then_compile(batch):
+    compiled, model = blocks(linear, nn.GELU, depth=2), blocks(linear, nn.GELU, depth=2)
+    compiled[0].compile(backend="aot_eager")
+    with pytest.raises(ValueError, match="compiled already, and its compiled code would bypass"):
+        recompute_blocks(compiled)
+    recompute_blocks(model)
+    for block in model:
+        block.compile(backend="aot_eager")
+    found = compare(
+        step(blocks(linear, nn.GELU, depth=2), batch), step(model, batch), tolerance=1e-6
+    )
+    assert found.holds, found.describe()  # a compiler may add in another order
+
+
+# Silently another training.
+
+
+def through_torch(model, **options):
+    """Torch's own function around each block, as people write it."""
+    for block in model:
+        run = block.forward
+        block.forward = lambda *args, run=run: checkpoint(
+            run, *args, use_reentrant=False, **options
+        )
+    return model
+
+
+@symptom("evaluation parts from training, with BatchNorm")
+def test_running_statistics_are_updated_twice(batch):
+    build = partial(blocks, linear, partial(nn.BatchNorm1d, 16), nn.GELU, depth=2)
+    reference, twice = step(build(), batch), step(through_torch(build()), batch)
+    assert twice.buffers["0.1.num_batches_tracked"] == 2
+    assert compare(reference, twice).worst > 0.1
+    assert all(
+        torch.equal(reference.gradients[name], twice.gradients[name])
+        for name in reference.gradients
+    )
+    halved = through_torch(build())
+    for block in halved:
+        block[1].momentum /= 2
+    assert not compare(reference, step(halved, batch)).holds
+    cured = build()
+    recompute_blocks(cured)
+    assert compare(reference, step(cured, batch)).bit_equal
+
+
+@symptom("gradients are wrong with dropout, and no error")
+def test_without_the_generators_state_dropout_draws_again(batch):
+    build = partial(blocks, linear, nn.GELU, partial(nn.Dropout, 0.5), linear, depth=2)
+    reference, broken, cured = step(build(), batch), build(), build()
+    recompute_blocks(broken, preserve_rng_state=False)
+    found = step(broken, batch)  # from a seed before the step, which does not help
+    assert torch.equal(found.loss, reference.loss)
+    assert compare(reference, found).worst > 0.5
+    recompute_blocks(cured)
+    assert compare(reference, step(cured, batch)).bit_equal
+
+
+def draw_with_numpy():
+    return float(numpy.random.rand())
+
+
+def draw_with_torch():
+    return torch.rand(())
+
+
+class Jitter(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.inner, self.draw = linear(), draw
+
+    def forward(self, x):
+        return torch.tanh(self.inner(x) * self.draw())
+
+
+@symptom("gradients are wrong with `random` or `numpy.random` inside a block")
+@pytest.mark.parametrize("draw", [random.random, draw_with_numpy], ids=["python", "numpy"])
+def test_only_torch_generators_are_put_back(batch, draw):
+    reference, broken = step(seeded(Jitter, draw), batch), Recompute(seeded(Jitter, draw))
+    assert compare(reference, step(broken, batch)).worst > 0.1  # both from the same seed
+    reference, cured = (seeded(Jitter, draw_with_torch) for _ in range(2))
+    assert compare(step(reference, batch), step(Recompute(cured), batch)).bit_equal
+
+
+class Warming(nn.Module):
+    """A factor that grows with each call, or is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = linear(), 0
+
+    def forward(self, x, factor=None):
+        self.calls += 1
+        return torch.tanh(self.inner(x) * (self.calls if factor is None else factor))
+
+
+class Given(nn.Module):
+    """Counts for its block."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.calls = Warming(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.block(x, self.calls)
+
+
+def spectral():
+    """Two blocks; each forward in training mode sharpens the first one's estimate of a norm."""
+    normed = nn.utils.parametrizations.spectral_norm(linear())
+    return nn.Sequential(nn.Sequential(normed, nn.Tanh()), nn.Sequential(linear(), nn.Tanh()))
+
+
+def parity(build, **options):
+    workload = Workload("own", build, lambda size: torch.randn(size, 16), mean_square)
+    return recompute.recompute_parity(Case(workload, **options), strategy="full")
+
+
+@symptom("training goes worse with recompute, and no error")
+def test_state_inside_a_block_is_seen_by_the_gate_only(batch):
+    found = step(Recompute(seeded(Warming)), batch)  # torch compares shapes, not values
+    assert compare(step(seeded(Warming), batch), found).worst > 0.1
+    inside = parity(lambda: nn.Sequential(Warming()), blocks="0")
+    assert inside.passed is False
+    assert "keeps state between calls" in inside.hint
+    given = parity(Given, blocks="block")
+    assert given.passed, given
+    normed = parity(spectral, blocks="0")
+    assert normed.passed is False
+    assert "_u twice" in normed.hint or "_v twice" in normed.hint, normed.hint
+    assert parity(spectral, blocks="1").passed
+
+
+@symptom("`_checkpoint_wrapped_module` in parameter names")
+def test_names_are_those_of_the_bare_model(batch):
+    theirs, ours = blocks(linear, nn.GELU, depth=2), blocks(linear, nn.GELU, depth=2)
+    names = [name for name, _ in ours.named_parameters()]
+    apply_activation_checkpointing(
+        theirs, check_fn=lambda module: module in list(theirs.children())
+    )
+    assert "0._checkpoint_wrapped_module.0.weight" in dict(theirs.named_parameters())
+    assert (
+        list(theirs.state_dict()) == names
+    )  # so a saved state looks right, and groups by name are wrong
+    recompute_blocks(ours)
+    assert [name for name, _ in ours.named_parameters()] == list(ours.state_dict()) == names

@@ -1,0 +1,304 @@
+"""Every row of the symptom table of the skill `sac`: the symptom, its cure, and that the wrong fix does not help.
+
+python -m pytest tests/skills/test_symptoms_sac.py
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+from symptoms import linear, mean_square, rows, rows_of, rows_with_a_test, seeded, step, symptom
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from curry_train.bench.timing import python_calls
+from curry_train.core.measure import count_flops, measure_memory, recompute_flops
+from curry_train.core.parity import compare, record_step
+from curry_train.plan.strategies import STRATEGIES, Sample
+from curry_train.primitives.regions import apply_regions, report_regions
+from curry_train.primitives.sac import PolicyError, apply_sac
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case
+
+aten = torch.ops.aten
+CASE = Case(transformer(depth=2))
+LOSS = CASE.workload.mean_loss
+
+
+def torchs(model, policy, **options):
+    """Torch's own, on each block of a chain."""
+    changed = copy.deepcopy(model)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy, **options)
+    for block in changed:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
+    return changed
+
+
+def ours(model, policy="save_expensive"):
+    changed = copy.deepcopy(model)
+    apply_sac(changed, policy)
+    return changed
+
+
+def equal(first, second, batch):
+    return compare(step(first, batch), step(second, batch)).bit_equal
+
+
+class Block(nn.Module):
+    """Three products of one shape; the last is never run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(linear(bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.linears[:2]:
+            x = x + torch.sin(layer(x))
+        return self.linears[2](x)
+
+
+def chain(block=Block):
+    return seeded(lambda: nn.Sequential(*[block() for _ in range(3)]))
+
+
+def test_every_row_of_the_table_has_a_test():
+    found = rows_of("sac")
+    assert len(found) >= 9
+    assert sorted(found) == sorted(rows_with_a_test("sac"))
+
+
+@symptom("`PolicyError`: ... saves no output")
+def test_a_list_of_composite_operations():
+    named = [aten.linear.default, aten.scaled_dot_product_attention.default]
+    plain, full = chain(), torchs(chain(), [])
+    batch, flops = rows(), functools.partial(count_flops, batch=rows(), loss=mean_square)
+    again = recompute_flops(flops(plain), flops(torchs(plain, named)))
+    assert (
+        again == recompute_flops(flops(plain), flops(full)) > 0
+    )  # torch recomputes everything without a word
+    with pytest.raises(PolicyError, match="saves no output of 0"):
+        ours(plain, named)(batch)
+    with pytest.raises(PolicyError, match="saves no output of 0"):  # one composite for another
+        ours(plain, [*named, aten.matmul.default])(batch)
+    assert recompute_flops(flops(plain), flops(ours(plain, ["aten.mm", "aten.addmm"]))) == 0
+
+
+@symptom(
+    "`PolicyError`: ... the wrong way round; or torch's own takes more memory than none at all"
+)
+def test_keeping_all_but_products():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return x + self.down(F.silu(self.up(self.norm(x))) * 2.0 + 0.1)
+
+    def backwards(context, operation, *args, **kwargs):
+        return operation is not aten.addmm.default and not operation._schema.is_mutable
+
+    plain, batch = chain(Normed), rows(256)
+
+    def held(model):
+        return measure_memory(model, batch, mean_square).held_bytes
+
+    assert held(torchs(plain, backwards)) > held(plain)
+    with pytest.raises(PolicyError, match="wrong way round"):
+        ours(plain, backwards)(batch)
+    with pytest.raises(
+        PolicyError, match="wrong way round"
+    ):  # less of it is still all the products again
+        ours(plain, ["aten.silu", "aten.mul"])(batch)
+    assert held(ours(plain)) < held(plain)
+
+
+def every_third():
+    seen = [0]
+
+    def policy(context, operation, *args, **kwargs):
+        seen[0] += operation is aten.mm.default
+        return operation is aten.mm.default and seen[0] % 3 == 1
+
+    return policy, seen
+
+
+@symptom("gradients are wrong on torch before 2.13 with a policy that counts, and no error")
+def test_a_policy_that_counts():
+    plain, batch = chain(), rows()
+    expected = step(plain, batch)
+    policy, seen = every_third()
+    old = torch.__version__ < "2.13"
+    assert compare(expected, step(torchs(plain, policy), batch)).bit_equal != old
+    assert compare(expected, step(ours(plain, every_third()[0]), batch)).bit_equal
+    policy, seen = every_third()
+    model = torchs(plain, policy)
+    for _ in range(
+        2
+    ):  # the count is set back before each step, and backward counts on all the same
+        seen[0] = 0
+        assert compare(expected, step(model, batch)).bit_equal != old
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = linear(bias=False)
+
+    def forward(self, x):
+        noisy = torch.sin(self.linear(x + 0.5 * torch.randn_like(x)))
+        return x + F.dropout(noisy, 0.5) * noisy
+
+
+@symptom("gradients are wrong with dropout, and no error")
+def test_a_kept_operation_that_draws():
+    plain, batch = chain(Noisy), rows()
+    kept = [aten.mm.default, aten.randn_like.default]  # what attention with dropout is on CUDA
+    assert not equal(plain, torchs(plain, kept), batch)
+    assert not equal(
+        plain, torchs(plain, [*kept, aten.native_dropout.default]), batch
+    )  # a list of more that draw
+    assert equal(plain, ours(plain, kept), batch)
+
+
+class Shared(nn.Sequential):
+    """One weight in all blocks, under autocast."""
+
+    def __init__(self):
+        super().__init__(*[nn.Sequential(linear(bias=False), nn.SiLU()) for _ in range(3)])
+        for block in self:
+            block[0].weight = self[0][0].weight
+
+
+def autocast_loss(model, batch, *, cache_enabled=True):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+        return model(batch).float().square().mean()
+
+
+@symptom("`RuntimeError`: aten._to_copy.default ... not found in storage")
+def test_a_shared_weight_under_autocast():
+    plain, batch, kept = seeded(Shared), rows(), [aten.mm.default]
+    expected = record_step(plain, batch, autocast_loss)
+    for options in ({}, {"allow_cache_entry_mutation": True}):
+        if torch.__version__ >= "2.13":
+            with pytest.raises(RuntimeError, match=r"_to_copy\.default .* not found in storage"):
+                record_step(torchs(plain, kept, **options), batch, autocast_loss)
+    assert compare(expected, record_step(ours(plain), batch, autocast_loss)).bit_equal
+    uncached = functools.partial(autocast_loss, cache_enabled=False)
+    record = record_step(torchs(plain, kept), batch, uncached)  # runs, and rounds otherwise
+    assert not compare(expected, record).bit_equal
+    assert compare(record_step(plain, batch, uncached), record).bit_equal
+
+
+@symptom("`RuntimeError`: Trying to backward an extra time")
+def test_backward_twice():
+    batch = rows()
+    for model in (torchs(chain(), [aten.mm.default]), ours(chain())):
+        loss = mean_square(model, batch)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="backward an extra time"):
+            loss.backward(retain_graph=True)
+    model = chain()
+    apply_regions(model)
+    loss = mean_square(model, batch)
+    loss.backward(retain_graph=True)
+    first = model[0].linears[0].weight.grad.clone()
+    loss.backward()
+    assert torch.equal(model[0].linears[0].weight.grad, 2 * first)
+
+
+class InPlace(nn.Module):
+    def __init__(self, inplace=True):
+        super().__init__()
+        self.up, self.down, self.inplace = linear(bias=False), linear(bias=False), inplace
+
+    def forward(self, x):
+        return x + self.down(F.leaky_relu(self.up(x), 0.5, inplace=self.inplace))
+
+
+@symptom("`RuntimeError`: Tensor cached during selective activation checkpoint has been mutated")
+def test_a_kept_output_that_is_written_over():
+    plain, batch, kept = chain(InPlace), rows(), [aten.mm.default]
+    expected = step(plain, batch)
+    for model in (torchs(plain, kept), ours(plain)):
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            step(model, batch)
+    allowed = step(torchs(plain, kept, allow_cache_entry_mutation=True), batch)
+    assert not compare(expected, allowed, tolerance=0.01).holds
+    cured = chain(lambda: InPlace(inplace=False))
+    assert compare(expected, step(ours(cured), batch)).bit_equal
+
+
+@symptom("`PolicyError`: ... MUST_CPU_OFFLOAD")
+def test_offload_by_policy():
+    def policy(context, operation, *args, **kwargs):
+        product = operation is aten.mm.default
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    plain, batch = chain(), rows()
+    before = count_flops(plain, batch, mean_square)
+    assert recompute_flops(before, count_flops(torchs(plain, policy), batch, mean_square)) > 0
+    with pytest.raises(PolicyError, match="offload_blocks"):
+        ours(plain, policy)(batch)
+    moved = chain()
+    STRATEGIES["offload"].apply(moved, Sample(rows(1024), mean_square))
+    assert recompute_flops(before, count_flops(moved, batch, mean_square)) == 0
+
+
+@symptom("steps are much slower than the FLOPs say, in eager mode with small batches")
+def test_the_overhead_is_that_of_every_operation():
+    def calls(apply):
+        return python_calls(CASE, lambda module, case: apply(module))
+
+    plain, expensive = calls(lambda module: None), calls(apply_sac)
+    fewer = calls(lambda module: apply_sac(module, "save_attention"))
+    assert fewer - plain > 0.8 * (
+        expensive - plain
+    )  # the mode sees each operation, whatever it keeps
+    assert calls(apply_regions) - plain < 0.4 * (expensive - plain)
+
+
+class Wave(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) * (1.0 + torch.tanh(x))
+
+
+class Handmade(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.wave, self.dropout, self.down = linear(), Wave(), nn.Dropout(0.1), linear()
+
+    def forward(self, x):
+        return x + self.down(self.dropout(self.wave(self.up(x))))
+
+
+@symptom("regions free less than a policy does")
+def test_an_activation_of_ones_own():
+    batch, held = rows(256), {}
+    for name, apply in {
+        "regions": apply_regions,
+        "sac": apply_sac,
+        "also": lambda model: apply_regions(model, also=["*.wave"]),
+    }.items():
+        model = chain(Handmade)
+        apply(model)
+        held[name] = measure_memory(model, batch, mean_square).held_bytes
+        if name == "regions":
+            assert any(
+                'also=["*.wave"]' in row.edit
+                for row in report_regions(model, batch, mean_square).unreached
+            )
+    assert held["sac"] < held["regions"]
+    assert held["also"] < held["regions"]
+    model = chain(Handmade)
+    apply_regions(model, also=["*.wave", "*.dropout"])
+    with pytest.raises(ValueError, match="draws random numbers"):
+        model(batch)

@@ -1,0 +1,358 @@
+"""Symptoms of chunked timesteps: reproduced, cured by the fix, and not by what only looks right.
+
+python -m pytest tests/skills/test_symptoms_snn_timesteps.py
+"""
+
+import pytest
+import torch
+from snn_models import WIDTH, Keeper, KeeperNet, Net, build, currents
+from symptoms import rows_of, rows_with_a_test, symptom
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record
+from curry_train.primitives.hidden_state import HiddenState
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.snn_timesteps import checkpoint_timesteps, recompute_timesteps
+from curry_train.primitives.time_loop import run_timesteps
+
+STEPS = 40
+
+
+def test_every_row_of_the_table_has_a_test_and_every_test_a_row():
+    assert len(rows_of("snn-timesteps")) >= 10
+    assert sorted(rows_of("snn-timesteps")) == sorted(rows_with_a_test("snn_timesteps"))
+
+
+@pytest.fixture
+def x():
+    return currents(STEPS)
+
+
+def trained(module, loss, x):
+    """What one step leaves behind."""
+    value = loss(module, x)
+    value.backward()
+    return record(module, value.detach())
+
+
+def peak(module, loss, x):
+    loss(module, x[:3])  # the first call looks for hidden state, and measures
+    return measure_memory(module, x, loss).peak_bytes
+
+
+def rate(loop=run_timesteps, **kept):
+    """The loss of a network by its firing rates."""
+
+    def loss(module, x):
+        made, _ = loop(module.step, x, module.initial_state(x), outputs="mean", **kept)
+        return made.square().sum()
+
+    return loss
+
+
+def chunked_rate(**kept):
+    return rate(checkpoint_timesteps, **kept)
+
+
+# Neurons that keep their state.
+
+
+class Handed(KeeperNet):
+    """The same neurons; the step sets their potentials, and hands them out."""
+
+    def initial_state(self, x):
+        return x.new_zeros(x.shape[1], WIDTH), x.new_zeros(x.shape[1], WIDTH)
+
+    def step(self, x, state):
+        keepers = [layer for layer in self.layers if isinstance(layer, Keeper)]
+        for keeper, potential in zip(keepers, state, strict=True):
+            keeper.v = potential
+        return self.layers(x), tuple(keeper.v for keeper in keepers)
+
+
+def plain_keepers(module, x):
+    module.reset()
+    return sum(module.step(entry, None)[0] for entry in x).div(STEPS).square().sum()
+
+
+def naive_chunks(module, x, *, reset=False):
+    """Torch's checkpoint around chunks of five timesteps, as people write it."""
+    module.reset()
+
+    def run(chunk, total):
+        if reset:
+            module.reset()
+        for entry in chunk:
+            total = total + module.step(entry, None)[0]
+        return total
+
+    total = torch.zeros(4, WIDTH)
+    for chunk in x.split(5):
+        total = checkpoint(run, chunk, total, use_reentrant=False)
+    return total.div(STEPS).square().sum()
+
+
+@symptom("`HiddenState`: ... keeps state from one timestep to the next")
+def test_a_neuron_with_its_potential_inside_is_refused_until_the_step_hands_it_over(x):
+    reference, refused = trained(build(KeeperNet), plain_keepers, x), build(KeeperNet)
+    with pytest.raises(
+        HiddenState, match=r"layers\.1 \(Keeper\) keeps state from one timestep to the next"
+    ):
+        checkpoint_timesteps(refused.step, x, None)
+    found = trained(build(KeeperNet), naive_chunks, x)  # without the check
+    assert torch.equal(found.loss, reference.loss)
+    assert compare(reference, found).worst > 0.01
+    for levels in (1, 2):
+        assert compare(reference, trained(build(Handed), chunked_rate(levels=levels), x)).bit_equal
+    assert peak(build(Handed), chunked_rate(), currents(STEPS, 64)) < 0.6 * peak(
+        build(Handed), rate(), currents(STEPS, 64)
+    )
+
+
+@symptom("gradients are off by some percent with chunks, and no error")
+def test_chunks_start_again_from_the_last_potential_of_the_neurons(x):
+    reference, found = (
+        trained(build(KeeperNet), loss, x) for loss in (plain_keepers, naive_chunks)
+    )
+    assert torch.equal(found.loss, reference.loss)
+    assert compare(reference, found).worst > 0.01
+    forgetful = trained(build(KeeperNet), lambda module, x: naive_chunks(module, x, reset=True), x)
+    assert not torch.equal(forgetful.loss, reference.loss)  # repeats itself, and is another network
+    assert compare(reference, trained(build(Handed), chunked_rate(), x)).bit_equal
+
+
+# Where gradients begin and end.
+
+
+@symptom("`Trying to backward through the graph a second time`")
+def test_the_state_of_the_last_batch_is_detached_before_it_goes_in(x):
+    def train(module, *, detach, **kept):
+        state = module.initial_state(x)
+        for batch in (x[:20], x[20:]):
+            made, state = checkpoint_timesteps(module.step, batch, state, chunk_size=5)
+            made.square().sum().backward(**kept)
+            if detach:
+                state = tuple(part.detach() for part in state)
+        return record(module, made.detach())
+
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        train(build(), detach=False)
+    retained = train(
+        build(), detach=False, retain_graph=True
+    )  # and every batch so far stays in memory
+    whole = build()
+    made, state = run_timesteps(whole.step, x[:20], whole.initial_state(x))
+    more, _ = run_timesteps(whole.step, x[20:], tuple(part.detach() for part in state))
+    (made.square().sum() + more.square().sum()).backward()
+    wanted = record(whole, more.detach())
+    assert compare(
+        wanted, train(build(), detach=True), tolerance=1e-5
+    ).holds  # added in another order
+    assert compare(wanted, retained).worst > 0.01
+
+
+class Detaching(Net):
+    def step(self, x, state):
+        out, state = super().step(x, state)
+        return out, tuple(part.detach() for part in state)
+
+
+@symptom("`ValueError`: the state that step returns is detached")
+def test_windows_are_cut_between_the_calls(x):
+    with pytest.raises(ValueError, match="no gradient reaches an earlier timestep"):
+        trained(build(Detaching), chunked_rate(), x)
+
+    def windows(loop, **kept):
+        def loss(module, x):
+            total, state = 0, module.initial_state(x)
+            for window in x.split(10):
+                made, state = loop(module.step, window, state, outputs="sum", **kept)
+                total, state = total + made.square().sum(), tuple(part.detach() for part in state)
+            return total
+
+        return loss
+
+    cut = trained(build(), windows(run_timesteps), x)
+    assert compare(cut, trained(build(), windows(checkpoint_timesteps), x)).bit_equal
+    without_time = trained(
+        build(Detaching), windows(run_timesteps), x
+    )  # what detaching inside the step comes to
+    assert compare(cut, without_time).worst > 0.01
+
+
+@symptom("`ValueError`: step writes into the state that it is given")
+def test_a_potential_is_made_anew_rather_than_written_into(x):
+    class InPlace(Net):
+        def step(self, x, state):
+            state[0].mul_(0.9).add_(self.first(x))
+            return torch.tanh(self.last(torch.tanh(state[0]))), state
+
+    class Anew(InPlace):
+        def step(self, x, state):
+            first = 0.9 * state[0] + self.first(x)
+            return torch.tanh(self.last(torch.tanh(first))), (first, state[1])
+
+    def through_torch(module, x):
+        state, total = module.initial_state(x), 0
+        for entry in x:
+            out, state = checkpoint(module.step, entry, state, use_reentrant=False)
+            total = total + out
+        return total.div(STEPS).square().sum()
+
+    for loss in (chunked_rate(), lambda module, x: chunked_rate()(module, x.clone())):
+        with pytest.raises(ValueError, match="step writes into the state that it is given"):
+            trained(build(InPlace), loss, x)
+    reference = trained(build(Anew), rate(), x)
+    assert compare(reference, trained(build(Anew), chunked_rate(), x)).bit_equal
+    unchecked = trained(build(InPlace), through_torch, x)  # torch says nothing
+    assert torch.equal(unchecked.loss, reference.loss)
+    assert compare(reference, unchecked).worst > 0.1
+
+
+# Memory that stays.
+
+
+@symptom("memory still grows with the number of timesteps")
+def test_outputs_are_summed_inside_and_not_stacked():
+    def stacked(**kept):
+        def loss(module, x):
+            made, _ = checkpoint_timesteps(module.step, x, module.initial_state(x), **kept)
+            return made.mean(0).square().sum()
+
+        return loss
+
+    x = currents(STEPS, 64)
+    peaks = [peak(build(), loss, x) for loss in (stacked(), stacked(chunk_size=2), chunked_rate())]
+    assert peaks[2] < 0.5 * min(peaks[:2])
+    long, twice = currents(2 * STEPS, 64), 2 * STEPS * 64 * WIDTH * 4
+    assert peak(build(), stacked(), long) - peaks[0] > twice  # T outputs, and their stack
+    assert peak(build(), chunked_rate(), long) < 1.45 * peaks[2]  # the root of two
+
+
+@symptom("a checkpoint for each timestep saves little")
+def test_each_checkpoint_keeps_a_state():
+    x = currents(STEPS, 64)
+    plain, best = peak(build(), rate(), x), peak(build(), chunked_rate(), x)
+    assert peak(build(), chunked_rate(chunk_size=1), x) > 0.6 * plain
+    assert best < 0.4 * plain
+
+    def whole(module, x):
+        return checkpoint(rate(), module, x, use_reentrant=False, preserve_rng_state=False)
+
+    assert (
+        peak(build(), whole, x) >= plain
+    )  # one checkpoint around all is computed again as a whole
+
+
+class Loop(nn.Module):
+    """A loop in forward, as people write it; or as one method."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.blocks = nn.ModuleList([nn.Sequential(layer, nn.Tanh()) for layer in self.layers])
+
+    def step(self, x, state):
+        for block in self.blocks:
+            x = block(x)
+        return torch.tanh(x + state), torch.tanh(0.9 * state + x)
+
+    def forward(self, x):
+        state, total = torch.zeros_like(x[0]), 0
+        for entry in x:
+            out, state = self.step(entry, state)
+            total = total + out
+        return total
+
+
+class OneLine(Loop):
+    def forward(self, x):
+        return checkpoint_timesteps(self.step, x, torch.zeros_like(x[0]), outputs="sum")[0]
+
+
+class OneMethod(Loop):
+    unroll = staticmethod(run_timesteps)
+
+    def forward(self, x):
+        return self.unroll(self.step, x, torch.zeros_like(x[0]), outputs="sum")[0]
+
+
+@symptom("`ValueError`: ... has no method unroll")
+def test_a_loop_in_forward_becomes_one_line():
+    def loss(module, x):
+        return module(x).square().sum()
+
+    x = currents(STEPS, 64)
+    with pytest.raises(ValueError, match="Loop has no method unroll"):
+        recompute_timesteps(build(Loop))
+    reference, plain = trained(build(Loop), loss, x), peak(build(Loop), loss, x)
+    by_block, method = build(Loop), build(OneMethod)
+    recompute_blocks(
+        by_block, blocks="blocks.*"
+    )  # keeps the input of every block at every timestep
+    assert peak(by_block, loss, x) > 0.7 * plain
+    recompute_timesteps(method)
+    for module in (build(OneLine), method):
+        assert compare(reference, trained(module, loss, x)).bit_equal
+        assert peak(module, loss, x) < 0.45 * plain
+
+
+# What is counted, and along what.
+
+
+@symptom("a recorder or hook has more entries than there are timesteps")
+def test_hooks_run_again_and_outputs_do_not(x):
+    def recorded(loop):
+        module, entries = build(), []
+        module.last.register_forward_hook(lambda _, __, out: entries.append(out.detach()))
+        made, _ = loop(module.step, x, module.initial_state(x))
+        made.sum().backward()
+        return entries, made
+
+    plain, wanted = recorded(run_timesteps)
+    entries, made = recorded(checkpoint_timesteps)
+    assert len(plain) == STEPS < len(entries)
+    assert not all(
+        map(torch.equal, entries[:STEPS], plain)
+    )  # the first ones are of the check, and the rest out of order
+    assert torch.equal(made, wanted)
+
+
+@symptom("firing rates stop at 256 timesteps in bfloat16")
+def test_spikes_are_counted_in_single_precision():
+    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    spikes = torch.ones(600, 1, dtype=torch.bfloat16)
+
+    def count(outputs, *, cast=False):
+        def step(x, state):
+            state = state + 0 * weight
+            return (x * weight).float() if cast else x * weight, state
+
+        return checkpoint_timesteps(
+            step, spikes, weight.detach() * 0, chunk_size=20, outputs=outputs
+        )[0].item()
+
+    assert count("sum") == 256
+    assert count("mean") == pytest.approx(256 / 600, rel=0.01)  # the sum is divided afterwards
+    assert count("sum", cast=True) == 600
+    assert count("mean", cast=True) == 1
+
+
+@symptom("`must match the size`, or samples and timesteps trade places")
+def test_time_is_the_dimension_that_is_said():
+    module, x = build(), currents(10, 4)
+    batch_first = x.transpose(0, 1)
+    state = module.initial_state(x)
+    wanted, _ = run_timesteps(module.step, x, state)
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        checkpoint_timesteps(module.step, batch_first, state)
+    assert "is time_dim right?" in raised.value.__notes__[0]
+    cropped, _ = checkpoint_timesteps(
+        module.step, batch_first[:, :4], state
+    )  # no error, and through the samples
+    assert not torch.equal(cropped, wanted[:4])
+    assert not torch.equal(cropped.transpose(0, 1), wanted[:4])
+    found, _ = checkpoint_timesteps(module.step, batch_first, state, time_dim=1)
+    assert torch.equal(found.transpose(0, 1), wanted)

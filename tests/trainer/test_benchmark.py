@@ -1,0 +1,95 @@
+"""Steps of the user's own: one window timed, several ways compared, and what the window costs over a loop by hand.
+
+python -m pytest tests/trainer/test_benchmark.py
+"""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import accumulation_cost
+from curry_train import benchmark
+from curry_train.benchmark import compare_steps, run_accumulated_step
+from curry_train.primitives import GradientAccumulation
+
+
+def square_sum(model, batch):
+    return model(batch).square().sum()
+
+
+def test_an_accumulated_step_trains_once_and_tells_terms_and_time():
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 4), list(torch.randn(6, 2, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    found = run_accumulated_step(model, optimizer, data, square_sum, count=len)
+    assert (found.num_microbatches, found.result.num_terms, len(steps)) == (6, 12, 1)
+    assert found.terms_per_second == 12 / found.seconds > 0
+    first = run_accumulated_step(
+        model, optimizer, data, square_sum, accumulation=GradientAccumulation(steps=2)
+    )
+    assert first.num_microbatches == 2
+
+
+def test_an_accumulated_step_waits_for_the_device_before_and_after(monkeypatch):
+    """The window waits for its loss, and the optimizer's step is launched after that."""
+    waited = []
+    monkeypatch.setattr(benchmark, "wait_for_device", lambda: waited.append(1))
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: waited.append(0))
+    run_accumulated_step(model, optimizer, [torch.randn(2, 4)], square_sum)
+    assert waited == [1, 0, 1]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def take(self, seconds):
+        self.now += seconds
+
+
+def test_steps_are_held_against_the_first():
+    clock, waited = Clock(), []
+    steps = {
+        "ours": lambda: clock.take(2.0),
+        "theirs": lambda: clock.take(3.0),
+        "again": lambda: clock.take(2.0),
+    }
+    found = compare_steps(steps, rounds=8, warmup=1, clock=clock, wait=lambda: waited.append(1))
+    assert list(found) == ["ours", "theirs", "again"]
+    assert found["ours"].ratio is None
+    assert found["theirs"].ratio.median == 1.5
+    assert len(waited) == 2 * 3 * 9
+    assert str(found["ours"]) == "ours: 2e+03 ms a step (10% and 90%: 2e+03, 2e+03)"
+    assert str(found["theirs"]).endswith("1.5 of the first (1.5 to 1.5): slower than the first")
+    assert str(found["again"]).endswith("1 of the first (1 to 1): no difference seen")
+    few = compare_steps(steps, rounds=2, warmup=0, clock=clock, wait=lambda: None)
+    assert str(few["theirs"]).endswith("1.5 of the first, too few rounds to tell")
+    with pytest.raises(ValueError, match="there is no step to time"):
+        compare_steps({})
+
+
+def test_cuda_is_waited_for_where_it_was_used(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    compare_steps({"one": lambda: None}, rounds=1, warmup=0)
+    assert len(waited) == 2
+
+
+def test_the_cost_of_accumulation_is_measured_and_written(tmp_path):
+    path = tmp_path / "cost.json"
+    ended = CliRunner().invoke(accumulation_cost.main, ["--repeats", "3", "--json", str(path)])
+    assert ended.exit_code == 0, ended.output
+    assert ended.output.count("microsteps: by hand") == 3
+    found = json.loads(path.read_text())
+    assert set(found["helper_cost"]) == {"microsteps_4", "microsteps_8", "microsteps_32"}
+    assert found["helper_cost"]["microsteps_4"]["by_hand_us"] > 0

@@ -1,0 +1,168 @@
+"""A configuration from file and words, and the errors of both. `python -m pytest tests/trainer/test_config.py`."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from curry_train.config import Config, flat_keys, load_config
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_words_go_over_the_file_and_the_file_over_what_is_default(tmp_path):
+    path = write(tmp_path / "c.yaml", "steps: 50\noptimizer: {learning_rate: 1e-4, beta2: 0.99}\n")
+    config = load_config(
+        path, ["optimizer.learning_rate=3e-4", "recompute.strategy=sac", "clip_norm=null"]
+    )
+    assert (config.steps, config.optimizer.beta2, config.clip_norm) == (50, 0.99, None)
+    assert config.optimizer.learning_rate == 3e-4  # YAML itself takes 3e-4 for text
+    assert config.recomputation().enabled
+    assert config.recomputation().strategy == "sac"
+    assert config.seed == Config().seed
+
+
+def test_what_is_saved_reads_back_as_the_same(tmp_path):
+    config = load_config(
+        None, ["recompute.strategy=full", "recompute.exclude_patterns=[head]", "data.length=32"]
+    )
+    assert load_config(write(tmp_path / "saved.yaml", config.to_yaml())) == config
+
+
+def test_every_key_can_be_set_by_a_word():
+    """A key that a word does not reach is an option that nobody can use."""
+    config = Config()
+    for key in flat_keys(Config):
+        value = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert (
+            load_config(
+                None, [f"{key}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}"]
+            )
+            == config
+        )
+
+
+def test_configuration_can_not_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().steps = 3
+
+
+def test_recompute_that_is_named_is_on_and_one_that_is_switched_off_is_off():
+    assert not Config().recomputation().enabled
+    assert (
+        load_config(None, ["recompute={strategy: plan, plan: plan.json}"]).recomputation().enabled
+    )
+    assert (
+        not load_config(None, ["recompute={strategy: full, enabled: false}"])
+        .recomputation()
+        .enabled
+    )
+
+
+def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
+    assert load_config(None, ["steps=200"]).learning_rates().warmup_steps == 10
+    assert load_config(None, ["steps=5"]).learning_rates().warmup_steps == 0
+    assert load_config(None, ["schedule.warmup_steps=7"]).learning_rates().warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("stpes=3", r"stpes is no key; did you mean steps\?"),
+        ("data.lenght=3", r"data\.lenght is no key; did you mean data\.length\?"),
+        ("learning_rate=3", r"learning_rate is no key; did you mean optimizer\.learning_rate\?"),
+        ("data.length.x=3", r"data\.length\.x is no key"),
+        ("steps", "'steps' sets nothing: write key=value"),
+        ("steps=many", "steps must be a whole number; got 'many'"),
+        ("steps=true", "steps must be a whole number; got True"),
+        ("steps=1.5", r"steps must be a whole number; got 1\.5"),
+        ("steps=0", "steps must be 1 or more; got 0"),
+        ("steps=[", "steps=.* is not a YAML value"),
+        ("precision=fp16", "precision must be float32, bfloat16 or float16; got 'fp16'"),
+        ("precision=bfloat", r"did you mean bfloat16\?"),
+        ("parallel=fsdp", r"parallel must be none, ddp or fsdp2; got 'fsdp'; did you mean fsdp2\?"),
+        ("optimizer=3", "optimizer must be a block of keys, got 3"),
+        ("optimizer.learning_rate=fast", r"optimizer\.learning_rate must be a number; got 'fast'"),
+        ("optimizer.beta1=1", r"optimizer\.beta1 must be from 0 to below 1; got 1\.0"),
+        ("clip_norm=0", "clip_norm must be above 0, or null; got 0"),
+        ("name=a/b", "name must be the name of a folder; got 'a/b'"),
+        ("batch_size=30", "batch_size must be a multiple of microbatch, 16; got 30"),
+        ("schedule.warmup_steps=400", r"schedule\.warmup_steps must be from 0 to the 300 steps"),
+        ("recompute.strategy=sacc", r"recompute: strategy must be one of .* did you mean 'sac'\?"),
+        ("recompute.stratgy=sac", r"recompute: unknown key 'stratgy'; did you mean 'strategy'\?"),
+        (
+            "data.source=toks",
+            r"data\.source must be text, tokens, workload or pkg\.module:factory; got 'toks'",
+        ),
+        ("data.source=tokens", r"data\.path must be a glob where source is tokens; got None"),
+        ("data.mask=true", r"data\.mask must be false unless source is tokens"),
+        (
+            "checkpoint.retention.recovery_keep=0",
+            r"checkpoint\.retention\.recovery_keep must be a whole number from 1",
+        ),
+        ("evaluate.every=0", r"evaluate\.every must be 1 or more, or null for never; got 0"),
+    ],
+)
+def test_a_wrong_word_is_named_with_the_right_one(word, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, [word])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["checkpoint.best_k_metric=accuracy"],
+            "checkpoint.best_k_metric must be dev_loss or loss, .* got 'accuracy'",
+        ),
+        (
+            ["dtype=bfloat16", "precision=float16"],
+            "precision must be bfloat16 or float32 for bfloat16 weights",
+        ),
+        (
+            ["ranks=2"],
+            "ranks must be more than one rank only with parallel=ddp or parallel=fsdp2; got 2",
+        ),
+        (
+            ["ranks=4", "parallel=ddp"],
+            "batch_size must be a multiple of microbatch x ranks, 64; got 32",
+        ),
+        (
+            ["recompute={strategy: sequential, use_reentrant: true}"],
+            "recompute: use_reentrant must be False",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", r"c\.yaml is not valid YAML"),
+        ("- a", r"c\.yaml must hold keys and values, such as 'steps: 300'; got list"),
+        ("data: {path: [1]}", r"data\.path must be text or null; got \[1\]"),
+        ("setps: 3", r"did you mean steps\?"),
+    ],
+)
+def test_a_wrong_file_is_told(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(write(tmp_path / "c.yaml", text))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"can't read the configuration .*none\.yaml: No such file"
+    ):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_an_empty_file_is_all_defaults(tmp_path):
+    assert load_config(write(tmp_path / "c.yaml", "")) == Config()

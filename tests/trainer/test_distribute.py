@@ -1,0 +1,105 @@
+"""Ranks that are started wrongly, and the model that they share. `python -m pytest tests/trainer/test_distribute.py`."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.cli.options import DeviceMissing
+from curry_train.distribute import TrainingRanks, WrongLaunch, share, start_ranks
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.workloads import load_workload
+from curry_train.workloads.workload import Case
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (
+            2,
+            {"parallel": "none"},
+            r"2 ranks were started and parallel is none, .*: add parallel=ddp or parallel=fsdp2",
+        ),
+        (
+            None,
+            {"parallel": "ddp"},
+            r"this is a single process: start it with torchrun --nproc-per-node 2 train\.py",
+        ),
+        (
+            None,
+            {"parallel": "fsdp2", "ranks": 8},
+            "torchrun --nproc-per-node 8 train.py parallel=fsdp2",
+        ),
+        (
+            2,
+            {"parallel": "ddp", "ranks": 4},
+            "for ranks=4 and 2 were started: use --nproc-per-node 4, or set ranks=2",
+        ),
+    ],
+)
+def test_a_wrong_launch_says_how_to_start_it(monkeypatch, size, options, message):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size:
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        monkeypatch.setenv("RANK", "0")
+    with pytest.raises(WrongLaunch, match=message), start_ranks(device="cpu", **options):
+        pass
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(DeviceMissing, match="no CUDA device"),
+        start_ranks(parallel="ddp", device="cuda"),
+    ):
+        pass
+    assert not torch.distributed.is_initialized()
+
+
+def test_more_ranks_than_gpus_is_told(monkeypatch):
+    """NCCL would hang, or fail with a word about duplicates."""
+    monkeypatch.setattr("curry_train.distribute.choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(WrongLaunch, match=r"has 1 GPUs and torchrun started local rank 1"),
+        start_ranks(parallel="ddp"),
+    ):
+        pass
+
+
+def test_one_process_alone_shares_nothing():
+    module = Case(load_workload("mlp")).build()
+    with start_ranks() as ranks:
+        assert (ranks.first, ranks.size, ranks.agree("x")) == (True, 1, "x")
+        assert share(module, ranks, parallel="none", precision=torch.float32) is module
+    assert not torch.distributed.is_initialized()
+
+
+def test_blocks_are_shards_of_their_own_and_ranks_agree_with_the_first():
+    found = run_on_ranks(f"{__file__}:shared_by_two")
+    assert (
+        found
+        == [
+            {
+                "ddp": True,
+                "shards": ["", "layers.0", "layers.1", "layers.2", "layers.3"],
+                "agreed": [0, 0],
+            }
+        ]
+        * 2
+    )
+
+
+def shared_by_two():
+    rank = torch.distributed.get_rank()
+    ranks = TrainingRanks(torch.device("cpu"), rank, 2)
+    build = Case(load_workload("transformer")).build
+    ddp = share(build(), ranks, parallel="ddp", precision=torch.float32)
+    sharded = share(build(), ranks, parallel="fsdp2", precision=torch.bfloat16)
+    shards = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
+    agreed = ranks.agree([rank, rank])
+    return {"ddp": isinstance(ddp, DistributedDataParallel), "shards": shards, "agreed": agreed}

@@ -1,0 +1,70 @@
+"""The dev loss: over all its samples once, on any number of ranks. `python -m pytest tests/trainer/test_evaluation.py`."""
+
+import pytest
+import torch
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.trainer import mean_loss
+from curry_train.workloads import load_workload
+from curry_train.workloads.workload import Case
+
+CASE = Case(load_workload("resnet"))
+
+
+class Rows:
+    def __init__(self, size=11):
+        self.whole = CASE.batch(size)
+
+    def __len__(self):
+        return len(self.whole[1])
+
+    def batch(self, samples):
+        return tuple(part[list(samples)] for part in self.whole)
+
+
+def measure(module, samples=11, **options):
+    return mean_loss(
+        module,
+        Rows(),
+        CASE.workload.loss,
+        CASE.workload.count,
+        samples=samples,
+        microbatch=2,
+        **options,
+    )
+
+
+def test_every_sample_counts_once_and_microbatches_do_not_matter():
+    module = CASE.build().eval()
+    with torch.no_grad():
+        whole = CASE.workload.mean_loss(module, Rows().whole).item()
+    assert measure(module) == pytest.approx(whole, rel=1e-6)
+    assert measure(module, samples=100) == measure(module)
+
+
+def test_the_model_is_as_it_was():
+    """BatchNorm would learn from the dev samples, dropout would draw other numbers afterwards."""
+    module = CASE.build().train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state = torch.get_rng_state()
+    measure(module)
+    assert module.training
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_ranks_share_the_samples_even_where_they_do_not_divide():
+    alone = measure(CASE.build())
+    assert (
+        run_on_ranks(f"{__file__}:measured_on_ranks") == [[pytest.approx(alone, rel=1e-6)] * 2] * 2
+    )
+
+
+def measured_on_ranks():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, sharded = torch.distributed.get_rank(), CASE.build()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    return [measure(module, rank=rank, ranks=2) for module in (CASE.build(), sharded)]

@@ -1,0 +1,258 @@
+"""What happens between steps: schedule, evaluation, saving, hooks, stopping. `python -m pytest tests/trainer/test_loop.py`."""
+
+import copy
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.loop import Stop, run_training_steps, stop_on_signals
+from curry_train.primitives import GradientAccumulation, NonFiniteWindow
+from curry_train.workloads import load_workload
+from curry_train.workloads.workload import Case
+
+CASE = Case(load_workload("mlp"))
+
+
+def parts(learning_rate=0.1):
+    module = CASE.build()
+    return module, torch.optim.SGD(module.parameters(), lr=learning_rate)
+
+
+def batches(number=None):
+    return itertools.islice(itertools.cycle(CASE.split(CASE.batch(8), [2] * 4)), number)
+
+
+def run(module, optimizer, microbatches=None, **options):
+    microbatches = batches() if microbatches is None else microbatches
+    return run_training_steps(
+        module, optimizer, microbatches, CASE.workload.loss, count=len_of, **options
+    )
+
+
+def len_of(batch):
+    return len(batch[1])
+
+
+def test_steps_equal_those_written_by_hand():
+    module, optimizer = parts()
+    by_hand, other = parts()
+    report = run(
+        module,
+        optimizer,
+        steps=3,
+        accumulation=GradientAccumulation(2),
+        clip_norm=0.5,
+        schedule=lambda step: 1 / (step + 1),
+    )
+    data = batches()
+    for step in range(3):
+        other.zero_grad()
+        for _ in range(2):
+            (CASE.workload.loss(by_hand, next(data)) / 4).backward()
+        nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+        other.param_groups[0]["lr"] = 0.1 / (step + 1)
+        other.step()
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.parameters(), by_hand.parameters(), strict=True)
+    )
+    assert (report.step, report.ended_by, report.finished) == (3, "steps", True)
+
+
+def test_a_run_in_two_parts_equals_one():
+    """The schedule depends on the step alone, whatever was run before."""
+    whole, halves = parts(), parts()
+    schedule = lambda step: 0.9**step  # noqa: E731
+    run(*whole, steps=6, schedule=schedule)
+    data = batches()
+    run(*halves, data, steps=2, schedule=schedule)
+    run(*halves, data, steps=6, first_step=2, schedule=schedule)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(whole[0].parameters(), halves[0].parameters(), strict=True)
+    )
+
+
+def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
+    module, _ = parts()
+    first, *rest = module.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": rest, "lr": 0.01}])
+    run(module, optimizer, steps=2, schedule=lambda step: 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.005]
+
+
+def test_dev_loss_saves_and_hooks_come_when_they_are_due():
+    told, saves, dev = [], [], iter(range(100))
+    run(
+        *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3, save=saves.append, save_every=2,
+        after_step=[told.append],
+    )  # fmt: skip
+    assert saves == [2, 4, 6, 7]
+    assert [(report.step, report.dev_loss) for report in told if report.dev_loss is not None] == [
+        (3, 0),
+        (6, 1),
+        (7, 2),
+    ]
+    assert [report.step for report in told] == list(range(1, 8))
+    assert all(report.num_terms == 2 and report.seconds > 0 and report.stepped for report in told)
+
+
+def test_state_is_saved_once_where_no_cadence_was_asked_for():
+    saves = []
+    run(*parts(), steps=3, save=saves.append)
+    assert saves == [3]
+
+
+def test_data_that_end_end_the_run_and_are_saved():
+    saves = []
+    report = run(
+        *parts(), batches(5), steps=9, accumulation=GradientAccumulation(2), save=saves.append
+    )
+    assert (report.step, report.ended_by, report.finished, saves) == (3, "data", False, [3])
+
+
+def test_nothing_is_done_where_all_steps_are_done():
+    module, optimizer = parts()
+    before, saves = copy.deepcopy(module.state_dict()), []
+    report = run(module, optimizer, steps=3, first_step=3, save=saves.append)
+    assert (report.step, report.last, saves) == (3, None, [])
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_step_end_and_saves(number):
+    saves, handler = [], signal.getsignal(number)
+    with stop_on_signals() as stop:
+        report = run(
+            *parts(), steps=50, save=saves.append, stop=stop,
+            after_step=[lambda report: report.step == 4 and os.kill(os.getpid(), number)],
+        )  # fmt: skip
+    assert (report.step, report.ended_by, saves) == (4, number.name, [4])
+    assert signal.getsignal(number) == handler
+
+
+def test_a_second_interrupt_ends_the_run_at_once():
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_stop_in_the_last_step_is_a_finished_run():
+    stop = Stop()
+    stop.ask("asked")
+    assert run(*parts(), steps=1, stop=stop).finished
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
+    module, optimizer = parts()
+    data = CASE.split(CASE.batch(12), [2] * 6)
+    data[4][0].fill_(float("nan"))
+    before = []
+
+    def remember(report):
+        before[:] = [copy.deepcopy(module.state_dict())]
+
+    saves = []
+    with pytest.raises(
+        NonFiniteWindow, match=r"step 3: window 2: .* not finite: microbatch 0 of 2"
+    ):
+        run(
+            module, optimizer, data, steps=9, accumulation=GradientAccumulation(2), after_step=[remember],
+            save=saves.append, save_every=1,
+        )  # fmt: skip
+    assert all(torch.equal(before[0][name], value) for name, value in module.state_dict().items())
+    assert saves == [1, 2]
+
+
+def test_a_scaler_skips_what_overflows_and_the_run_goes_on():
+    module, optimizer = parts(1e-6)
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
+    large = lambda module, batch: 1024 * CASE.workload.loss(module, batch)  # noqa: E731
+    report = run_training_steps(
+        module, optimizer, batches(), large, steps=30, scaler=scaler, after_step=[told.append]
+    )
+    assert not told[0].stepped
+    assert report.last.stepped
+
+
+def test_a_scaler_that_skips_for_ever_ends_the_run():
+    module, optimizer = parts()
+    module[0][0].weight.register_hook(lambda gradient: gradient * float("nan"))
+    done = []
+    with pytest.raises(NonFiniteWindow, match=r"step 25: 25 steps in a row .* scale is now 2"):
+        run(
+            module,
+            optimizer,
+            steps=99,
+            scaler=torch.amp.GradScaler("cpu", init_scale=2.0**26),
+            after_step=[done.append],
+        )
+    assert len(done) == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 3, "first_step": -1}, "first_step at least 0"),
+        ({"steps": 3, "evaluate_every": 2}, "evaluate_every must be None without evaluate="),
+        ({"steps": 3, "save_every": 0, "save": print}, "save_every must be at least 1, got 0"),
+    ],
+)
+def test_what_can_not_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(*parts(), **options)
+
+
+def test_a_stop_on_one_rank_stops_both_after_the_same_step():
+    ended = run_on_ranks(f"{__file__}:stopped_on_rank_1")
+    assert ended == [[3, "SIGTERM"], [3, "SIGTERM"]]
+
+
+def stopped_on_rank_1():
+    rank = torch.distributed.get_rank()
+    module = nn.parallel.DistributedDataParallel(CASE.build())
+    stop = Stop()
+
+    def ask(report):
+        if rank == 1 and report.step == 3:
+            stop.ask("SIGTERM")
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    report = run(module, optimizer, steps=20, stop=stop, after_step=[ask])
+    return [report.step, report.ended_by]
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both_with_the_same_weights():
+    ended = run_on_ranks(f"{__file__}:poisoned_on_rank_1")
+    assert ended[0] == ended[1]
+    assert ended[0]["step"] == 2
+
+
+def poisoned_on_rank_1():
+    rank = torch.distributed.get_rank()
+    module = nn.parallel.DistributedDataParallel(CASE.build())
+    data = CASE.split(CASE.batch(8), [2] * 4)
+    if rank == 1:
+        data[2][0].fill_(float("inf"))
+    done = []
+    try:
+        run(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            data,
+            steps=4,
+            after_step=[done.append],
+        )
+    except NonFiniteWindow:
+        return {
+            "step": len(done),
+            "weights": sum(p.double().sum().item() for p in module.parameters()),
+        }
+    return {"step": -1}

@@ -1,0 +1,101 @@
+"""What a person sees of a run, and what it leaves in its folder. `python -m pytest tests/trainer/test_progress.py`."""
+
+import builtins
+import io
+
+import pytest
+from rich.console import Console
+
+from curry_train.cli.console import clock, short, show_progress, write_tensorboard
+from curry_train.config import load_config
+from curry_train.trainer import open_run, train_run
+
+WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2", "device=cpu")
+
+
+def shown(runs, *words, terminal=False, resume=None):
+    """All that was printed."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
+    with open_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
+        train_run(run, watch=[lambda run: show_progress(run, console=console)])
+    return out.getvalue()
+
+
+def test_lines_are_few_and_fit_into_80_columns(tmp_path):
+    lines = shown(tmp_path, "evaluate={every: 12, samples: 4}").splitlines()[2:]
+    assert [line.split()[1] for line in lines] == [
+        "1/25",
+        "10/25",
+        "12/25",
+        "20/25",
+        "24/25",
+        "25/25",
+    ]
+    assert all("loss" in line and "tokens/s" in line and "iB" in line for line in lines)
+    assert ["dev" in line for line in lines] == [False, False, True, False, True, True]
+    assert ["left" in line for line in lines] == [False, True, True, True, True, False]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_first_lines_say_what_is_trained_and_how(tmp_path):
+    first, second, *_ = shown(tmp_path, "recompute.strategy=full", "steps=1").splitlines()
+    assert "run-001: transformer, 0.04M parameters, " in first
+    assert first.endswith(" samples")
+    assert second == "2 x 2 samples a step, float32 on cpu, full on 2 layers"
+    assert ", from step 1" in shown(tmp_path, "steps=2", resume="latest").splitlines()[0]
+
+
+def test_a_terminal_gets_a_bar_and_the_dev_losses(tmp_path):
+    out = shown(tmp_path, "evaluate={every: 20, samples: 4}", terminal=True)
+    assert "step 20: dev loss" in out
+    assert "━" in out
+    assert "tokens/s" in out
+
+
+def test_other_data_than_text_count_terms(tmp_path):
+    assert "terms/s" in shown(
+        tmp_path, "model=mlp", "data.source=workload", "steps=1", "batch_size=4"
+    )
+
+
+def test_tensorboard_gets_the_figures(tmp_path):
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="not installed"
+    )
+    with open_run(load_config(None, [f"runs={tmp_path}", *WORDS, "steps=3"])) as run:
+        trained = train_run(run, watch=[write_tensorboard])
+    read = events.EventAccumulator(str(run.folder / "tensorboard"))
+    read.Reload()
+    assert [event.step for event in read.Scalars("loss")] == [1, 2, 3]
+    assert read.Scalars("loss")[-1].value == pytest.approx(trained.report.last.loss)
+
+
+def test_tensorboard_that_is_not_installed_is_told(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+        if name == "torch.utils.tensorboard":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with (
+        pytest.raises(
+            ValueError,
+            match=r"log\.tensorboard needs the package tensorboard: pip install tensorboard",
+        ),
+        write_tensorboard(None),
+    ):
+        pass
+
+
+def test_numbers_are_short():
+    assert [short(number) for number in (7, 950, 41_234, 2.5e6, 3e9)] == [
+        "7",
+        "950",
+        "41.2k",
+        "2.5M",
+        "3.0G",
+    ]
+    assert [clock(seconds) for seconds in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]

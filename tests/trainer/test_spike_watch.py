@@ -1,0 +1,273 @@
+"""A training run that meets a spike: found, gone back from, skipped, told, and the same on every rank and again.
+
+python -m pytest tests/trainer/test_spike_watch.py
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from journals import lines_of
+
+from curry_train.cli.resume_check import final_tensors
+from curry_train.config import load_config
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.primitives.grad_accum import NonFiniteWindow
+from curry_train.runs.ranks import RunError
+from curry_train.runs.spike import RECOVERIES_FILE_NAME, SpikeNotRecovered
+from curry_train.trainer import open_run, train_run
+
+WORDS = (
+    "model=training_models:with_dropout", "device=cpu", "steps=48", "batch_size=4", "microbatch=2",
+    "evaluate={every: null}", "checkpoint={rollback_every: 6}", "data.dev_fraction=0",
+    "spike={action: rollback, window: 16, skip_around: 2, threshold: 8}", "optimizer.learning_rate=1e-3",
+)  # fmt: skip
+BAD = (34, 36)  # steps
+
+
+def plant(run, steps=BAD, times=20.0):
+    """The samples of these steps, wherever they are met, have so many times the loss, and the gradient of it."""
+    stream, workload = run.parts.stream, run.parts.case.workload
+    places = range((steps[0] - 1) * stream.batch_size, steps[1] * stream.batch_size)
+    stream.dataset = Marked(stream.dataset, {int(one) for one in stream.order(list(places))}, times)
+    sound = workload.loss
+    object.__setattr__(
+        workload, "loss", lambda module, batch: sound(module, batch) * batch["times"]
+    )
+
+
+class Marked:
+    """Each batch says by how much its loss is to be multiplied."""
+
+    def __init__(self, dataset, bad, times):
+        self.dataset, self.bad, self.times = dataset, bad, times
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def batch(self, samples):
+        is_bad = any(int(sample) in self.bad for sample in samples)
+        return self.dataset.batch(samples) | {"times": torch.tensor(self.times if is_bad else 1.0)}
+
+
+def trained(runs, *words, resume=None, steps=BAD, at_step=None, planted=True):
+    @contextlib.contextmanager
+    def watch(run):
+        yield at_step or (lambda report: None)
+
+    config = load_config(None, [*WORDS, f"runs={runs}", *words])
+    with open_run(config, resume=resume) as run:
+        if planted:
+            plant(run, steps)
+        return train_run(run, watch=[watch])
+
+
+def told(folder, *kinds):
+    return [line for line in lines_of(folder) if line["kind"] in kinds]
+
+
+def equal(first, second):
+    one, other = final_tensors(first), final_tensors(second)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def recovered(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("runs")).folder
+
+
+def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
+    spike, rollback, skip = told(recovered, "spike", "rollback", "skip")
+    assert (spike["first"], spike["step"]) == (34, 36)
+    assert spike["loss"] > spike["limit"] > spike["baseline"]
+    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
+        30,
+        36,
+        "rollback/step-00000030.dcp",
+    )
+    assert (skip["start"], skip["stop"], skip["num_samples"]) == (31 * 4, 38 * 4, 28)
+    assert len(set(skip["samples"])) == 28
+    assert [line["attempt"] for line in (spike, rollback, skip)] == [1, 2, 2]
+    steps = [line["step"] for line in told(recovered, "step")]
+    assert steps == [*range(1, 37), *range(31, 49)]
+    assert lines_of(recovered)[-1]["reason"] == "steps"
+    assert json.loads((recovered / RECOVERIES_FILE_NAME).read_text())[0] | {"attempt": 1} == {
+        "spike": 36, "back_to": 30, "start": 124, "stop": 152, "attempt": 1, "learning_rate": 1.0, "slower_until": 0,
+    }  # fmt: skip
+
+
+def test_the_steps_before_the_samples_are_done_again_to_the_bit(recovered):
+    losses = {}
+    for line in told(recovered, "step"):
+        losses.setdefault(line["step"], []).append(line["loss"])
+    assert len(losses[31]) == 2
+    assert losses[31][0] == losses[31][1]
+    assert losses[35][0] > losses[35][1] + 1
+
+
+def test_the_end_is_that_of_a_run_that_never_saw_the_samples(recovered, tmp_path):
+    without = trained(tmp_path, "data.skip=[[124, 152]]", "spike.action=none", planted=False).folder
+    assert equal(recovered, without)
+    assert not equal(recovered, trained(tmp_path, "spike.action=none").folder)
+
+
+def test_again_it_is_the_same_to_the_bit(recovered, tmp_path):
+    again = trained(tmp_path).folder
+    assert equal(recovered, again)
+    facts = ("step", "kind", "loss", "reason", "start", "stop", "from_step")
+    first, second = (
+        [
+            [line.get(name) for name in facts]
+            for line in lines_of(folder)
+            if line["kind"] != "warning"
+        ]
+        for folder in (recovered, again)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "stop", [(35, 1), (31, 2), (40, 1)], ids=["in the spike", "after going back", "later"]
+)
+def test_stopped_and_resumed_it_is_the_same_to_the_bit(recovered, tmp_path, stop):
+    """Stopped by a signal at the first or second time that it does a step."""
+    at, times = stop
+    seen = []
+
+    def stop_there(report):
+        seen.append(report.step)
+        if seen.count(at) == times and report.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = trained(tmp_path, at_step=stop_there)
+    assert first.report.ended_by == "SIGTERM"
+    second = trained(tmp_path, resume="latest")
+    assert second.report.finished
+    assert equal(recovered, second.folder)
+    assert len(told(second.folder, "rollback")) == 1
+
+
+def test_a_loss_that_is_not_finite_is_gone_back_from_at_once(tmp_path):
+    with open_run(load_config(None, [*WORDS, f"runs={tmp_path}"])) as run:
+        plant(run, (34, 34), float("nan"))
+        folder = train_run(run).folder
+    spike, rollback = told(folder, "spike", "rollback")
+    assert (spike["step"], spike["first"], rollback["step"]) == (34, 34, 30)
+    assert "not finite: microbatch 0, 1 of 2" in spike["reason"]
+    assert lines_of(folder)[-1]["reason"] == "steps"
+
+
+def test_without_rollback_it_ends_the_run_as_before(tmp_path):
+    with open_run(load_config(None, [*WORDS, f"runs={tmp_path}", "spike.action=warn"])) as run:
+        plant(run, (34, 34), float("nan"))
+        with pytest.raises(NonFiniteWindow, match="step 34"):
+            train_run(run)
+
+
+def test_warn_says_so_and_trains_on(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        folder = trained(tmp_path, "spike.action=warn").folder
+    assert len(told(folder, "spike")) == 1
+    assert told(folder, "rollback") == []
+    assert [line["step"] for line in told(folder, "step")] == list(range(1, 49))
+    assert "with spike.action=rollback the run rolls back" in caplog.text
+
+
+def test_none_does_not_watch(tmp_path):
+    folder = trained(tmp_path, "spike.action=none").folder
+    assert told(folder, "spike", "rollback") == []
+
+
+def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
+    with pytest.raises(SpikeNotRecovered) as raised:
+        trained(
+            tmp_path, "spike.attempts=2", "checkpoint.retention.rollback_keep=9", steps=(34, 400)
+        )
+    folder = tmp_path / "run-001"
+    assert len(told(folder, "rollback")) == 2
+    words = str(raised.value)
+    assert "it came back after 2 rollbacks, which skipped the samples at positions 124 to" in words
+    assert "--resume run-001@before-" in words
+    assert lines_of(folder)[-1]["reason"].startswith("SpikeNotRecovered: ")
+    skips = [(line["start"], line["stop"]) for line in told(folder, "skip")]
+    assert skips[1][0] < skips[0][0]  # each attempt reaches further back
+    where = words.rsplit(" ", 1)[1]
+    again = trained(tmp_path, "steps=33", resume=where, planted=False)
+    assert again.report.step == 33
+
+
+def test_a_spike_before_anything_was_saved_says_what_to_set(tmp_path):
+    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
+        trained(tmp_path, "checkpoint={rollback_every: 100}")
+
+
+def test_the_learning_rate_is_lower_for_a_while(tmp_path):
+    slower = ("spike.lower_rate=0.5", "spike.lower_rate_steps=6")
+    folder = trained(tmp_path, *slower, "schedule.shape=constant").folder
+    rates = {line["step"]: line["learning_rate"] for line in told(folder, "step")}
+    assert [rates[step] for step in (30, 31, 42, 43)] == pytest.approx([1e-3, 5e-4, 5e-4, 1e-3])
+
+
+def on_ranks(runs, parallel):
+    """What one rank knows at its end, under torchrun's variables."""
+    words = [f"parallel={parallel}", f"runs={runs}", "microbatch=1"]
+    with open_run(load_config(None, [*WORDS, *words])) as run:
+        plant(run)
+        losses = []
+
+        @contextlib.contextmanager
+        def watch(run):
+            yield lambda report: losses.append(report.loss)
+
+        trained = train_run(run, watch=[watch])
+        told = [[one.spike, one.back_to, one.start, one.stop] for one in run.recoveries.done]
+        return {
+            "step": trained.report.step,
+            "told": told,
+            "skipped": list(run.parts.stream.skipped),
+        }
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_ranks_recover_alike(tmp_path, parallel):
+    first, second = run_on_ranks("test_spike_watch:on_ranks", runs=str(tmp_path), parallel=parallel)
+    assert first == second
+    assert first == {"step": 48, "told": [[36, 30, 124, 152]], "skipped": [[124, 152]]}
+    steps = [line["step"] for line in told(tmp_path / "run-001", "step")]
+    assert steps == [*range(1, 37), *range(31, 49)]
+
+
+def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered, tmp_path):
+    folder = trained(tmp_path, "steps=12", planted=False).folder
+    (folder / RECOVERIES_FILE_NAME).write_text("[{")
+    with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):
+        trained(tmp_path, "steps=14", resume="latest", planted=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["checkpoint={rollback_every: null, recovery_every: null}"],
+            "spike.action must be warn or none, or",
+        ),
+        (
+            ["checkpoint={rollback_every: 1}"],
+            r"rollback_every x \(checkpoint.retention.rollback_keep - 1\) at least 5",
+        ),
+        (
+            ["data.skip=[[400, 500]]"],
+            r"data.skip must be of positions that the run reaches; 48 steps of 4 end at 192",
+        ),
+        (["data.skip=[[5, 5]]"], r"data.skip must be pairs such as \[\[5760, 5888\]\]"),
+        (["spike.action=off"], "spike.action must be none, warn or rollback; got False"),
+        (["spike.patience=x"], "spike.patience must be a whole number; got 'x'"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(words, said):
+    with pytest.raises(ValueError, match=said):
+        load_config(None, [*WORDS, *words])

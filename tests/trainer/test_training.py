@@ -1,0 +1,259 @@
+"""Whole runs from a configuration: learning, recompute, ranks, resume, models of one's own.
+
+python -m pytest tests/trainer/test_training.py
+"""
+
+import json
+import os
+import signal
+
+import numpy
+import pytest
+import torch
+
+from curry_train.config import load_config
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.loop import RunReport
+from curry_train.plan import Infeasible, plan
+from curry_train.trainer import open_run, train, train_run
+
+TINY = (
+    "model=training_models:tiny",
+    "steps=6",
+    "batch_size=8",
+    "microbatch=2",
+    "evaluate={every: 3, samples: 10}",
+)
+
+
+def losses(runs, *words, resume=None, stop_after=None):
+    """The loss of each step, and how the run ended."""
+    told = []
+
+    def hook(report):
+        told.append(report.loss)
+        if report.step == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = load_config(None, [f"runs={runs}", "device=cpu", *TINY, *words])
+    with open_run(config, resume=resume) as run:
+        trained = train_run(run, watch=[lambda run: _hooked(hook)])
+    return told, trained
+
+
+class _hooked:  # noqa: N801
+    def __init__(self, hook):
+        self.hook = hook
+
+    def __enter__(self):
+        return self.hook
+
+    def __exit__(self, *raised):
+        pass
+
+
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
+)
+def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
+    """A byte of the library's sources costs 5.5 nats for who knows nothing and 3.2 for who knows how often each is."""
+    config = load_config(
+        None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"]
+    )
+    report = train(config).report
+    assert report.last.dev_loss < 2.75
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return losses(tmp_path_factory.mktemp("plain"))[0]
+
+
+def test_strategies_of_recompute_leave_every_loss_as_it_is(tmp_path, plain):
+    """Bit-equal, because recompute changes what is kept and not what is computed."""
+    with pytest.raises(Infeasible) as too_small:
+        plan("training_models:tiny", 2**10, global_batch=8, microbatch=2)
+    budget = round(1.05 * too_small.value.least_bytes)
+    made = plan("training_models:tiny", budget, global_batch=8, microbatch=2, chunked_loss=False)
+    assert {option.kind for option in made.options.values()} != {"none"}
+    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+    for recompute in (
+        "full",
+        "sac",
+        "sequential, sequential_segments: 2",
+        f"plan, plan: {tmp_path}/plan.json",
+    ):
+        found, _ = losses(tmp_path, f"recompute={{strategy: {recompute}}}")
+        assert found == plain, recompute
+
+
+def test_a_plan_for_a_smaller_microbatch_is_refused(tmp_path):
+    made = plan("training_models:tiny", 2**24, global_batch=8, microbatch=1)
+    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+    with pytest.raises(
+        ValueError, match=r"plan\.json is for a microbatch of 1, and 2 samples .* set microbatch=1"
+    ):
+        losses(tmp_path, f"recompute={{strategy: plan, plan: {tmp_path}/plan.json}}")
+
+
+def test_recompute_that_would_change_nothing_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"recompute\.strategy=selective changes no layer of transformer: lower"
+    ):
+        losses(tmp_path, "recompute={strategy: selective, memory_threshold_mb: 1000}")
+
+
+def test_accumulation_gives_the_losses_of_the_whole_batch(tmp_path, plain):
+    """Each step's loss is that of the same eight samples, which are only added up in another order."""
+    assert losses(tmp_path, "microbatch=8")[0] == pytest.approx(plain, rel=1e-6)
+
+
+ON_RANKS = {
+    "ddp": ["parallel=ddp"],
+    "fsdp2": ["parallel=fsdp2"],
+    "ddp, sac": ["parallel=ddp", "recompute.strategy=sac"],
+    "fsdp2, sac": ["parallel=fsdp2", "recompute.strategy=sac"],
+    "fsdp2, bfloat16": ["parallel=fsdp2", "precision=bfloat16"],
+    "fsdp2, float16": ["parallel=fsdp2", "precision=float16"],
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run of one process that was stopped after three steps: its losses, and what is left of it."""
+    return losses(tmp_path_factory.mktemp("stopped"), stop_after=3)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Words for a run on documents of 2 to 40 tokens, of which about half are learned."""
+    folder = tmp_path_factory.mktemp("documents")
+    lengths = numpy.random.default_rng(0).integers(2, 40, size=60)
+    numpy.save(
+        folder / "a.npy",
+        numpy.random.default_rng(1).integers(256, size=lengths.sum(), dtype="uint16"),
+    )
+    numpy.save(folder / "a.documents.npy", numpy.cumsum(lengths) - lengths)
+    numpy.save(folder / "a.mask.npy", numpy.random.default_rng(2).random(lengths.sum()) < 0.5)
+    return [f"data={{source: tokens, path: '{folder}/*.npy', documents: true, mask: true}}"]
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory, stopped, documents):
+    """What two ranks answer for each of these, one after another, and for the stopped run."""
+    runs, kinds = (
+        str(tmp_path_factory.mktemp("ranked")),
+        ON_RANKS | {"documents": ["parallel=fsdp2", *documents]},
+    )
+    return run_on_ranks(
+        f"{__file__}:on_ranks", runs=runs, kinds=kinds, saved=stopped[1].saved.location
+    )
+
+
+def on_ranks(runs, kinds, saved):
+    found = {kind: losses(runs, *words) for kind, words in kinds.items()}
+    found["resumed"] = losses(runs, "parallel=fsdp2", resume=saved)
+    with open_run(load_config(None, [f"runs={runs}", *TINY, "parallel=ddp"])):
+        drawn = torch.rand(4).tolist()
+    answers = {
+        kind: {"losses": told, "folder": str(trained.folder)}
+        for kind, (told, trained) in found.items()
+    }
+    return answers | {"drawn": drawn}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_ranks_give_the_losses_of_one(ranked, plain, parallel):
+    assert ranked[0][parallel]["losses"] == pytest.approx(plain, rel=1e-6)
+    assert ranked[0][parallel]["folder"] == ranked[1][parallel]["folder"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_recompute_on_two_ranks_leaves_every_loss_as_it_is(ranked, parallel):
+    assert ranked[0][f"{parallel}, sac"]["losses"] == ranked[0][parallel]["losses"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_trains_near_the_whole_one(tmp_path, ranked, plain, precision):
+    for found in (
+        losses(tmp_path, f"precision={precision}")[0],
+        ranked[0][f"fsdp2, {precision}"]["losses"],
+    ):
+        assert found == pytest.approx(
+            plain, rel=0.01
+        )  # of 8 bits of mantissa; losses fall by 12% meanwhile
+        assert found != plain
+
+
+def test_masked_documents_of_all_lengths_weigh_the_same_on_two_ranks(tmp_path, ranked, documents):
+    """Their microbatches have other numbers of terms on each rank: a mean of means is off by percents."""
+    alone, _ = losses(tmp_path, *documents)
+    whole, _ = losses(tmp_path, *documents, "microbatch=8")
+    assert ranked[0]["documents"]["losses"] == pytest.approx(alone, rel=1e-6)
+    assert whole == pytest.approx(alone, rel=1e-6)
+
+
+def test_dropout_draws_other_numbers_on_each_rank(ranked):
+    assert ranked[0]["drawn"] != ranked[1]["drawn"]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(ranked, stopped, plain):
+    assert stopped[0] + ranked[0]["resumed"]["losses"] == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path):
+    words = ("model=training_models:with_dropout",)
+    whole, _ = losses(tmp_path, *words)
+    first, ended = losses(tmp_path, *words, stop_after=4)
+    assert ended.report == RunReport(4, "SIGTERM", ended.report.last)
+    rest, resumed = losses(tmp_path, *words, resume=ended.folder.name)
+    assert first + rest == whole
+    assert resumed.folder == ended.folder
+
+
+def test_a_new_learning_rate_counts_after_resuming(tmp_path, stopped):
+    same, _ = losses(tmp_path, resume=stopped[1].saved.location)
+    other, _ = losses(tmp_path, "optimizer.learning_rate=0.1", resume=stopped[1].saved.location)
+    assert same[0] == other[0]
+    assert same[1] != other[1]
+
+
+def test_a_hugging_face_model_trains_in_the_same_loop(tmp_path):
+    found, trained = losses(
+        tmp_path, "model=training_models:hugging_face", "steps=30", "optimizer.learning_rate=0.01"
+    )
+    assert found[-1] < found[0] - 1
+    assert trained.report.last.dev_loss < found[0] - 1
+
+
+def test_data_and_model_of_ones_own_train(tmp_path):
+    words = (
+        "model=training_models:line",
+        "data.source=training_models:points",
+        "steps=150",
+        "batch_size=20",
+    )
+    found, _ = losses(
+        tmp_path, *words, "optimizer={name: sgd, learning_rate: 1.0, weight_decay: 0}"
+    )
+    assert found[-1] < 0.3 < found[0]
+
+
+def test_matrices_decay_and_vectors_do_not(tmp_path):
+    with open_run(load_config(None, [f"runs={tmp_path}", *TINY])) as run:
+        groups = run.parts.optimizer.param_groups
+        assert {group["weight_decay"] for group in groups if group["params"][0].dim() >= 2} == {0.1}
+        assert all(parameter.dim() < 2 for group in groups[1:] for parameter in group["params"])
+        assert groups[1]["weight_decay"] == 0.0
+        assert sum(len(group["params"]) for group in groups) == len(
+            list(run.parts.model.parameters())
+        )
+
+
+def test_samples_longer_than_the_model_takes_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.length=20: transformer can't take such a sample .* data\.length=null",
+    ):
+        losses(tmp_path, "data.length=20")
+    assert not (tmp_path / "run-001").exists()

@@ -1,0 +1,81 @@
+"""The data that a configuration names. `python -m pytest tests/trainer/test_training_data.py`."""
+
+import numpy
+import pytest
+import torch
+
+from curry_train.config import load_config
+from curry_train.data import open_datasets
+from curry_train.workloads import load_workload
+from curry_train.workloads.workload import Case, WorkloadError
+
+
+def opened(model, *words, vocabulary=None):
+    return open_datasets(
+        load_config(None, words).data, Case(load_workload(model)), vocabulary=vocabulary
+    )
+
+
+def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
+    train, dev = opened("training_models:tiny", "data.dev_fraction=0.25")
+    assert len(dev) == round((len(train) + len(dev)) / 4)
+    assert (train.start, train.stop, dev.stop) == (0, dev.start, len(train) + len(dev))
+    assert train.batch([0])["tokens"].shape == (1, 16)
+
+
+def test_nothing_is_held_back_where_the_fraction_is_none():
+    assert opened("training_models:tiny", "data.dev_fraction=0")[1] is None
+
+
+def test_length_is_the_models_own_unless_it_is_given():
+    train, _ = opened("training_models:tiny", "data.length=5")
+    assert train.batch([0])["tokens"].shape == (1, 5)
+
+
+def test_files_of_tokens_are_read(tmp_path):
+    numpy.save(tmp_path / "0.npy", numpy.arange(200) % 50)
+    train, dev = opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
+    assert (len(train), len(dev)) == (11, 1)
+    assert train.batch([1])["tokens"].tolist() == [list(range(16, 32))]
+
+
+def test_a_dataset_of_ones_own_is_found_by_its_name():
+    train, dev = opened(
+        "training_models:line", "data.source=training_models:points", "data.dev_fraction=0.1"
+    )
+    assert (len(train), len(dev)) == (180, 20)
+    points, halves = train.batch([0, 199 - 20])
+    assert points.shape == (2, 2)
+    assert halves.tolist() == [0, 1]
+
+
+def test_batches_of_the_workload_itself_are_the_same_each_time():
+    train, _ = opened("mlp", "data.source=workload")
+    assert all(
+        torch.equal(a, b) for a, b in zip(train.batch([5, 2]), train.batch([5, 9]), strict=True)
+    )
+    assert not torch.equal(train.batch([5])[0], train.batch([6])[0])
+
+
+def test_text_for_a_model_that_knows_fewer_tokens_is_refused():
+    with pytest.raises(
+        WorkloadError, match="text needs a vocabulary of 256 bytes, and transformer has 100 tokens"
+    ):
+        opened("training_models:few_tokens", vocabulary=100)
+
+
+def test_so_few_samples_that_none_is_left_is_told(tmp_path):
+    numpy.save(tmp_path / "0.npy", numpy.arange(20))
+    with pytest.raises(
+        ValueError,
+        match=r"data\.dev_fraction=0\.05 of 1 samples leaves none to train on or to measure",
+    ):
+        opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
+
+
+def test_a_factory_that_fails_is_told_as_the_users():
+    with pytest.raises(
+        WorkloadError,
+        match="training_models:broken: the factory raised RuntimeError: no weights here",
+    ):
+        opened("training_models:tiny", "data.source=training_models:broken")

@@ -1,0 +1,63 @@
+"""Models and data that the tests of training name by `training_models:factory`."""
+
+import torch
+from torch import nn
+
+from curry_train.workloads.models import transformer
+
+
+def tiny():
+    """A language model that takes milliseconds."""
+    return transformer(depth=2, dim=32, heads=2, kv_heads=2, vocabulary=256, length=16)
+
+
+def with_dropout():
+    return transformer(depth=2, dim=32, heads=2, kv_heads=2, vocabulary=256, length=16, dropout=0.1)
+
+
+def hugging_face():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def few_tokens():
+    """Knows less than a byte."""
+    return transformer(depth=1, dim=32, heads=2, kv_heads=2, vocabulary=100, length=16)
+
+
+class Points(torch.utils.data.Dataset):
+    """A map-style dataset: points and the halves of the plane they are in."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        point = torch.tensor([(index % 20) / 10 - 1, (index // 20) / 5 - 1])
+        return point, (point.sum() > 0).long()
+
+
+def points():
+    return Points()
+
+
+def line():
+    """A classifier of points, as a module and a batch: its loss is its output's, so a Workload says what is meant."""
+    from curry_train.workloads.workload import Workload
+
+    return Workload(
+        name="line",
+        build=lambda: nn.Linear(2, 2),
+        batch=lambda size: (torch.randn(size, 2), torch.randint(2, (size,))),
+        loss=lambda module, batch: nn.functional.cross_entropy(
+            module(batch[0]), batch[1], reduction="sum"
+        ),
+    )
+
+
+def broken():
+    raise RuntimeError("no weights here")

@@ -1,0 +1,303 @@
+"""What a user may hand to `--model`, and what they are told when it can't be trained.
+
+python -m pytest tests/workloads/test_workload.py
+"""
+
+import random
+import sys
+import textwrap
+
+import numpy
+import pytest
+import torch
+
+from curry_train.core.random import seeded
+from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import (
+    IGNORED_TARGET,
+    Case,
+    WorkloadError,
+    batch_size,
+    map_tensors,
+    take,
+)
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    """Write a module into the current directory, and give the spec of its factory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name = f"theirs_{abs(hash(str(tmp_path)))}"
+
+    def write(source):
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\nfrom torch import nn\n" + textwrap.dedent(source)
+        )
+        return f"{name}:build"
+
+    return write
+
+
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_built_in_workloads_are_the_same_each_time(name):
+    case = Case(load_workload(name), seed=3)
+    first, second = case.build(), case.build()
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    value = case.workload.mean_loss(first, case.batch())
+    assert torch.equal(value, case.workload.mean_loss(second, case.batch()))
+    value.backward()
+    assert all(parameter.grad is not None for parameter in first.parameters())
+
+
+def test_another_seed_is_another_model():
+    workload = load_workload("mlp")
+    first, second = Case(workload, seed=0).build(), Case(workload, seed=1).build()
+    assert not torch.equal(next(first.parameters()), next(second.parameters()))
+
+
+def test_seeding_leaves_every_generator_as_it_was():
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    with seeded(5):
+        torch.rand(1), random.random(), numpy.random.rand()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (numpy.random.get_state()[1] == states[2]).all()
+
+
+def test_the_transformer_has_the_shape_of_llama():
+    module = transformer(depth=2, dim=64, heads=4, kv_heads=1, dropout=0.1).build()
+    names = {name.split(".", 2)[-1] for name, _ in module.layers.named_parameters(prefix="layers")}
+    assert {"attention.wk.weight", "feed_forward.gate.weight", "attention_norm.weight"} <= names
+    assert module.layers[0].attention.wk.out_features == 16
+    module.eval()
+    tokens = torch.randint(512, (2, 8))
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 512
+    assert torch.equal(module(tokens)[:, :-1], module(changed)[:, :-1])  # causal
+
+
+def test_masking_leaves_uneven_counts_and_no_empty_row():
+    case = Case(load_workload("transformer"))
+    targets = case.workload.mask(case.batch(4))["targets"]
+    counts = (targets != IGNORED_TARGET).sum(1).tolist()
+    assert counts == [2, 23, 43, 64]
+
+
+def test_a_batch_is_cut_without_losing_samples():
+    batch = {
+        "x": torch.arange(6),
+        "pair": (torch.arange(12).view(6, 2), "flag"),
+        "shared": torch.ones(3),
+    }
+    parts = Case(load_workload("mlp")).split(batch, [1, 3, 2])
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert [part["pair"][0].shape[0] for part in parts] == [1, 3, 2]
+    assert parts[1]["pair"][1] == "flag"
+    assert parts[1]["shared"] is batch["shared"]
+    with pytest.raises(WorkloadError, match=r"sizes \[1, 2\] do not add up to a batch of 6"):
+        Case(load_workload("mlp")).split(batch, [1, 2])
+
+
+def test_batches_of_any_nesting():
+    assert batch_size([("text", torch.zeros(5, 2))]) == 5
+    assert take([torch.arange(4)], slice(1, 3))[0].tolist() == [1, 2]
+    assert map_tensors({"a": [torch.ones(1), None]}, lambda tensor: tensor + 1)["a"] == [
+        torch.tensor([2.0]),
+        None,
+    ]
+    with pytest.raises(ValueError, match="at least one tensor with a batch dimension, got str"):
+        batch_size("text")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def build(): return nn.Sequential(nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 2))",
+        "def build(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())",
+        "def build(): return nn.Embedding(10, 4)",
+        "def build(): return nn.Linear(5, 1), torch.randn(3, 5)",
+        "def build(): return nn.Bilinear(5, 4, 1), (torch.randn(3, 5), torch.randn(3, 4))",
+        "def build(): return nn.Linear(5, 1), {'input': torch.randn(3, 5)}",
+        """
+        from curry_train.core import Workload
+        def build():
+            loss = lambda module, batch: module(batch).square().sum()
+            return Workload("own", lambda: nn.Linear(3, 1), lambda size: torch.randn(size, 3), loss)
+        """,
+    ],
+    ids=["linear", "conv", "embedding", "pair", "tuple", "keywords", "workload"],
+)
+def test_a_factory_outside_the_repository_becomes_a_workload(factory, source):
+    case = Case(load_workload(factory(source)), batch_size=7)
+    module, batch = case.build(), case.batch()
+    assert batch_size(batch) == 7
+    case.workload.mean_loss(module, batch).backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+HUGGING_FACE = """
+from transformers import {name}Config, {name}{head}
+def build():
+    return {name}{head}({name}Config(**{arguments!r}))
+"""
+LLAMA = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    pad_token_id=0,
+)
+GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "arguments"), [("Llama", "ForCausalLM", LLAMA), ("GPT2", "LMHeadModel", GPT2)]
+)
+def test_a_hugging_face_causal_model_is_trained_on_its_tokens(factory, name, head, arguments):
+    workload = load_workload(
+        factory(HUGGING_FACE.format(name=name, head=head, arguments=arguments))
+    )
+    case = Case(workload, batch_size=4)
+    module, batch = case.build().eval(), case.batch()
+    ours = workload.mean_loss(module, batch)
+    assert ours.item() == pytest.approx(module(**batch).loss.item(), rel=1e-6)
+    masked = workload.mask(batch)
+    assert workload.count(masked) < workload.count(batch)
+    assert workload.mean_loss(module, masked).item() == pytest.approx(
+        module(**masked).loss.item(), rel=1e-6
+    )
+
+
+def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
+    spec = factory("def build(): return nn.Linear(5, 1)")
+    first, second = (Case(load_workload(spec)).batch() for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def build(): raise RuntimeError('no weights here')",
+            "the factory raised RuntimeError: no weights here",
+        ),
+        ("def build(): return 3", "the factory returned int; return an nn.Module"),
+        ("def build(): return nn.ReLU()", "the input of ReLU can't be inferred"),
+        (
+            "def build(): return nn.Linear(4, 1), torch.randn(2, 3)",
+            "a forward on the batch raised RuntimeError",
+        ),
+        (
+            "def build(): return nn.Linear(4, 1), 'text'",
+            "at least one tensor with a batch dimension, got str",
+        ),
+        (
+            "def build(): return nn.Linear(4, 1).requires_grad_(False), torch.randn(2, 4)",
+            "does not depend on any",
+        ),
+        (
+            "class Text(nn.Linear):\n    forward = lambda s, x: 'a'\ndef build(): return Text(4, 1)",
+            "returned str",
+        ),
+        ("built = 1", "has no callable 'build'"),
+    ],
+)
+def test_what_can_not_be_trained_is_said_in_one_line(factory, source, said):
+    with pytest.raises(WorkloadError) as raised:
+        load_workload(factory(source))
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+NESTED = """
+from pathlib import Path
+def inner():
+    return nn.Linear('wide', 3)
+def build():
+    return inner()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("def build():\n    raise RuntimeError('no weights here')", 4),
+        (NESTED, 6),  # the user's own line, and not the one in torch that raised
+        (
+            "class Net(nn.Linear):\n    def forward(self, x): return x @ x\ndef build(): return Net(4, 1)",
+            4,
+        ),
+        ("def build(size): return nn.Linear(4, 1)", 3),  # where it begins, since it never ran
+        ("built = nn.Linear('wide', 3)", 3),  # while it is imported
+        ("def build(: pass", 3),
+    ],
+    ids=["factory", "called by the factory", "forward", "wrong arguments", "import", "syntax"],
+)
+def test_the_users_own_line_is_named(factory, source, line):
+    spec = factory(source)
+    with pytest.raises(WorkloadError) as raised:
+        load_workload(spec)
+    assert f"({spec.partition(':')[0]}.py:{line})" in str(raised.value)
+
+
+def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkeypatch):
+    spec = factory("def build(): raise KeyError('weights')")
+    name = spec.partition(":")[0]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(WorkloadError) as raised:
+        load_workload(f"{tmp_path / name}.py:build")
+    assert str(raised.value).endswith(
+        f"the factory raised KeyError: 'weights' ({tmp_path / name}.py:3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("transfomer", r"no workload is called 'transfomer'; did you mean 'transformer'\?"),
+        ("bert", "use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory"),
+        ("absent_module:build", "can't import absent_module. Run from the folder that holds it"),
+    ],
+)
+def test_a_name_that_is_none_is_said(spec, said):
+    with pytest.raises(WorkloadError, match=said):
+        load_workload(spec)
+
+
+OWN_FILE = "from torch import nn\ndef build(): return nn.Linear(5, 1)\n"
+
+
+def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    package = tmp_path / "by_file_project" / "models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "sizes.py").write_text("WIDTH = 5")
+    (package / "own.py").write_text("from .sizes import WIDTH\n" + OWN_FILE)
+    case = Case(load_workload(f"{package / 'own.py'}:build"))
+    assert case.build().in_features == 5
+    monkeypatch.chdir(tmp_path)
+    assert load_workload("by_file_project/models/own.py:build").name == "build"
+
+
+def test_a_file_is_never_taken_for_another_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "shlex.py").write_text(OWN_FILE)  # the standard library's is there already
+    with pytest.raises(
+        WorkloadError,
+        match=r"another module shlex is already imported, .*: give the file another name",
+    ):
+        load_workload(f"{tmp_path / 'shlex.py'}:build")
+    with pytest.raises(WorkloadError, match=r"there is no file .*absent\.py"):
+        load_workload(f"{tmp_path / 'absent.py'}:build")
+
+
+def test_a_batch_size_of_none_is_refused():
+    with pytest.raises(WorkloadError, match="batch size must be at least 1, got 0"):
+        Case(load_workload("mlp"), batch_size=0)
