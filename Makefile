@@ -45,15 +45,15 @@ lint: $(dev_ready)  ## ruff: rules and format
 types: $(dev_ready)  ## mypy --strict over the package and the scripts
 	@$(PYTHON) -m mypy --no-error-summary
 
-rules: $(dev_ready)  ## the house rules that tests/house/house.py holds
-	@$(PYTHON) tests/house/house.py
+rules: $(dev_ready)  ## the house rules that tests/house/rules.py collects
+	@$(PYTHON) tests/house/rules.py
 
 skills: $(dev_ready)  ## the open validator over each skill, and skillsaw over the bundle
 	@for skill in skills/*/; do $(PYTHON) -m skills_ref.cli validate "$$skill" || exit 1; done
 	@$(PYTHON) -m skillsaw lint --strict --quiet --no-progress
 
 clients: $(dev_ready)  ## install the bundle into five agent clients, and see which skills they load; needs npm and 1.4 GB
-	@PYTHONPATH=template $(PYTHON) benchmarks/clients.py $(ARGS)
+	@PYTHONPATH=template:tests/house:tests/skills $(PYTHON) benchmarks/clients.py $(ARGS)
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client_packages import NODE, Unavailable, offline, package
-from house_tree import files
+from tree import files
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = "curry-train@curry-train"

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from house import ROOT
 from store_models import new_state, train
+from tree import ROOT
 
 from curry_train.runs import Store
 from curry_train.runs.policy import SavingPolicy

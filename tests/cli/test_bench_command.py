@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from house import ROOT
+from tree import ROOT
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from house import ROOT
+from tree import ROOT
 from warm_python import warm_python
 
 import curry_train

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from house import ROOT
 from journals import plant
 from scaffold_case import scaffold, shell
 from store_models import new_state, train
+from tree import ROOT
 
 from curry_train.cli.main import main
 from curry_train.cli.resume_check import _different_figure, _different_tensor, resume_check

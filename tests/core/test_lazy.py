@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from house import ROOT
+from tree import ROOT
 
 from curry_train import primitives
 from curry_train.core.lazy import MissingTechnique, lazy_names

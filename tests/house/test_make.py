@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from house import ROOT
+from tree import ROOT
 
 # Stands for pytest: leaves the report that PYTEST_ADDOPTS asks for.
 REPORTING = """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import ROOT
+from tree import ROOT
 
 IN_JSON = r'"version": "(.+)"'
 # Each file that carries the version: how it is written there, and how often.

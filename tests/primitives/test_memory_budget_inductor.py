@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 from compiled_models import TRACING, block_class, build, by_torch_alone, dropout, loss, rows, step
-from house import ROOT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from tree import ROOT
 
 from curry_train.core.measure_compiled import measure_allocated, saved_bytes
 from curry_train.core.parity import compare

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 from attached_scripts import PLAIN, attached
-from house import ROOT
 from torch import nn
+from tree import ROOT
 
 from curry_train.runs import RunError, SavedRun
 from curry_train.runs.attach import saving

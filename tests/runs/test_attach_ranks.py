@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from attached_scripts import PLAIN, attached, on_ranks
-from house import ROOT
+from tree import ROOT
 
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.runs import RunError, SavedRun, saving

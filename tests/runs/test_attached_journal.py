@@ -13,8 +13,8 @@ import sys
 import pytest
 import torch
 from click.testing import CliRunner
-from house import ROOT
 from torch import nn
+from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.cli.main import main

@@ -12,8 +12,8 @@ import sys
 import threading
 
 import pytest
-from house import ROOT
 from journals import clock, facts, lines_of, plant, plant_eventful
+from tree import ROOT
 
 from curry_train.runs.journal import Journal, JournalError, JournalReading, NewerJournal
 from curry_train.runs.ranks import LockedRun

@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from house import ROOT
 from journals import clock, facts, lines_of, plant, train
+from tree import ROOT
 
 from curry_train.runs.journal import LONGEST_LINE_BYTES, Journal, JournalError, JournalReading
 

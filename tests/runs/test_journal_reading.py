@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import ROOT
 from journals import plant
+from tree import ROOT
 
 from curry_train.runs.journal import (
     JOURNAL_HEAD_LINES,

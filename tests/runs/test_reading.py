@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from house import ROOT
 from store_models import equal, new_state, tensors_of, train
+from tree import ROOT
 
 from curry_train.runs import SavedRun, Store
 from curry_train.runs.files import LocalFiles

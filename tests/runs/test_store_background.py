@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import ROOT
 from store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
+from tree import ROOT
 
 from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging

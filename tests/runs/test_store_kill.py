@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from house import ROOT
 from store_models import At, CountedFiles, CountedObjects, equal, fail, new_state, tensors_of, train
+from tree import ROOT
 
 from curry_train.runs import SaveError, Store
 

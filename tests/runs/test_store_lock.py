@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from house import ROOT
 from store_models import new_state
+from tree import ROOT
 
 from curry_train.runs import LockedRun, Store
 from curry_train.runs.files import ObjectFiles

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy
 import torch
-from house import ROOT
 from torch import Tensor, nn
+from tree import ROOT
 
 from curry_train.core.measure import Memory, measure_memory
 from curry_train.core.parity import StepRecord, record_step

@@ -12,7 +12,7 @@ import client_packages
 import pytest
 from client_packages import Unavailable, package
 from figures import RECORD_KEYS
-from house import ROOT
+from tree import ROOT
 
 from clients import CLIENTS, copy_bundle, loaded_skills, problems
 

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import ROOT
-from house_tree import files, skills
 from markdown import fenced_blocks
+from tree import ROOT, files, skills
 
 # Each skill opens its steps with these words.
 TOLD = """\

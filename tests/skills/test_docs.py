@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from figures import RECORD_KEYS, incomplete_records, quoted_figures, wrong_figures
-from house import ROOT
 from markdown import Block, fenced_blocks
+from tree import ROOT
 
 RECORD = {
     **dict.fromkeys(RECORD_KEYS, "recorded"),

@@ -10,8 +10,8 @@ import shutil
 import subprocess
 
 import pytest
-from house import ROOT
 from markdown import fenced_blocks
+from tree import ROOT
 from warm_python import warm_python
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("skills/**/*.md"))]

@@ -11,7 +11,7 @@ import re
 
 import pytest
 import torch
-from house import ROOT
+from tree import ROOT
 
 FENCE = re.compile(r" *(`{3,}|~{3,})")
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-from house import ROOT
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from tree import ROOT
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step

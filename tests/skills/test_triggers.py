@@ -6,7 +6,7 @@ Run: `python -m pytest tests/skills/test_triggers.py`.
 import itertools
 
 import pytest
-from house import ROOT
+from tree import ROOT
 from trigger_ranking import Vectors, Words, descriptions, named, rank, share, triggers
 from word_vectors import stems
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import yaml
-from house_tree import skills
+from tree import skills
 from word_vectors import Space, space, stems
 
 ROOT = Path(__file__).resolve().parents[2]
