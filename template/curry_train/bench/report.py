@@ -16,15 +16,14 @@ import torch
 
 from ..core.measure import is_out_of_memory
 from ..core.random import seeded
+from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.device import peak_rate
 from ..primitives.grad_accum import NonFiniteWindow, WindowResult
 from ..workloads.workload import Case, Workload, WorkloadError
+from .machine import Machine, drift_of
 from .steps import PLAIN_LEVER, Lever, TrainingStep
-from .timing import Clock, Machine, Ratio, Spread, drift_of, paired_ratio, spread_of, time_in_turns
 
-# ------------------------------------------------------------------------------
 # Benchmark results: one row per configuration, with notes on how far to trust its figures.
-# ------------------------------------------------------------------------------
 
 # The outcomes of a configuration.
 MEASURED_OUTCOME = "measured"
@@ -170,9 +169,7 @@ def _training_notes(row: Figures, plain: Figures, bound: float) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------
 # Benchmark levers: time whole optimizer steps in turns, in one process.
-# ------------------------------------------------------------------------------
 
 Tell = Callable[[str], None]
 

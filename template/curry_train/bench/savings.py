@@ -9,6 +9,8 @@ so that machine drift affects all alike.
 Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
+import contextlib
+import functools
 import math
 import os
 import statistics
@@ -27,11 +29,11 @@ from ..core.measure import (
     is_out_of_memory,
     measure_memory,
     recompute_flops,
-    time_step,
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import StepRecord, compare, record_step
-from ..core.random import seeded
+from ..core.random import seeded, untouched
+from ..core.timing import paired_ratio, time_in_turns
 from ..core.wording import did_you_mean, format_bytes
 from ..gates.same_training import OUTER_BOUND, sample_of
 from ..plan.profiler import MemoryProfiler
@@ -39,13 +41,13 @@ from ..plan.strategies import STRATEGIES
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
-from .timing import python_calls
+from .machine import python_calls
 
-# ------------------------------------------------------------------------------
 # Row of the savings benchmark: the figures of one strategy on one case.
-# ------------------------------------------------------------------------------
 
 REFERENCE_STRATEGY = "none"
+# Rounds before those that are timed; in the first, caches and kernels warm up.
+WARMUP_ROUNDS = 1
 MEASURED_OUTCOME = "measured"
 REFUSED_OUTCOME = "refused"
 FAILED_OUTCOME = "failed"
@@ -59,7 +61,7 @@ class StepSeconds:
     median: float
     fastest: float
     slowest: float
-    # Median ratio and its quartiles.
+    # Median ratio and its 95% confidence interval, which is None below 6 rounds.
     ratio: float | None
     ratio_lower: float | None
     ratio_upper: float | None
@@ -121,9 +123,7 @@ class SavingsRow:
         return cls(**{**data, "seconds": None if seconds is None else StepSeconds(**seconds)})
 
 
-# ------------------------------------------------------------------------------
 # Find the largest batch whose training step fits into a number of bytes.
-# ------------------------------------------------------------------------------
 
 LARGEST_BATCH_TRIED = 2**24  # if a batch this large fits, memory does not depend on the batch size
 
@@ -233,9 +233,7 @@ def _next(known: dict[int, int | None], low: int, high: int | None, limit: int, 
     return min(max(guess, low + 1), top)
 
 
-# ------------------------------------------------------------------------------
 # Measure what each strategy saves and costs on a model.
-# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -306,7 +304,7 @@ def measure_savings(
         tell(f"{row.strategy}: memory, FLOPs, parity")
         models.append(_measure(row, case, weights, plain))
 
-    _time_in_turns(rows, models, case, repeats, tell)
+    _time_strategies(rows, models, case, repeats, tell)
     for row, model in zip(rows, models, strict=True):
         if limit is not None:
             tell(f"{row.strategy}: largest batch")
@@ -414,42 +412,55 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _time_in_turns(
+def _time_strategies(
     rows: Sequence[SavingsRow],
     models: Sequence[nn.Module | None],
     case: Case,
     repeats: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Time rounds of one step per strategy, after one round to warm up.
-
-    Every round begins with another strategy.
-    """
+    """Time one step of every measured strategy in turns, and compare each with the plain step."""
+    timed = [
+        (row, model)
+        for row, model in zip(rows, models, strict=True)
+        if model is not None and row.outcome == MEASURED_OUTCOME
+    ]
+    if not timed:
+        return
     batch = case.batch()
-    seconds: list[list[float]] = [[] for _ in rows]
-    for turn in range(repeats + 1):
-        for place in range(len(rows)):
-            index = (place + turn) % len(rows)
-            row = rows[index]
-            model = models[index]
-            tell(f"{row.strategy}: step {turn} of {repeats}")
-            if model is not None and row.outcome == MEASURED_OUTCOME:
-                timed = time_step(model, batch, case.workload.mean_loss, repeats=1, warmup=0)
-                seconds[index].append(timed.median)
-    for row, taken in zip(rows, (steps[1:] for steps in seconds), strict=True):
-        if taken:
-            ratios = [step / plain for step, plain in zip(taken, seconds[0][1:], strict=False)]
-            lower, middle, upper = _quartiles(ratios) if ratios else (None, None, None)
-            row.seconds = StepSeconds(
-                statistics.median(taken), min(taken), max(taken), middle, lower, upper
-            )
 
+    def step(model: nn.Module) -> None:
+        model.zero_grad(set_to_none=True)
+        case.workload.mean_loss(model, batch).backward()
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return lower, middle, upper
+    def wait() -> None:
+        if case.device.type == "cuda":
+            torch.cuda.synchronize(case.device)
+
+    def report(turn: int, way: int) -> None:
+        tell(f"{timed[way][0].strategy}: step {turn + WARMUP_ROUNDS} of {repeats}")
+
+    with contextlib.ExitStack() as stack:
+        for _, model in timed:
+            stack.enter_context(untouched(model))
+        seconds = time_in_turns(
+            [functools.partial(step, model) for _, model in timed],
+            rounds=repeats,
+            warmup=WARMUP_ROUNDS,
+            wait=wait,
+            tell=report,
+        )
+    plain = seconds[0] if timed[0][0].strategy == REFERENCE_STRATEGY else None
+    for (row, _), taken in zip(timed, seconds, strict=True):
+        ratio = None if plain is None else paired_ratio(taken, plain)
+        row.seconds = StepSeconds(
+            statistics.median(taken),
+            min(taken),
+            max(taken),
+            None if ratio is None else ratio.median,
+            None if ratio is None else ratio.lower,
+            None if ratio is None else ratio.upper,
+        )
 
 
 def _find_largest(

@@ -38,9 +38,7 @@ from .saved import (
 )
 from .timeline import ASKS_FOR_DEVICE
 
-# ------------------------------------------------------------------------------
 # Costs of one block under each option: held bytes, transient bytes and operations.
-# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -274,9 +272,7 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-# ------------------------------------------------------------------------------
 # Menus of options: group blocks that cost the same, and measure one block of each group.
-# ------------------------------------------------------------------------------
 
 MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes that are measured
 Menu = tuple[tuple[Option, tuple[Measured, ...]], ...]

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from ..core.wording import nearest
 
-# ------------------------------------------------------------------------------
 # Time a device: matrix products, elementwise operations, host copies and dispatch.
-# ------------------------------------------------------------------------------
 
 TIMED_RUNS = 7
 LONG_PRODUCT_SECONDS = 0.01  # seconds; a larger product would not change the rate
@@ -112,9 +110,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ------------------------------------------------------------------------------
 # Device profiles: rates from which a planner predicts the time of each operation.
-# ------------------------------------------------------------------------------
 
 PROFILE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -400,9 +396,7 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-# ------------------------------------------------------------------------------
 # Peak FLOP/s of a device, as the reference for MFU and HFU.
-# ------------------------------------------------------------------------------
 
 MEASURED_PEAK = "measured"
 

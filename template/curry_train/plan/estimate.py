@@ -44,9 +44,7 @@ from .profiler import (
 from .shapes import NEEDS_VALUES_ERRORS, NeedsValues, PretendedCase, pretended
 from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
 
-# ------------------------------------------------------------------------------
 # Trial step: check whether a training step can be estimated from shapes alone.
-# ------------------------------------------------------------------------------
 
 KERNEL_SIZES_REASON = "the sizes of the tensors that its kernel makes do not follow from shapes"
 SPARSE_SIZES_REASON = "the number of values in a sparse tensor does not follow from shapes"
@@ -134,9 +132,7 @@ def who_needs_values(error: BaseException) -> str:
     return f"{func}{owner} needs values, which an estimate from shapes does not have"
 
 
-# ------------------------------------------------------------------------------
 # Cache of optimizer state and optimizer steps, for models without values.
-# ------------------------------------------------------------------------------
 
 Layouts = tuple[Any, ...]
 
@@ -195,9 +191,7 @@ def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
     return tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors)
 
 
-# ------------------------------------------------------------------------------
 # Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
-# ------------------------------------------------------------------------------
 
 
 class BytesForEach(torch.optim.Optimizer):
@@ -263,9 +257,7 @@ def make_optimizer(
     )
 
 
-# ------------------------------------------------------------------------------
 # Cost of an operation: its FLOPs, and the bytes it reads and writes.
-# ------------------------------------------------------------------------------
 
 
 def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
@@ -302,9 +294,7 @@ def _find(value: Any, found: dict[int, Tensor]) -> None:
             _find(item, found)
 
 
-# ------------------------------------------------------------------------------
 # Estimate the bytes of a whole training step from shapes alone, by owner and by block.
-# ------------------------------------------------------------------------------
 
 ModelChange = Callable[[nn.Module], object]
 

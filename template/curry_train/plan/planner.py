@@ -43,9 +43,7 @@ from .saved import (
     fingerprint,
 )
 
-# ------------------------------------------------------------------------------
 # Sharding: predict by arithmetic how DDP and FSDP2 change the bytes of one rank.
-# ------------------------------------------------------------------------------
 
 SHARDING_KINDS = ("ddp", "fsdp2")
 
@@ -121,9 +119,7 @@ class Sharding:
         return round(peak) - step.peak_bytes
 
 
-# ------------------------------------------------------------------------------
 # Check candidates against an estimate of the whole step, and correct the chain of blocks.
-# ------------------------------------------------------------------------------
 
 # Limits of the search for one candidate.
 MOST_STEPS = 6  # whole steps that are estimated
@@ -459,9 +455,7 @@ def order(candidate: Candidate) -> tuple[float, bool, float, int]:
     )
 
 
-# ------------------------------------------------------------------------------
 # Explain a plan: why a candidate won, or what would help where nothing fits.
-# ------------------------------------------------------------------------------
 
 DROPOUT_TYPES = (
     nn.Dropout,
@@ -594,9 +588,7 @@ def _levers(
         )
 
 
-# ------------------------------------------------------------------------------
 # Planner: the fastest microbatch size and option per block within a memory budget.
-# ------------------------------------------------------------------------------
 
 Tell = Callable[[str], None]
 

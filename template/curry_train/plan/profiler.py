@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.measure import REST_LAYER, Boundaries, LiveStorages, divide, tensors_in
+from ..core.measure import REST_LAYER, Boundaries, LiveStorages, Loss, divide, tensors_in
 from ..core.random import buffers_kept, seeded
 from ..workloads.workload import call, map_tensors
 
-# ------------------------------------------------------------------------------
 # Memory reports: the profile of a model's layers, and the timeline of a training step.
-# ------------------------------------------------------------------------------
 
 BYTES_PER_MIB = 2**20
 
@@ -248,11 +246,8 @@ def _row(name: str, owned: int, whole: int) -> str:
     return f"{name:<56} {owned / BYTES_PER_MIB:>12.3f} {_share(owned, whole):>8}"
 
 
-# ------------------------------------------------------------------------------
 # Profile the bytes that each layer holds for backward, and choose layers to recompute.
-# ------------------------------------------------------------------------------
 
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class MemoryProfiler:

@@ -17,9 +17,7 @@ from .. import primitives
 from ..core.blocks import Derived, NoBlocks, find_blocks
 from ..core.wording import format_bytes
 
-# ------------------------------------------------------------------------------
 # Options: the ways to run one block that a plan chooses from.
-# ------------------------------------------------------------------------------
 
 NONE_KIND = "none"
 REGIONS_KIND = "regions"
@@ -162,9 +160,7 @@ _APPLY_BY_KIND: dict[str, Callable[[nn.Module, list[str], Option], Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------
 # Plan files: the option of each block, the microbatches, and the predicted peak and time.
-# ------------------------------------------------------------------------------
 
 PLAN_VERSION = 1
 

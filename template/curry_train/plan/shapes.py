@@ -33,9 +33,7 @@ from torch.utils._pytree import tree_iter
 from ..core.random import seeded
 from ..workloads.workload import Case, map_tensors
 
-# ------------------------------------------------------------------------------
 # Corrections of fake tensor kernels that differ from the real ones.
-# ------------------------------------------------------------------------------
 
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 LIFT_OPERATION = torch.ops.aten.lift_fresh.default
@@ -87,9 +85,7 @@ def _kernel_has_values(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
-# ------------------------------------------------------------------------------
 # Stand-ins on fake CPU tensors for CUDA's attention, RMS norm and autocast.
-# ------------------------------------------------------------------------------
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -238,9 +234,7 @@ def as_on_cuda() -> Iterator[None]:
         torch.autocast.__init__ = original  # type: ignore[method-assign]
 
 
-# ------------------------------------------------------------------------------
 # Fake models, whose tensors have shapes but no values, to count bytes without memory.
-# ------------------------------------------------------------------------------
 
 
 class NeedsValues(RuntimeError):

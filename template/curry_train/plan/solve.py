@@ -29,9 +29,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-# ------------------------------------------------------------------------------
 # Search of a chain of menus: by a price per byte, then by dynamic programming.
-# ------------------------------------------------------------------------------
 
 Floats = NDArray[numpy.float64]
 Integers = NDArray[numpy.int64]
@@ -227,9 +225,7 @@ def unbeaten(rows: Sequence[tuple[float, int, int]]) -> list[int]:
     return [order[position] for position in numpy.flatnonzero(~beaten)]
 
 
-# ------------------------------------------------------------------------------
 # Solver: choose an option for each block so that the step fits the budget and costs least.
-# ------------------------------------------------------------------------------
 
 NUM_QUANTA = 1 << 10  # quanta at each block; the time is proportional to it
 SEARCH_PASSES = 2  # the second pass searches near the plan of the first

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..core.measure import REST_LAYER, Life, LiveStorages, RunningLayers, divide
+from ..core.measure import REST_LAYER, Life, LiveStorages, Loss, RunningLayers, divide
 from ..core.random import seeded
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -35,11 +35,8 @@ from .profiler import (
     as_trained,
 )
 
-# ------------------------------------------------------------------------------
 # Record every storage of one training step: its owner, and when it is made and freed.
-# ------------------------------------------------------------------------------
 
-Loss = Callable[[nn.Module, Any], Tensor]
 
 # Tensors without values return their device through the dispatcher, real ones do not.
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
@@ -277,9 +274,7 @@ def _bytes_of(tensors: list[Tensor], device: torch.device) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-# ------------------------------------------------------------------------------
 # Timeline: measure the bytes alive through one training step, by owner.
-# ------------------------------------------------------------------------------
 
 
 def measure_timeline(

@@ -26,9 +26,7 @@ from .layout import SavedCheckpoint
 from .ranks import Ranks, SaveError
 from .store import Store, Writing
 
-# ------------------------------------------------------------------------------
 # Host copies of tensors, made while training continues, in buffers that are reused.
-# ------------------------------------------------------------------------------
 
 
 class Staging:
@@ -114,9 +112,7 @@ def _buffer(source: Tensor) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
 
-# ------------------------------------------------------------------------------
 # Save checkpoints on a background thread while training continues.
-# ------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

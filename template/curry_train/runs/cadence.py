@@ -20,9 +20,7 @@ from .ranks import Ranks
 from .retention import bytes_to_write
 from .store import Store
 
-# ------------------------------------------------------------------------------
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
-# ------------------------------------------------------------------------------
 
 # Steps until the first save when there is no estimate of its duration. That save may exceed the
 # bound; it measures the duration.
@@ -157,9 +155,7 @@ def _mean(values: deque[float]) -> float:
     return max(sum(values) / len(values), 1e-9)
 
 
-# ------------------------------------------------------------------------------
 # Estimate the duration of a save by timing a small write on the same volume.
-# ------------------------------------------------------------------------------
 
 DISK_TRIAL_FILE_NAME = ".speed-of-the-disk"
 LEAST_BYTES = 2**20
@@ -194,9 +190,7 @@ def expected_seconds(files: Files, num_bytes: int) -> float:
     return FIXED_SECONDS + seconds * max(1.0, num_bytes / len(data))
 
 
-# ------------------------------------------------------------------------------
 # Decide on all ranks together when a rollback is due under `rollback_every: auto`.
-# ------------------------------------------------------------------------------
 
 SECONDS_PER_HOUR = 3600.0
 # Assumed share of a background save during which training waits, until the first one is measured.

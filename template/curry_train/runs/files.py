@@ -17,9 +17,7 @@ from typing import Any, BinaryIO, Protocol
 
 from .ranks import HostileCheckpoint
 
-# ------------------------------------------------------------------------------
 # File access for a run: the storage interface and its implementation for local folders.
-# ------------------------------------------------------------------------------
 
 
 class Files(ABC):
@@ -214,9 +212,7 @@ class LocalFiles(Files):
         return shutil.disk_usage(self.root).free
 
 
-# ------------------------------------------------------------------------------
 # A run's files in an object store, through fsspec.
-# ------------------------------------------------------------------------------
 
 
 class ObjectFiles(Files):
@@ -306,9 +302,7 @@ class ObjectFiles(Files):
         return self.read(key).decode("utf-8").strip() if self.kind(key) == "file" else None
 
 
-# ------------------------------------------------------------------------------
 # Close locks and files of a process in its forked children.
-# ------------------------------------------------------------------------------
 
 _descriptors: set[int] = set()
 

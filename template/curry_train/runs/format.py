@@ -43,9 +43,7 @@ from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
 
-# ------------------------------------------------------------------------------
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
-# ------------------------------------------------------------------------------
 
 METADATA_FILE_NAME = ".metadata"
 
@@ -164,9 +162,7 @@ def _place(item: tuple[Any, ...]) -> tuple[MetadataIndex, _StorageInfo]:
     return MetadataIndex(name, offset, number), _StorageInfo(file, position, length)
 
 
-# ------------------------------------------------------------------------------
 # Read a distributed checkpoint without running code from its files.
-# ------------------------------------------------------------------------------
 
 # Errors that torch.load raises on forged bytes.
 FORGED_BYTES_ERRORS = (
@@ -348,9 +344,7 @@ def read_tensors(
         ) from error
 
 
-# ------------------------------------------------------------------------------
 # Types that a training state and the store exchange: snapshots, contents and load reports.
-# ------------------------------------------------------------------------------
 
 # The prefix of the model's own tensors; a best-K holds only these.
 MODEL_PREFIX = "model."
@@ -426,9 +420,7 @@ class State(Protocol):
     def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading: ...
 
 
-# ------------------------------------------------------------------------------
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
-# ------------------------------------------------------------------------------
 
 SAFETENSORS_FILE_NAME = "model.safetensors"
 LONGEST_HEADER = 100 * 2**20
@@ -595,9 +587,7 @@ def _copy(value: Tensor, target: Tensor) -> None:
         target.copy_(value)
 
 
-# ------------------------------------------------------------------------------
 # Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
-# ------------------------------------------------------------------------------
 
 
 class ShardedLayout:

@@ -30,9 +30,7 @@ import torch
 from ..core.wording import provenance
 from .journal import OPENING_EVENT_KINDS, Event, JournalReading, event_number
 
-# ------------------------------------------------------------------------------
 # Read the history of a run from its journal: attempts, steps and other events.
-# ------------------------------------------------------------------------------
 
 STEP_FIGURES = ("loss", "learning_rate", "grad_norm", "terms", "seconds", "peak_bytes")
 # Number of events of each kind that are stored whole; later ones are stored by step only.
@@ -234,9 +232,7 @@ def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> Hi
     return history
 
 
-# ------------------------------------------------------------------------------
 # Facts of a run for its journal: configuration, code, packages, device and command.
-# ------------------------------------------------------------------------------
 
 GIT_SECONDS = 10.0
 # The digest covers the content of at most this many files that git does not track.
@@ -333,9 +329,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
     return completed.stdout
 
 
-# ------------------------------------------------------------------------------
 # Compare two runs by their journals: configuration, code, losses, costs and events.
-# ------------------------------------------------------------------------------
 
 # Smallest relative difference of the loss that is visible in a plot.
 VISIBLE_LOSS_DIFFERENCE = 0.01

@@ -36,9 +36,7 @@ from .files import close_here, keep_from_children, open_here
 from .layout import what_runs_there_are
 from .ranks import LockedRun, RunError
 
-# ------------------------------------------------------------------------------
 # Encode and parse one line of a journal: an event as JSON.
-# ------------------------------------------------------------------------------
 
 JOURNAL_VERSION = 1
 OPENING_EVENT_KINDS = ("start", "resume", "rollback")
@@ -208,9 +206,7 @@ def printable(text: str, *, longest: int = 300) -> str:
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."
 
 
-# ------------------------------------------------------------------------------
 # Stream the events of a journal from the disk, even if the file is damaged.
-# ------------------------------------------------------------------------------
 
 JOURNAL_FILE_NAME = "journal.jsonl"
 # Number of damaged lines that are described; later ones are only counted.
@@ -371,9 +367,7 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
     )
 
 
-# ------------------------------------------------------------------------------
 # Open and lock the file of a journal for one writer, and repair a torn last line.
-# ------------------------------------------------------------------------------
 
 # Characters of a torn line that are copied into the warning event.
 MOST_TORN_CHARACTERS = 1000
@@ -524,9 +518,7 @@ def _read(handle: int, start: int, end: int) -> bytes:
     return b"".join(chunks)
 
 
-# ------------------------------------------------------------------------------
 # Write the journal of a run, `journal.jsonl`, with one event per line.
-# ------------------------------------------------------------------------------
 
 # Events that are synced to the disk, so that they survive a loss of power.
 SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}

@@ -20,9 +20,7 @@ from typing import Any, BinaryIO
 from .files import Files
 from .ranks import DamagedCheckpoint
 
-# ------------------------------------------------------------------------------
 # Names of the checkpoints in a run's folder.
-# ------------------------------------------------------------------------------
 
 CHECKPOINT_KINDS = ("rollback", "recovery", "best-k")
 RESUMABLE_KINDS = ("rollback", "recovery")
@@ -129,9 +127,7 @@ def what_runs_there_are(name: str, there: Iterable[str], *, root: object) -> str
     return f"did you mean {shown[0]}?{also}"
 
 
-# ------------------------------------------------------------------------------
 # Hash files while they are written.
-# ------------------------------------------------------------------------------
 
 CHUNK_BYTES = 2**22
 DIGEST_ALGORITHMS = ("xxh3_128", "blake2b")
@@ -213,9 +209,7 @@ class HashingStream:
         return str(self._hash.hexdigest())
 
 
-# ------------------------------------------------------------------------------
 # Write, read and verify the manifest of a checkpoint.
-# ------------------------------------------------------------------------------
 
 MANIFEST_FILE_NAME = "manifest.json"
 MANIFEST_FORMAT = 1

@@ -23,9 +23,7 @@ from .files import Files, LocalFiles, close_here, keep_from_children, open_here
 from .layout import MANIFEST_FILE_NAME
 from .ranks import LockedRun
 
-# ------------------------------------------------------------------------------
 # Lock a run for a single writer.
-# ------------------------------------------------------------------------------
 
 LOCK_FILE_NAME = "writer.lock"
 # Bytes of the longest claim, the JSON in the lock file.
@@ -209,9 +207,7 @@ def _run_locked(where: str, holder: dict[str, Any] | None, *, free: bool) -> str
     return f"{where} is held by {who}, which can't be seen from here: if it is dead, delete {where}"
 
 
-# ------------------------------------------------------------------------------
 # Read locks, so that retention does not remove a checkpoint while it is being read.
-# ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

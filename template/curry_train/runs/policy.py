@@ -51,9 +51,7 @@ from .retention import (
 )
 from .store import Store
 
-# ------------------------------------------------------------------------------
 # Check that a state is finite before it is saved.
-# ------------------------------------------------------------------------------
 
 
 def what_is_wrong(state: State, metrics: Mapping[str, Any]) -> str | None:
@@ -102,9 +100,7 @@ def _local(tensor: Tensor) -> Tensor:
     return local
 
 
-# ------------------------------------------------------------------------------
 # Save, delete and resume checkpoints according to a policy.
-# ------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

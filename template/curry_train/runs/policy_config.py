@@ -14,9 +14,7 @@ from typing import Any, Literal, get_args
 
 from ..core.wording import nearest
 
-# ------------------------------------------------------------------------------
 # Checks of configuration values, with errors that name the key.
-# ------------------------------------------------------------------------------
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -33,9 +31,7 @@ def require(held: bool, key: str, value: Any, wanted: str) -> None:
         raise ValueError(f"{key} must be {wanted}; got {value!r}")
 
 
-# ------------------------------------------------------------------------------
 # The `checkpoint:` block of a configuration: how often to save, and how many to keep.
-# ------------------------------------------------------------------------------
 
 AUTO_INTERVAL = "auto"
 METRIC_DIRECTIONS = ("minimize", "maximize")
@@ -196,9 +192,7 @@ def _under(where: str, error: ValueError) -> str:
     return message if message.startswith("checkpoint.") else f"{where}.{message}"
 
 
-# ------------------------------------------------------------------------------
 # The `spike:` block of a configuration: what a loss spike is, and the reaction to it.
-# ------------------------------------------------------------------------------
 
 # The number of losses whose median is the baseline.
 NUM_BASELINE_LOSSES = 16

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from .ranks import DamagedCheckpoint
 
-# ------------------------------------------------------------------------------
 # Non-tensor state as JSON, including Python types that JSON has no form for.
-# ------------------------------------------------------------------------------
 
 # A mapping whose only key starts with this stands for a value that JSON has no form for.
 ENCODED_VALUE_MARK = "$"
@@ -113,9 +111,7 @@ def _array(dtype: str, content: Any) -> Any:
     return array if array.ndim else array[()]
 
 
-# ------------------------------------------------------------------------------
 # Random state of torch, CUDA, Python, numpy and the user's own generators.
-# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-# ------------------------------------------------------------------------------
 # Errors of saving and loading; every message names the problem, the place and the remedy.
-# ------------------------------------------------------------------------------
 
 PARTIAL_LOAD_ADVICE = "begin a new run with what matches: load_chosen(FOLDER, state, strict=False)"
 
@@ -46,9 +44,7 @@ class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
 
 
-# ------------------------------------------------------------------------------
 # Decisions of the ranks that save and load together.
-# ------------------------------------------------------------------------------
 
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")

@@ -22,9 +22,7 @@ from .policy_config import PolicyConfig
 from .ranks import Ranks, SaveError
 from .store import Store
 
-# ------------------------------------------------------------------------------
 # Retention: which checkpoints to keep and which to delete.
-# ------------------------------------------------------------------------------
 
 
 def to_delete(
@@ -152,9 +150,7 @@ def _metric(saved: SavedCheckpoint) -> str | None:
     return saved.metric.name if saved.metric else None
 
 
-# ------------------------------------------------------------------------------
 # Delete the states beyond the step that a run resumes from, also across a kill.
-# ------------------------------------------------------------------------------
 
 TURNED_BACK_FILE_NAME = "turned-back.json"
 
@@ -215,9 +211,7 @@ def _write(files: Files, folders: Iterable[str]) -> None:
     files.sync_folder("")
 
 
-# ------------------------------------------------------------------------------
 # Check for enough free disk space before a checkpoint is written.
-# ------------------------------------------------------------------------------
 
 # Space for the manifest, the index and partly filled blocks of the file system.
 FREE_SPACE_MARGIN_BYTES = 2**20
@@ -272,9 +266,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 10**9:.2f} GB" if num_bytes >= 10**7 else f"{num_bytes:,} bytes"
 
 
-# ------------------------------------------------------------------------------
 # Estimate the disk space that a checkpoint policy needs.
-# ------------------------------------------------------------------------------
 
 BYTES_PER_GB = 10**9
 LARGE_CHECKPOINT_BYTES = 10 * BYTES_PER_GB

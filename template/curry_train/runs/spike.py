@@ -32,9 +32,7 @@ from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig
 from .ranks import RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
 
-# ------------------------------------------------------------------------------
 # Loss spike detection against a baseline that warm-up, drift and spikes do not distort.
-# ------------------------------------------------------------------------------
 
 # Standard deviations per median absolute deviation, for normally distributed noise.
 DEVIATIONS_PER_MAD = 1.4826
@@ -208,9 +206,7 @@ def _median(values: Sequence[float]) -> float:
     return float(numpy.median(values))
 
 
-# ------------------------------------------------------------------------------
 # A run's record of its spike recoveries: skipped samples and lowered learning rates.
-# ------------------------------------------------------------------------------
 
 RECOVERIES_FILE_NAME = "recoveries.json"
 
@@ -302,9 +298,7 @@ def _write(files: Files, done: Sequence[Recovery]) -> None:
     files.sync_folder("")
 
 
-# ------------------------------------------------------------------------------
 # Recovery from a loss spike: roll back, then skip its samples.
-# ------------------------------------------------------------------------------
 
 
 class SpikeNotRecovered(RunError):

@@ -25,9 +25,7 @@ from .random_state import (
 )
 from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
 
-# ------------------------------------------------------------------------------
 # Match the tensors of a checkpoint with those of the model by name, shape, dtype and ties.
-# ------------------------------------------------------------------------------
 
 
 def match(
@@ -88,9 +86,7 @@ def _tie(first: str | None) -> str:
     return f"one tensor with {first}" if first else "a tensor of its own"
 
 
-# ------------------------------------------------------------------------------
 # Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
-# ------------------------------------------------------------------------------
 
 _WRAPPED_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -171,9 +167,7 @@ def _identity(tensor: Tensor) -> Any:
     )
 
 
-# ------------------------------------------------------------------------------
 # Optimizer state keyed by parameter name, so that it loads in another order or sharding.
-# ------------------------------------------------------------------------------
 
 
 def parameter_names(model: nn.Module) -> dict[Any, str]:
@@ -355,9 +349,7 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
         )
 
 
-# ------------------------------------------------------------------------------
 # Training state: model, optimizer, schedule, scaler, generators, position and settings.
-# ------------------------------------------------------------------------------
 
 REQUIRED_VALUES = {
     "step",

@@ -57,9 +57,7 @@ from .layout import (
 from .lock import RunLock, reading
 from .ranks import DamagedCheckpoint, LockedRun, OtherRank, Ranks, SaveError, StepExists
 
-# ------------------------------------------------------------------------------
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
-# ------------------------------------------------------------------------------
 
 STATE_FILE_NAME = "state.json"
 POLL_SECONDS = 0.05
@@ -193,9 +191,7 @@ class Writing:
         return manifest
 
 
-# ------------------------------------------------------------------------------
 # Read-only access to a run: list, verify and load its checkpoints.
-# ------------------------------------------------------------------------------
 
 
 class SavedRun:
@@ -369,9 +365,7 @@ def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
     return saved.step, saved.kind == "recovery"
 
 
-# ------------------------------------------------------------------------------
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
-# ------------------------------------------------------------------------------
 
 LATEST_POINTER = "latest"
 logger = logging.getLogger(__name__)

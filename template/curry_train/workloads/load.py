@@ -23,9 +23,7 @@ from ..core.wording import did_you_mean
 from .models import BUILTIN_WORKLOADS
 from .workload import Workload, WorkloadError, workload_parts
 
-# ------------------------------------------------------------------------------
 # Describe an error from the user's code, with the line of their code that it came from.
-# ------------------------------------------------------------------------------
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 STANDARD_LIBRARY_FOLDER = Path(sysconfig.get_path("stdlib")).resolve()
@@ -78,9 +76,7 @@ def _short(file: str, line: int | None) -> str:
     return f"{path}:{line}"
 
 
-# ------------------------------------------------------------------------------
 # Load a `Workload` from a built-in name or from the user's own factory.
-# ------------------------------------------------------------------------------
 
 
 def load_workload(spec: str) -> Workload:

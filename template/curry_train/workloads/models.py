@@ -16,9 +16,7 @@ from torch.nn import functional as F
 from ..primitives.time_loop import run_timesteps
 from .workload import IGNORED_TARGET, Workload, mask_tails, token_loss
 
-# ------------------------------------------------------------------------------
 # A small Llama-like causal language model.
-# ------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -124,9 +122,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-# ------------------------------------------------------------------------------
 # Built-in workloads: MLP, Llama-like transformer, bottleneck ResNet and spiking network.
-# ------------------------------------------------------------------------------
 
 
 def mlp(*, depth: int = 6, width: int = 256) -> Workload:

@@ -17,9 +17,7 @@ from torch.nn import functional as F
 from ..core.hugging_face import no_cache_please
 from ..core.random import seeded
 
-# ------------------------------------------------------------------------------
 # Nested batches of tensors, cut along the leading dimension.
-# ------------------------------------------------------------------------------
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -53,9 +51,7 @@ def take(batch: Any, rows: slice | list[int]) -> Any:
     )
 
 
-# ------------------------------------------------------------------------------
 # Workloads to train: a module, a batch of any size, and a loss that is a sum of terms.
-# ------------------------------------------------------------------------------
 
 Batch = Any
 
@@ -146,9 +142,7 @@ class Case:
         ]
 
 
-# ------------------------------------------------------------------------------
 # Batches and losses for modules, `(module, batch)` pairs and Hugging Face models.
-# ------------------------------------------------------------------------------
 
 # The target that cross_entropy and Hugging Face models leave out of the loss.
 IGNORED_TARGET = -100
