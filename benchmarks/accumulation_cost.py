@@ -13,7 +13,7 @@ import click
 import torch
 from torch import Tensor, nn
 
-from curry_train.bench.timing import time_in_turns
+from curry_train.core.timing import time_in_turns
 from curry_train.benchmark import run_accumulated_step
 from curry_train.cli.options import json_option
 from curry_train.core.wording import provenance, write_json

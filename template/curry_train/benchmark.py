@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .bench.timing import (
+from .core.measure import Loss
+from .core.timing import (
     NO_DIFFERENCE_VERDICT,
     TOO_FEW_VERDICT,
     Clock,
@@ -27,8 +28,6 @@ from .bench.timing import (
     time_in_turns,
 )
 from .primitives.grad_accum import GradientAccumulation, WindowResult, train_window
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .cli.options import choose_device
 from .core.blocks import NoBlocks, find_blocks
+from .core.timing import find_device
 
 
 class WrongLaunch(ValueError):
@@ -56,7 +56,7 @@ def start_ranks(
 ) -> Iterator[TrainingRanks]:
     """Join the other ranks, if `parallel` uses several; `ranks` is their required number."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    place = choose_device(device)
+    place = find_device(device)
     _check_launch(parallel, size, ranks)
     if parallel == "none":
         yield TrainingRanks(place)

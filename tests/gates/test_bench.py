@@ -13,8 +13,8 @@ from torch import nn
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import TrainingStep
-from curry_train.bench.timing import Ratio, Spread, paired_ratio, time_in_turns
 from curry_train.core.measure import bytes_on_device
+from curry_train.core.timing import Ratio, Spread, paired_ratio, time_in_turns
 from curry_train.gates import bench
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer

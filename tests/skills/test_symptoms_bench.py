@@ -14,8 +14,8 @@ from symptoms import rows_of, rows_with_a_test, symptom
 
 from curry_train.bench.report import REFUSED_OUTCOME, measure_levers
 from curry_train.bench.steps import Lever, TrainingStep, find_lever
-from curry_train.bench.timing import NO_DIFFERENCE_VERDICT, SLOWER_VERDICT, paired_ratio
 from curry_train.benchmark import compare_steps
+from curry_train.core.timing import NO_DIFFERENCE_VERDICT, SLOWER_VERDICT, paired_ratio
 from curry_train.gates import grad_accum
 from curry_train.gates.fixtures import PlantedMachine
 from curry_train.workloads.models import mlp, transformer

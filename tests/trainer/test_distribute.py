@@ -5,7 +5,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.cli.options import DeviceMissing
+from curry_train.core.timing import NoSuchDevice
 from curry_train.distribute import TrainingRanks, WrongLaunch, share, start_ranks
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.workloads import load_workload
@@ -51,7 +51,7 @@ def test_a_wrong_launch_says_how_to_start_it(monkeypatch, size, options, message
 def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with (
-        pytest.raises(DeviceMissing, match="no CUDA device"),
+        pytest.raises(NoSuchDevice, match="no CUDA device"),
         start_ranks(parallel="ddp", device="cuda"),
     ):
         pass
@@ -60,7 +60,7 @@ def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
 
 def test_more_ranks_than_gpus_is_told(monkeypatch):
     """NCCL would hang, or fail with a word about duplicates."""
-    monkeypatch.setattr("curry_train.distribute.choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("curry_train.distribute.find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

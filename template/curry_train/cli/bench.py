@@ -15,8 +15,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
 from ..bench.steps import LEVER_HELP, find_lever, list_levers
-from ..bench.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.blocks import NoBlocks, find_blocks
+from ..core.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import provenance, write_json
 from ..plan.device import MEASURED_PEAK
 from ..plan.estimate import OPTIMIZERS, make_optimizer

@@ -10,6 +10,7 @@ from typing import Any
 import click
 import torch
 
+from ..core.timing import NoSuchDevice, find_device
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Workload
 
@@ -34,15 +35,11 @@ class UnusableInput(click.ClickException):
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of a name; `auto` is CUDA where available, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        raise DeviceMissing(
-            f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu"
-        )
-    return torch.device(name)
+    """Return the device of `--device`; a missing one ends the command with exit status 3."""
+    try:
+        return find_device(name)
+    except NoSuchDevice as error:
+        raise DeviceMissing(str(error)) from error
 
 
 def _writable(path: str | None) -> str | None:

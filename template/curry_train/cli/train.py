@@ -18,13 +18,21 @@ from rich.console import Console
 
 from ..config import Config, load_config
 from ..core.lazy import MissingTechnique
+from ..core.timing import NoSuchDevice
 from ..core.wording import provenance, write_json
 from ..loop import SIGNALS
 from ..primitives.grad_accum import NonFiniteWindow
 from ..runs.ranks import RunError
 from ..trainer import Trained, Watch, open_run, train_run
 from .console import require_tensorboard, show_progress, write_tensorboard
-from .options import DTYPES, UnusableInput, choose_device, json_option, model_option
+from .options import (
+    DTYPES,
+    DeviceMissing,
+    UnusableInput,
+    choose_device,
+    json_option,
+    model_option,
+)
 
 
 @click.command("train", context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,6 +96,8 @@ def train_command(
                 if config.log.tensorboard:
                     watch.append(write_tensorboard)
                 run = opened.enter_context(open_run(config, resume=resume))
+            except NoSuchDevice as error:
+                raise DeviceMissing(str(error)) from error
             except (ValueError, RuntimeError, MissingTechnique) as error:
                 raise UnusableInput(
                     "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..bench.report import MEASURED_OUTCOME, Bench, measure_levers
 from ..bench.steps import Lever, TrainingStep
-from ..bench.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount
 from ..core.parity import StepRecord, compare, record
 from ..core.random import seeded
+from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.estimate import make_optimizer
 from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from ..bench.timing import python_calls
+from ..bench.machine import python_calls
 from ..core.blocks import find_blocks
 from ..core.measure import (
     REST_LAYER,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import primitives
 from ..core.blocks import find_blocks, match_names
-from ..core.measure import measure_memory
+from ..core.measure import Loss, measure_memory
 from ..core.measure_compiled import CompileFailed
 from ..primitives.offload import NothingToMove, offload_blocks, offload_report
 from ..primitives.recompute import (
@@ -33,7 +33,6 @@ from .profiler import MemoryProfiler, ProfileReport, sum_of_output
 # Strategy: a named way to use less memory, with a function that applies it to a model.
 # ------------------------------------------------------------------------------
 
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)

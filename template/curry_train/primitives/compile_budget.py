@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.measure import Loss
 from ..core.measure_compiled import (
     BudgetUnsafe,
     CompileFailed,
@@ -206,7 +207,6 @@ BUDGET_ATTRIBUTE = "_budget"
 # Rounding in half precision stays below this. A different random number also shows as a generator
 # in a different state.
 HALF_PRECISION_TOLERANCE = 0.05
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,31 @@
-"""Turns, medians and intervals, with a clock that is planted: what the figures are does not depend on the machine.
+"""Turns, medians and intervals of the timer, with a planted clock: no figure depends on the machine.
 
-python -m pytest tests/bench/test_bench_turns.py
+python -m pytest tests/core/test_timing.py
 """
 
 import collections
 import itertools
 import math
 import random
-import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from curry_train.bench import timing
-from curry_train.bench.timing import (
+from curry_train.core.timing import (
     FASTER_VERDICT,
     NO_DIFFERENCE_VERDICT,
     SLOWER_VERDICT,
     TOO_FEW_VERDICT,
-    Machine,
+    NoSuchDevice,
     Ratio,
-    Reading,
-    drift_of,
+    find_device,
     order_of_rounds,
     paired_ratio,
     spread_of,
     time_in_turns,
 )
-
-CPU = torch.device("cpu")
 
 
 class Clock:
@@ -121,7 +114,6 @@ def test_drift_that_doubles_every_step_leaves_the_ratio_alone():
         1.25,
         SLOWER_VERDICT,
     )
-    assert drift_of(plain) == 128.0
 
 
 @pytest.mark.parametrize(
@@ -194,84 +186,11 @@ def test_timings_that_do_not_belong_together_are_an_error(ours, theirs, said):
         spread_of([])
 
 
-# The machine.
+# The device of a name.
 
 
-def watched(*readings, device=CPU):
-    left = iter(readings)
-    with Machine(device, read=lambda: next(left), cores=2) as machine:
-        pass
-    return machine
-
-
-def test_a_machine_says_how_many_cores_others_took():
-    machine = watched(
-        Reading(0.0, 100.0, 10.0), Reading(10.0, 119.0, 19.0)
-    )  # 1.9 cores in use, 0.9 of them ours
-    assert machine.others == pytest.approx(1.0)
-    assert "other processes took 1.0 of 2 cores" in machine.remarks()[0]
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        Reading(10.0, 120.0, 30.0),  # all of it was ours
-        Reading(10.0, 105.0, 10.0),  # others took half a core, and nobody wanted the rest
-        Reading(10.0, None, 20.0),  # it can't be known
-        Reading(0.0, 100.0, 10.0),  # nothing has passed
-    ],
-)
-def test_a_machine_that_has_cores_left_says_nothing(end):
-    assert watched(Reading(0.0, 100.0, 10.0), end).remarks() == []
-
-
-def test_a_machine_whose_gpu_slows_down_says_so():
-    machine = watched(
-        Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1410), device=torch.device("cuda")
-    )
-    assert machine.remarks()[0].startswith("the GPU's clock fell from 1980 to 1410 MHz")
-    assert watched(Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1965)).remarks() == []
-
-
-def test_a_machine_is_read_as_it_is():
-    with Machine(CPU) as machine:
-        time.sleep(1.5 * timing.SHORTEST_SECONDS)
-    assert machine.others is None or machine.others >= 0
-    if sys.platform == "linux":
-        assert machine.others is not None
-
-
-def test_a_machine_without_its_figures_is_read_as_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "CPU_STAT_FILE", tmp_path / "absent")
-    with Machine(CPU) as machine:
-        pass
-    assert machine.others is None
-
-
-def test_what_is_too_short_for_the_clock_of_the_kernel_says_nothing_of_others():
-    readings = iter([Reading(0.0, 5.0, 0.0), Reading(1e-4, 5.01, 1e-4)])
-    with Machine(torch.device("cpu"), read=lambda: next(readings), cores=2) as machine:
-        pass
-    assert machine.others is None
-    assert machine.remarks() == []
-
-
-def test_a_machine_whose_gpu_does_not_tell_its_clock_says_nothing_of_it(monkeypatch):
-    class Refused(Exception):
-        pass
-
-    def refuse(device):
-        raise Refused
-
-    monkeypatch.setitem(
-        sys.modules, "pynvml", SimpleNamespace(NVMLError=Refused, __spec__=object())
-    )
-    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
-    with Machine(torch.device("cuda")) as machine:
-        pass
-    assert machine.remarks() == []
-    rates = iter([1980, 1000])
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: next(rates))
-    with Machine(torch.device("cuda")) as machine:
-        pass
-    assert "1980 to 1000" in machine.remarks()[0]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_refused_and_auto_is_the_cpu():
+    with pytest.raises(NoSuchDevice, match=r"no CUDA device: .* Use --device cpu"):
+        find_device("cuda")
+    assert find_device("auto") == find_device("cpu") == torch.device("cpu")

@@ -1,0 +1,189 @@
+"""Time ways to do the same work in turns, and compare them in pairs.
+
+plain, ours = time_in_turns([step, our_step], rounds=20, warmup=5, wait=torch.cuda.synchronize)
+
+A round runs each way once. Rounds come in pairs, the second in reverse order, and each pair starts
+with another way. Over a cycle every way has every position, and follows every other way, equally
+often.
+
+Proof: `python -m pytest tests/core/test_timing.py`.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# ------------------------------------------------------------------------------
+# The device that a name stands for.
+# ------------------------------------------------------------------------------
+
+
+class NoSuchDevice(RuntimeError):
+    """The requested device is not on this machine."""
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of a name; `auto` is CUDA where available, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        raise NoSuchDevice(
+            f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu"
+        )
+    return torch.device(name)
+
+
+# ------------------------------------------------------------------------------
+# Time several ways of doing work in turns, so that machine drift affects all alike.
+# ------------------------------------------------------------------------------
+
+Clock = Callable[[], float]
+Act = Callable[[], object]
+
+
+def order_of_rounds(num_ways: int) -> Iterator[list[int]]:
+    """Yield the order of the ways, by number, for one round after another, without end."""
+    # The offsets are 0, 1, -1, 2, -2, ...
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(num_ways)]
+    while True:
+        for first in range(num_ways):
+            row = [(first + offset) % num_ways for offset in zigzag]
+            yield row
+            yield row[::-1]
+
+
+def time_in_turns(
+    ways: Sequence[Act],
+    *,
+    rounds: int,
+    warmup: int,
+    clock: Clock = time.perf_counter,
+    wait: Act = lambda: None,
+    before: Act = lambda: None,
+    tell: Callable[[int, int], None] = lambda turn, way: None,
+) -> list[list[float]]:
+    """Return the seconds of each way, one figure for each round after the warm-up.
+
+    `wait` must return once the device has finished all of its work, so that the time between two
+    readings is that of one step only. `before` is called before each step and is not timed. `tell`
+    is called before that with the number of the round, negative in the warm-up, and of the way.
+    """
+    if rounds < 1 or warmup < 0:
+        raise ValueError(
+            f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
+        )
+    seconds: list[list[float]] = [[] for _ in ways]
+    order = order_of_rounds(len(ways))
+    for turn in range(warmup + rounds):
+        for way in next(order):
+            tell(turn - warmup, way)
+            before()
+            wait()
+            start = clock()
+            ways[way]()
+            wait()
+            taken = clock() - start
+            if turn >= warmup:
+                seconds[way].append(taken)
+    return seconds
+
+
+# ------------------------------------------------------------------------------
+# Statistics of repeated timings: medians, spreads, and ratios with an interval.
+# ------------------------------------------------------------------------------
+
+INTERVAL_COVERAGE = 0.95
+FASTER_VERDICT = "faster"
+SLOWER_VERDICT = "slower"
+NO_DIFFERENCE_VERDICT = "no difference seen"
+TOO_FEW_VERDICT = "too few rounds to tell"
+
+# Rounds. Of 5 rounds, the smallest and the largest enclose the median in 93.75% of cases, which is
+# less than INTERVAL_COVERAGE.
+FEWEST_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeated timings, with the 10th and the 90th percentile."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @property
+    def relative(self) -> float:
+        return (self.upper - self.lower) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of the rounds' ratios, with its confidence interval.
+
+    The interval contains the true median in a share of `coverage` of all cases. It is None if there
+    are too few rounds.
+    """
+
+    median: float
+    lower: float | None
+    upper: float | None
+    coverage: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.lower is None or self.upper is None:
+            return TOO_FEW_VERDICT
+        if self.lower > 1:
+            return SLOWER_VERDICT
+        return FASTER_VERDICT if self.upper < 1 else NO_DIFFERENCE_VERDICT
+
+
+def spread_of(seconds: Sequence[float]) -> Spread:
+    if not seconds:
+        raise ValueError("there are no timings to take the median of: run at least one round")
+    if len(seconds) == 1:
+        return Spread(seconds[0], seconds[0], seconds[0])
+    tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+    return Spread(statistics.median(seconds), tenths[0], tenths[-1])
+
+
+def paired_ratio(
+    seconds: Sequence[float], reference: Sequence[float], *, coverage: float = INTERVAL_COVERAGE
+) -> Ratio:
+    """Return the ratio to the reference, from timings of the same rounds in the same order."""
+    if len(seconds) != len(reference) or not seconds:
+        raise ValueError(
+            f"{len(seconds)} timings can't be compared with {len(reference)}: give one timing of "
+            "each for the same rounds, at least one round"
+        )
+    if min(reference) <= 0:
+        raise ValueError(
+            f"the reference took {min(reference)} seconds in one round: give it more to do"
+        )
+    ratios = sorted(ours / theirs for ours, theirs in zip(seconds, reference, strict=True))
+    rank, reached = _rank(len(ratios), coverage)
+    if rank is None:
+        return Ratio(statistics.median(ratios), None, None, None)
+    return Ratio(statistics.median(ratios), ratios[rank], ratios[-1 - rank], reached)
+
+
+def _rank(num: int, coverage: float) -> tuple[int | None, float | None]:
+    """Return the innermost rank, from both ends, that reaches the coverage, and its coverage.
+
+    Each of `num` values is above the true median with probability 1/2, so the number of values
+    above it is binomial.
+    """
+    innermost: tuple[int | None, float | None] = (None, None)
+    outside = 0
+    for rank in range((num + 1) // 2):
+        outside += math.comb(num, rank)
+        reached = 1 - 2 * outside / 2**num
+        if reached < coverage:
+            break
+        innermost = rank, reached
+    return innermost

@@ -1,0 +1,101 @@
+"""What disturbs a timing: other processes, the GPU's clock, and drift, read from planted figures.
+
+python -m pytest tests/bench/test_machine.py
+"""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from curry_train.bench import machine as machine_module
+from curry_train.bench.machine import Machine, Reading, drift_of
+
+CPU = torch.device("cpu")
+
+
+def test_drift_is_the_last_third_over_the_first():
+    assert drift_of([2.0**turn for turn in range(10)]) == 128.0
+    assert drift_of([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
+
+
+def watched(*readings, device=CPU):
+    left = iter(readings)
+    with Machine(device, read=lambda: next(left), cores=2) as machine:
+        pass
+    return machine
+
+
+def test_a_machine_says_how_many_cores_others_took():
+    machine = watched(
+        Reading(0.0, 100.0, 10.0), Reading(10.0, 119.0, 19.0)
+    )  # 1.9 cores in use, 0.9 of them ours
+    assert machine.others == pytest.approx(1.0)
+    assert "other processes took 1.0 of 2 cores" in machine.remarks()[0]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Reading(10.0, 120.0, 30.0),  # all of it was ours
+        Reading(10.0, 105.0, 10.0),  # others took half a core, and nobody wanted the rest
+        Reading(10.0, None, 20.0),  # it can't be known
+        Reading(0.0, 100.0, 10.0),  # nothing has passed
+    ],
+)
+def test_a_machine_that_has_cores_left_says_nothing(end):
+    assert watched(Reading(0.0, 100.0, 10.0), end).remarks() == []
+
+
+def test_a_machine_whose_gpu_slows_down_says_so():
+    machine = watched(
+        Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1410), device=torch.device("cuda")
+    )
+    assert machine.remarks()[0].startswith("the GPU's clock fell from 1980 to 1410 MHz")
+    assert watched(Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1965)).remarks() == []
+
+
+def test_a_machine_is_read_as_it_is():
+    with Machine(CPU) as machine:
+        time.sleep(1.5 * machine_module.SHORTEST_SECONDS)
+    assert machine.others is None or machine.others >= 0
+    if sys.platform == "linux":
+        assert machine.others is not None
+
+
+def test_a_machine_without_its_figures_is_read_as_unknown(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine_module, "CPU_STAT_FILE", tmp_path / "absent")
+    with Machine(CPU) as machine:
+        pass
+    assert machine.others is None
+
+
+def test_what_is_too_short_for_the_clock_of_the_kernel_says_nothing_of_others():
+    readings = iter([Reading(0.0, 5.0, 0.0), Reading(1e-4, 5.01, 1e-4)])
+    with Machine(torch.device("cpu"), read=lambda: next(readings), cores=2) as machine:
+        pass
+    assert machine.others is None
+    assert machine.remarks() == []
+
+
+def test_a_machine_whose_gpu_does_not_tell_its_clock_says_nothing_of_it(monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def refuse(device):
+        raise Refused
+
+    monkeypatch.setitem(
+        sys.modules, "pynvml", SimpleNamespace(NVMLError=Refused, __spec__=object())
+    )
+    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
+    with Machine(torch.device("cuda")) as machine:
+        pass
+    assert machine.remarks() == []
+    rates = iter([1980, 1000])
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: next(rates))
+    with Machine(torch.device("cuda")) as machine:
+        pass
+    assert "1980 to 1000" in machine.remarks()[0]
