@@ -312,6 +312,20 @@ def computes_a_constant_once(self, x):
     return x + self.kept
 
 
+def reports_from_its_second_run_on(self, x):
+    self.kept += 1
+    if self.kept > 1:
+        self.report = x.detach()
+    return x
+
+
+def reports_from_its_third_run_on(self, x):
+    self.kept += 1
+    if self.kept > 2:
+        self.report = x.detach()
+    return x
+
+
 class Recurrent(Net):
     def __init__(self):
         super().__init__(lambda: nn.LSTMCell(WIDTH, WIDTH))
@@ -338,6 +352,8 @@ SOUND = {
     "counter": keeping(counts_for_a_report, 0),
     "statistic": keeping(adds_to_a_statistic, lambda: torch.zeros(1)),
     "recorder": keeping(records, list),
+    "report, second run": keeping(reports_from_its_second_run_on, 0),
+    "report, third run": keeping(reports_from_its_third_run_on, 0),
     "constant": keeping(computes_a_constant_once, None),
     "long table": keeping(lambda self, x: x * len(self.kept), lambda: list(range(2000))),
     "objects": keeping(lambda self, x: x * self.kept.nested.values[0], lambda: Settings()),
@@ -352,6 +368,8 @@ def test_sound_steps_are_taken_and_what_they_count_is_counted_once(kind, levels)
     assert compare(train(plain, run_timesteps, x), chunks(ours, x, levels=levels)).bit_equal
     if hasattr(plain.between, "kept"):
         kept, found = plain.between.kept, ours.between.kept
+        if hasattr(plain.between, "report"):
+            assert torch.equal(plain.between.report, ours.between.report)
         if kind == "recorder":
             assert len(kept) == len(found) == 10
             assert all(map(torch.equal, kept, found))

@@ -427,7 +427,12 @@ class RecordedPlaces:
         copied = any(
             place.is_module for place in self.places if (place.name, place.where) == key[:2]
         )
-        return not copied and key in later.kept and self.kept[key].is_written(later.kept[key])
+        return not copied and self.writes(key, later)
+
+    def writes(self, key: ValueKey, later: "RecordedPlaces") -> bool:
+        """Return whether a tensor in the value of a key was written into since."""
+        in_both = key in self.kept and key in later.kept
+        return in_both and self.kept[key].is_written(later.kept[key])
 
     def rebuilt(
         self, keys: Sequence[ValueKey], change: Callable[[Any], Any] = lambda value: value
@@ -707,10 +712,10 @@ def _check(probe: StepProbe) -> dict[ValueKey, bool]:
         _try_out(probe, changing, after_one, after_three)
 
     _check_attached(reference)
+    # A value may exist only since the second or the third run.
     return {
-        key: after_one.kept[key].is_written(after_two.kept[key])
+        key: after_one.writes(key, after_two) or after_two.writes(key, after_three)
         for key in changing
-        if key in after_two.kept
     }
 
 
