@@ -1,0 +1,388 @@
+"""Model of torch's CUDA caching allocator: which memory it reserves for a sequence of allocations.
+
+    allocator = CudaAllocator()
+    block = allocator.allocate(4096)
+    allocator.free(block)
+    allocator.reserved, allocator.peak_reserved, allocator.peak_allocated
+
+A GPU runs out of reserved memory, not of allocated tensors. Both follow from sizes, streams and the
+order of allocation and release alone, so they can be known without a GPU.
+
+The native rules are checked against recorded traces of CUDA programs: each block at its recorded
+address, each segment and the reserved peak. Expandable segments are checked by every recorded
+growth. Giving the cache back when the device is full follows torch's source; no recorded trace
+shows it.
+
+Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
+"""
+
+import bisect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+MIB = 2**20
+# Every size is rounded up to this, and no smaller rest is split off.
+SMALLEST_BLOCK = 512
+# Up to this size, allocations come from the pool of small blocks.
+LARGEST_SMALL_BLOCK = MIB
+SMALL_SEGMENT = 2 * MIB
+# Below this size, large allocations share segments of LARGE_SEGMENT; from it on, each segment is
+# the size itself, rounded up to SEGMENT_ROUNDING.
+SMALLEST_OWN_SEGMENT = 10 * MIB
+LARGE_SEGMENT = 20 * MIB
+SEGMENT_ROUNDING = 2 * MIB
+# Segments of the model are numbered downwards from here, as the driver does.
+FIRST_ADDRESS = 2**47
+
+
+class DeviceFull(RuntimeError):
+    """An allocation that does not fit, even after the cache was given back."""
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """The settings of PYTORCH_CUDA_ALLOC_CONF that change what is reserved."""
+
+    # One growing segment for each pool instead of many of fixed size.
+    expandable_segments: bool = False
+    # Free blocks of this size and above are never split.
+    max_split_bytes: int | None = None
+    # Sizes are rounded up to a power of 2 divided by this many steps; None rounds to 512 bytes.
+    power_of_2_divisions: int | None = None
+    # Bytes of the device that the allocator may reserve; None has no limit.
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_split_bytes is not None and self.max_split_bytes <= LARGE_SEGMENT:
+            raise ValueError(
+                f"max_split_bytes must be above {LARGE_SEGMENT} (20 MiB), as torch requires, "
+                f"got {self.max_split_bytes}"
+            )
+        divisions = self.power_of_2_divisions
+        if divisions is not None and (divisions < 1 or divisions & (divisions - 1)):
+            raise ValueError(f"power_of_2_divisions must be a power of 2, got {divisions}")
+
+    def rounded(self, num_bytes: int) -> int:
+        """Return the bytes of the block that an allocation of `num_bytes` asks for."""
+        if num_bytes < SMALLEST_BLOCK:
+            return SMALLEST_BLOCK
+        divisions = self.power_of_2_divisions
+        if divisions is not None and divisions > 1 and num_bytes > SMALLEST_BLOCK * divisions:
+            floor = 1 << (num_bytes.bit_length() - 1)
+            return _round_up(num_bytes, floor // divisions)
+        return _round_up(num_bytes, SMALLEST_BLOCK)
+
+
+def segment_size(block_bytes: int) -> int:
+    """Return the bytes of a new native segment for a block of this size."""
+    if block_bytes <= LARGEST_SMALL_BLOCK:
+        return SMALL_SEGMENT
+    if block_bytes < SMALLEST_OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return _round_up(block_bytes, SEGMENT_ROUNDING)
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A range of addresses in one segment, allocated or free."""
+
+    address: int
+    num_bytes: int
+    pool: "_Pool"
+    free: bool = True
+    # Neighbours in the same segment.
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+@dataclass(eq=False, slots=True)
+class _Pool:
+    """The free blocks of one stream and size class, in order of size and address."""
+
+    small: bool
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)
+    # Of an expandable segment: its last block, and the bytes that are mapped.
+    last: Block | None = None
+    mapped: int = 0
+    base: int = 0
+
+    def add(self, block: Block) -> None:
+        block.free = True
+        bisect.insort(self.keys, (block.num_bytes, block.address))
+        self.blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        del self.keys[bisect.bisect_left(self.keys, (block.num_bytes, block.address))]
+        del self.blocks[block.address]
+
+    def at_least(self, num_bytes: int) -> Iterable[Block]:
+        """Yield the free blocks that are large enough, the smallest and lowest first."""
+        for place in range(bisect.bisect_left(self.keys, (num_bytes, -1)), len(self.keys)):
+            yield self.blocks[self.keys[place][1]]
+
+
+class CudaAllocator:
+    """The caching allocator of one device.
+
+    `new_address` returns the address of a new segment of the given size; the driver chooses it, so
+    the model can't know it. It decides only which of several free blocks of one size is taken.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        *,
+        new_address: Callable[[int], int] | None = None,
+    ) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
+        # Bytes of each segment by address; of an expandable segment, its mapped bytes.
+        self.segments: dict[int, int] = {}
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._lowest_address = FIRST_ADDRESS
+        self._new_address = new_address or self._next_address_down
+
+    def allocate(self, num_bytes: int, *, stream: int = 0) -> Block:
+        """Return the block that torch would take; raises DeviceFull."""
+        size = self.settings.rounded(num_bytes)
+        pool = self._pool(stream, small=size <= LARGEST_SMALL_BLOCK)
+        block = self._find(pool, size)
+        if block is not None:
+            pool.remove(block)
+        else:
+            block = self._reserve(pool, size)
+        self._split(block, size)
+        block.free = False
+        self.allocated += block.num_bytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a block to the cache, merged with its free neighbours."""
+        if block.free:
+            raise ValueError(f"the block at address {block.address} is free already")
+        self.allocated -= block.num_bytes
+        pool = block.pool
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                pool.remove(neighbour)
+                block = _merged(block, neighbour)
+        pool.add(block)
+
+    def empty_cache(self) -> list[int]:
+        """Give back what no block uses, as torch.cuda.empty_cache; return the segments' addresses.
+
+        Of an expandable segment only its free end is given back.
+        """
+        given_back = []
+        for pool in self._pools.values():
+            if self.settings.expandable_segments:
+                given_back += self._unmap_end(pool)
+                continue
+            for block in list(pool.blocks.values()):
+                if block.before is None and block.after is None:
+                    self._give_back(block)
+                    given_back.append(block.address)
+        return given_back
+
+    def add_segment(
+        self, address: int, num_bytes: int, *, stream: int, small: bool, used: list[tuple[int, int]]
+    ) -> list[Block]:
+        """Add a segment that exists already, with its used blocks as (address, bytes).
+
+        Returns those blocks. The ranges between them are free.
+        """
+        pool = self._pool(stream, small=small)
+        self._add_reserved(address, num_bytes)
+        blocks: list[Block] = []
+        previous: Block | None = None
+        position = address
+
+        def append(end: int, *, free: bool) -> Block:
+            nonlocal previous, position
+            block = Block(position, end - position, pool, free=free, before=previous)
+            if previous is not None:
+                previous.after = block
+            previous = block
+            position = end
+            return block
+
+        for start, size in sorted(used):
+            if start > position:
+                pool.add(append(start, free=True))
+            blocks.append(append(start + size, free=False))
+            self.allocated += size
+        if position < address + num_bytes:
+            pool.add(append(address + num_bytes, free=True))
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return blocks
+
+    def _pool(self, stream: int, *, small: bool) -> _Pool:
+        return self._pools.setdefault((stream, small), _Pool(small))
+
+    def _find(self, pool: _Pool, size: int) -> Block | None:
+        if self.settings.expandable_segments:
+            return _best_expandable(pool, size)
+        block = next(iter(pool.at_least(size)), None)
+        limit = self.settings.max_split_bytes
+        if block is None or limit is None or pool.small:
+            return block
+        # A block that may not be split serves only requests of about its size.
+        if size < limit <= block.num_bytes:
+            return None
+        if size >= limit and block.num_bytes >= size + LARGE_SEGMENT:
+            return None
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        rest_bytes = block.num_bytes - size
+        limit = self.settings.max_split_bytes
+        if block.pool.small or self.settings.expandable_segments:
+            splits = rest_bytes >= SMALLEST_BLOCK
+        else:
+            splits = rest_bytes > LARGEST_SMALL_BLOCK and (limit is None or size < limit)
+        if not splits:
+            return
+        pool = block.pool
+        rest = Block(block.address + size, rest_bytes, pool, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after = rest
+        block.num_bytes = size
+        if pool.last is block:
+            pool.last = rest
+        pool.add(rest)
+
+    def _reserve(self, pool: _Pool, size: int) -> Block:
+        """Reserve memory for a block; if the device is full, give the cache back first."""
+        expandable = self.settings.expandable_segments
+        needed = self._growth(pool, size) if expandable else segment_size(size)
+        if self._lacks(needed):
+            self._release_oversized(pool, size)
+        if self._lacks(needed):
+            self.empty_cache()
+            needed = self._growth(pool, size) if expandable else needed
+        if self._lacks(needed):
+            capacity = self.settings.capacity or 0
+            raise DeviceFull(
+                f"{needed} bytes are needed, {capacity - self.reserved} of {capacity} are left, "
+                f"and {self.allocated} are allocated: train with less memory, or on a larger device"
+            )
+        if expandable:
+            return self._grow(pool, needed)
+        address = self._new_address(needed)
+        self._add_reserved(address, needed)
+        return Block(address, needed, pool)
+
+    def _lacks(self, num_bytes: int) -> bool:
+        capacity = self.settings.capacity
+        return capacity is not None and self.reserved + num_bytes > capacity
+
+    def _release_oversized(self, pool: _Pool, size: int) -> None:
+        """Give back whole free segments above the split limit, the best fits first."""
+        limit = self.settings.max_split_bytes
+        if limit is None or self.settings.expandable_segments:
+            return
+        target = max(size, limit)
+        whole = [
+            block
+            for block in pool.blocks.values()
+            if block.num_bytes >= limit and block.before is None and block.after is None
+        ]
+        whole.sort(key=lambda block: (block.num_bytes, block.address))
+        fitting = next((block for block in whole if block.num_bytes >= target), None)
+        if fitting is not None:
+            self._give_back(fitting)
+            return
+        released = 0
+        for block in reversed(whole):
+            if released >= target:
+                return
+            released += block.num_bytes
+            self._give_back(block)
+
+    def _give_back(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved -= self.segments.pop(block.address)
+
+    def _growth(self, pool: _Pool, size: int) -> int:
+        end = pool.last
+        available = end.num_bytes if end is not None and end.free else 0
+        return _round_up(size - available, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
+
+    def _grow(self, pool: _Pool, num_bytes: int) -> Block:
+        """Map more memory at the end of an expandable segment; return its last block."""
+        if pool.mapped == 0:
+            pool.base = self._new_address(num_bytes)
+        end = pool.last
+        if end is not None and end.free:
+            pool.remove(end)
+            end.num_bytes += num_bytes
+        else:
+            new = Block(pool.base + pool.mapped, num_bytes, pool, before=end)
+            if end is not None:
+                end.after = new
+            end = pool.last = new
+        pool.mapped += num_bytes
+        self._add_reserved(pool.base, num_bytes)
+        return end
+
+    def _unmap_end(self, pool: _Pool) -> list[int]:
+        end = pool.last
+        step = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        unmapped = 0 if end is None or not end.free else end.num_bytes // step * step
+        if end is None or unmapped == 0:
+            return []
+        pool.remove(end)
+        end.num_bytes -= unmapped
+        pool.mapped -= unmapped
+        self.reserved -= unmapped
+        self.segments[pool.base] -= unmapped
+        if end.num_bytes:
+            pool.add(end)
+        else:
+            pool.last = end.before
+            if end.before is not None:
+                end.before.after = None
+        return [pool.base]
+
+    def _add_reserved(self, address: int, num_bytes: int) -> None:
+        self.segments[address] = self.segments.get(address, 0) + num_bytes
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _next_address_down(self, num_bytes: int) -> int:
+        # An expandable segment reserves addresses for all that it may grow to.
+        spacing = 2**42 if self.settings.expandable_segments else num_bytes
+        self._lowest_address -= _round_up(spacing, SEGMENT_ROUNDING)
+        return self._lowest_address
+
+
+def _best_expandable(pool: _Pool, size: int) -> Block | None:
+    """Return the smallest free block; the end of the segment counts as very large."""
+    fallback = None
+    for block in pool.at_least(size):
+        if block is not pool.last:
+            return block
+        fallback = block
+    return fallback
+
+
+def _merged(block: Block, neighbour: Block) -> Block:
+    """Merge two neighbours into the lower one."""
+    lower, upper = (neighbour, block) if neighbour is block.before else (block, neighbour)
+    lower.num_bytes += upper.num_bytes
+    lower.after = upper.after
+    if upper.after is not None:
+        upper.after.before = lower
+    if lower.pool.last is upper:
+        lower.pool.last = lower
+    return lower
+
+
+def _round_up(num_bytes: int, step: int) -> int:
+    return -(-num_bytes // step) * step

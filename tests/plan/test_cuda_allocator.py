@@ -1,0 +1,200 @@
+"""The allocator model reserves what CUDA reserved in recorded traces, and keeps its invariants.
+
+python -m pytest tests/plan/test_cuda_allocator.py
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuda_traces import replay
+from curry_train.plan import cuda_allocator
+from curry_train.plan.cuda_allocator import (
+    LARGE_SEGMENT,
+    MIB,
+    SMALL_SEGMENT,
+    AllocatorSettings,
+    CudaAllocator,
+    DeviceFull,
+    segment_size,
+)
+
+TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
+NATIVE = "35d4f2ed"
+
+
+def load(name):
+    return json.loads((Path(__file__).parent / "cuda_traces" / f"{name}.json").read_text())
+
+
+def test_the_recorded_traces_are_there():
+    assert len(TRACES) >= 12
+    traces = [json.loads(path.read_text()) for path in TRACES]
+    assert {trace["expandable"] for trace in traces} == {True, False}
+    assert all(trace["source"] for trace in traces)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_a_recorded_trace_is_reproduced_exactly(path):
+    result = replay(json.loads(path.read_text()), name=path.stem)
+    assert result.exact, result
+    assert result.allocations > 0
+
+
+def never_split(allocator, block, size):
+    return None
+
+
+def first_fit(self, num_bytes):
+    return [block for block in self.blocks.values() if block.num_bytes >= num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "fault"),
+    [
+        (CudaAllocator, "_split", never_split),
+        (cuda_allocator._Pool, "at_least", first_fit),
+        (cuda_allocator, "LARGEST_SMALL_BLOCK", 2 * MIB),
+        (cuda_allocator, "SEGMENT_ROUNDING", MIB),
+        (cuda_allocator, "SMALLEST_BLOCK", 256),
+    ],
+)
+def test_a_wrong_rule_is_seen_in_some_trace(monkeypatch, target, name, fault):
+    monkeypatch.setattr(target, name, fault)
+    traces = [json.loads(path.read_text()) for path in TRACES]
+    assert not all(replay(trace).exact for trace in traces if not trace["expandable"])
+
+
+SIZES = st.integers(1, 64 * MIB)
+SETTINGS = st.builds(
+    AllocatorSettings,
+    expandable_segments=st.booleans(),
+    max_split_bytes=st.sampled_from([None, 32 * MIB]),
+    power_of_2_divisions=st.sampled_from([None, 1, 4, 8]),
+)
+
+
+def blocks_of(allocator, live):
+    """The ranges of all live blocks, by address."""
+    return sorted((block.address, block.address + block.num_bytes) for block in live)
+
+
+@given(SETTINGS, st.lists(st.tuples(SIZES, st.integers(0, 1), st.booleans()), max_size=60))
+def test_blocks_never_overlap_and_reserved_covers_allocated(settings, steps):
+    allocator = CudaAllocator(settings)
+    live = []
+    for num_bytes, stream, release in steps:
+        block = allocator.allocate(num_bytes, stream=stream)
+        assert block.num_bytes >= num_bytes
+        live.append(block)
+        if release:
+            allocator.free(live.pop(len(live) // 2))
+        ranges = blocks_of(allocator, live)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+        assert allocator.allocated == sum(block.num_bytes for block in live)
+        assert allocator.allocated <= allocator.reserved == sum(allocator.segments.values())
+        assert allocator.peak_reserved >= allocator.reserved
+    for block in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert allocator.allocated == 0
+    assert allocator.reserved == 0
+
+
+@given(st.lists(SIZES, min_size=1, max_size=40))
+def test_the_same_sizes_again_reserve_nothing_more(sizes):
+    allocator = CudaAllocator()
+    for block in [allocator.allocate(size) for size in sizes]:
+        allocator.free(block)
+    reserved = allocator.reserved
+    for size in sizes:
+        allocator.free(allocator.allocate(size))
+    assert allocator.reserved == reserved
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (1, SMALL_SEGMENT),
+        (MIB, SMALL_SEGMENT),
+        (MIB + 1, LARGE_SEGMENT),
+        (10 * MIB - 512, LARGE_SEGMENT),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+        (100 * MIB + 1, 102 * MIB),
+    ],
+)
+def test_a_segment_has_the_size_of_its_class(num_bytes, expected):
+    allocator = CudaAllocator()
+    allocator.allocate(num_bytes)
+    assert allocator.reserved == expected == segment_size(AllocatorSettings().rounded(num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("divisions", "num_bytes", "expected"),
+    [(None, 1200, 1536), (4, 1200, 1536), (4, 5000, 5120), (8, 5000, 5120), (4, 4096, 4096)],
+)
+def test_sizes_are_rounded_up_to_a_division_of_a_power_of_2(divisions, num_bytes, expected):
+    assert AllocatorSettings(power_of_2_divisions=divisions).rounded(num_bytes) == expected
+
+
+def test_large_blocks_are_not_split_from_the_limit_on():
+    free = CudaAllocator()
+    limited = CudaAllocator(AllocatorSettings(max_split_bytes=32 * MIB))
+    for allocator in (free, limited):
+        allocator.free(allocator.allocate(64 * MIB))
+        allocator.allocate(8 * MIB)
+    assert free.reserved == 64 * MIB
+    assert limited.reserved == 64 * MIB + LARGE_SEGMENT
+
+
+def test_a_full_device_gives_its_cache_back_first_and_then_refuses():
+    allocator = CudaAllocator(AllocatorSettings(capacity=64 * MIB))
+    allocator.free(allocator.allocate(40 * MIB))
+    allocator.allocate(50 * MIB)
+    assert allocator.reserved == 50 * MIB
+    assert allocator.peak_reserved == 50 * MIB
+    with pytest.raises(
+        DeviceFull, match="20971520 bytes are needed, 14680064 of 67108864 are left"
+    ):
+        allocator.allocate(2 * MIB)
+
+
+def test_expandable_segments_reserve_no_more_than_native_ones_need_for_growing_sizes():
+    native = CudaAllocator()
+    expandable = CudaAllocator(AllocatorSettings(expandable_segments=True))
+    for allocator in (native, expandable):
+        for size in range(20, 200, 20):
+            allocator.free(allocator.allocate(size * MIB))
+    assert expandable.reserved == 180 * MIB
+    assert native.reserved == sum(range(20, 200, 20)) * MIB
+
+
+def test_a_block_is_freed_once_and_settings_are_checked():
+    allocator = CudaAllocator()
+    block = allocator.allocate(1)
+    allocator.free(block)
+    with pytest.raises(ValueError, match="is free already"):
+        allocator.free(block)
+    with pytest.raises(ValueError, match="must be above 20971520"):
+        AllocatorSettings(max_split_bytes=MIB)
+    with pytest.raises(ValueError, match="power of 2"):
+        AllocatorSettings(power_of_2_divisions=3)
+
+
+def test_a_trace_that_was_changed_is_not_exact():
+    trace = load(NATIVE)
+    trace["reserved_peak"] += 512
+    assert not replay(trace).exact
+    trace = load(NATIVE)
+    sizes = [
+        place
+        for place, event in enumerate(trace["trace"])
+        if isinstance(event, int) and event > MIB
+    ]
+    trace["trace"][sizes[0]] *= 3
+    assert not replay(trace).exact
