@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.same_training import same_training
-from curry_train.plan import planner as whole_step
+from curry_train.plan import whole_step
 from curry_train.plan.device import PROFILES
 from curry_train.plan.estimate import make_optimizer
-from curry_train.plan.planner import Infeasible, Planner, WholeSteps, what_microbatches_change
+from curry_train.plan.planner import Infeasible, Planner, what_microbatches_change
 from curry_train.plan.saved import (
     FULL_KIND,
     NONE_KIND,
@@ -32,6 +32,7 @@ from curry_train.plan.saved import (
     Plan,
 )
 from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
 

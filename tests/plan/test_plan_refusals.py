@@ -13,7 +13,7 @@ from torch import nn
 from curry_train.core.blocks import Derived
 from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.planner import Infeasible, Planner, Sharding, plan
+from curry_train.plan.planner import Infeasible, Planner, plan
 from curry_train.plan.saved import (
     FULL_KIND,
     NONE_KIND,
@@ -25,6 +25,7 @@ from curry_train.plan.saved import (
     PlanMismatch,
     apply_options,
 )
+from curry_train.plan.whole_step import Sharding
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Workload
 

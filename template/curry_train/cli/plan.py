@@ -21,23 +21,27 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.estimate import OPTIMIZERS, make_optimizer
-from ..plan.planner import SHARDING_KINDS as PARALLEL
-from ..plan.planner import Infeasible, Planner, Sharding
+from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
 from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.whole_step import SHARDING_KINDS, Sharding
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
 from .console import require_matplotlib
 from .options import (
     DTYPES,
     UnusableInput,
+    blocks_option,
     choose_device,
+    dtype_option,
     json_option,
     model_option,
     output_option,
     plot_option,
+    seed_option,
 )
+from .screen import ScreenCommand
 
 # ------------------------------------------------------------------------------
 # Plot of a plan: predicted step time against memory, for each microbatch.
@@ -209,13 +213,14 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
         raise click.BadParameter(str(error)) from error
 
 
-@click.command("plan")
+@click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB --global-batch 8")
 @model_option("spec", required=True)
 @click.option(
     "--budget",
     "budget_bytes",
     required=True,
     callback=_bytes,
+    metavar="SIZE",
     help="Memory per rank, such as 24GiB.",
 )
 @click.option(
@@ -228,62 +233,52 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 @click.option(
     "--microbatch",
     type=click.IntRange(1),
-    help="Samples per microbatch; default: try every divisor.",
+    help="Samples per microbatch; default: every divisor.",
 )
 @click.option(
     "--target",
     metavar="NAME",
-    help=f"Device to plan for: {', '.join(PROFILES)}, or measured; default: this device.",
+    help=f"{', '.join(PROFILES)}, measured; default: this device.",
 )
-@click.option(
-    "--dtype",
-    default="float32",
-    type=click.Choice(list(DTYPES)),
-    show_default=True,
-    help="Type of weights and batch.",
-)
+@dtype_option()
 @click.option(
     "--optimizer",
     default="adamw",
+    metavar="NAME",
     show_default=True,
     help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
 )
-@click.option("--parallel", type=click.Choice(list(PARALLEL)), help="How ranks share the training.")
+@click.option("--parallel", type=click.Choice(SHARDING_KINDS), help="How ranks share it.")
 @click.option(
     "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
 )
-@click.option("--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names.")
+@blocks_option()
 @click.option(
     "--without",
     multiple=True,
     type=click.Choice([kind for kind in OPTION_KINDS if kind != NONE_KIND]),
-    help="Do not use this. Repeatable.",
+    metavar="KIND",
+    help=f"Leave out {', '.join(kind for kind in OPTION_KINDS if kind != NONE_KIND)}. Repeatable.",
 )
 @click.option(
     "--also",
     multiple=True,
     metavar="PATTERN",
-    help="Cheap modules that regions may recompute as well. Repeatable.",
+    help="Cheap modules that regions may recompute too.",
 )
 @click.option(
     "--chunked-loss/--whole-loss",
     default=None,
-    help="Loss in chunks, or whole; default: try both.",
+    help="Default: try both.",
 )
-@click.option(
-    "--seed",
-    default=0,
-    type=click.IntRange(0),
-    show_default=True,
-    help="Seed of weights, batch and dropout.",
-)
+@seed_option()
 @click.option("--explain", is_flag=True, help="Show every candidate.")
 @click.option(
-    "--verify", is_flag=True, help="Run a planned step on this device and compare its peak."
+    "--verify", is_flag=True, help="Measure a planned step on this device."
 )
 @output_option("Write the plan for `Plan.load`.", "--out")
 @plot_option("Draw cost against budget as PNG; needs matplotlib.")
-@json_option("Write figures and plan; - is standard output.")
+@json_option()
 def plan_command(
     spec: str,
     budget_bytes: int,

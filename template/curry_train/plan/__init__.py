@@ -15,7 +15,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "planner": (
             "Infeasible",
             "Planner",
-            "Sharding",
             "plan",
         ),
         "profiler": (
@@ -32,5 +31,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "strategies": ("SelectiveCheckpointer",),
         "timeline": ("measure_timeline",),
+        "whole_step": ("Sharding",),
     },
 )

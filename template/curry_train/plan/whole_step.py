@@ -1,0 +1,438 @@
+"""Check candidates of a plan against an estimate of the whole step, on one rank or several.
+
+The chain of blocks predicts a peak from blocks measured alone. `WholeSteps` estimates the step of a
+candidate from shapes, corrects the chain by the difference, and searches for the fastest options
+that fit. `Sharding` predicts by arithmetic how DDP and FSDP2 change the bytes of one rank.
+
+Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from .. import primitives
+from .chain import Chain
+from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
+from .estimate import Sketch, StepEstimate
+from .profiler import BATCH_GROUP, GRADIENTS_GROUP, PARAMETERS_GROUP
+from .saved import (
+    FULL_KIND,
+    NONE_KIND,
+    Candidate,
+    Option,
+    apply_options,
+)
+
+# Sharding: predict by arithmetic how DDP and FSDP2 change the bytes of one rank.
+
+SHARDING_KINDS = ("ddp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the ranks share one training; one rank shares nothing."""
+
+    kind: str | None = None  # ddp or fsdp2
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
+            raise ValueError(f"ranks must be a whole number of at least 1, got {self.ranks!r}")
+        if self.kind not in (None, *SHARDING_KINDS):
+            raise ValueError(
+                f"parallel must be one of {', '.join(SHARDING_KINDS)}, got {self.kind!r}"
+            )
+        if self.ranks > 1 and self.kind is None:
+            raise ValueError(
+                f"{self.ranks} ranks need a way to share the training: set parallel to "
+                f"{' or '.join(SHARDING_KINDS)}"
+            )
+
+    def microbatches(
+        self, global_batch: int, microbatch: int | None = None
+    ) -> list[tuple[int, int]]:
+        """List pairs of microbatch size and number of microbatches for a rank's samples.
+
+        With `microbatch` only that size is listed.
+        """
+        if global_batch % self.ranks:
+            raise ValueError(
+                f"a global batch of {global_batch} can't be shared by {self.ranks} ranks: "
+                f"use a multiple of {self.ranks}"
+            )
+        own = global_batch // self.ranks
+        sizes = [size for size in range(1, own + 1) if own % size == 0]
+        if microbatch is None:
+            return [(size, own // size) for size in sizes]
+        if microbatch not in sizes:
+            shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
+            raise ValueError(
+                f"microbatch {microbatch} does not divide the {own} samples of a rank: "
+                f"use one of {shown}"
+            )
+        return [(microbatch, own // microbatch)]
+
+    def extra_bytes(self, step: StepEstimate, *, accumulated: bool) -> int:
+        """Return how much the peak of a rank grows over a single rank's; negative if it shrinks.
+
+        FSDP2 without a gradient sync keeps gradients whole, so a window of several microbatches
+        (`accumulated`) has them whole.
+        """
+        if self.ranks == 1 or self.kind is None:
+            return 0
+        if self.kind == "ddp":
+            return step.gradients
+
+        owners = step.timeline.owners
+        blocks = step.blocks.values()
+        elsewhere = 1 - 1 / self.ranks  # fraction of a sharded tensor that other ranks hold
+
+        outside_parameters = owners[PARAMETERS_GROUP][0] - sum(block.parameters for block in blocks)
+        outside_gradients = step.gradients - sum(block.gradients for block in blocks)
+        largest = max((block.parameters + block.gradients for block in blocks), default=0)
+        totals = []
+        for point, gradients in zip(step.timeline.points, owners[GRADIENTS_GROUP], strict=True):
+            sharded = 0 if accumulated else elsewhere * max(0, gradients - outside_gradients)
+            totals.append(point.bytes_alive - sharded)
+        fixed = step.fixed - owners[BATCH_GROUP][0]
+        peak = outside_parameters + 2 * largest - elsewhere * fixed + max(totals)
+        return round(peak) - step.peak_bytes
+
+
+# Check candidates against an estimate of the whole step, and correct the chain of blocks.
+
+# Limits of the search for one candidate.
+MOST_STEPS = 6  # whole steps that are estimated
+MOST_SOLVED = 24  # times that the chain is solved
+
+# Fractions of the budget.
+CLOSE_BUDGET_FRACTION = (
+    0.985  # a peak above this ends the search if the chain offers nothing better
+)
+BOUNDS_GAP_FRACTION = 0.002  # the search ends once its bounds are closer than this
+NEAR_BUDGET_RATIO = 1.1  # up to this peak, a choice other than the chain's may still fit
+
+CHAIN_OVERESTIMATE_RATIO = 1.35  # the chain may overestimate a whole step by up to this factor
+
+# Microbatch, accumulated, chunked loss, and options.
+PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
+
+
+@dataclass
+class _BudgetSearch:
+    """State of the search for the chain's budget whose plan uses the real budget best."""
+
+    budget_bytes: int
+    room: int  # the chain's budget
+    best: Candidate | None  # the fastest candidate that fits
+    least: Candidate | None = None  # the candidate with the least peak
+    low: int = 0  # largest budget of the chain whose plan fits
+    high: int = 0  # smallest budget of the chain whose plan does not fit, 0 if none is known
+
+    def offer(self, whole: Candidate) -> None:
+        """Take a candidate that fits if it is faster than the best one."""
+        if self.best is None or order(whole) < order(self.best):
+            self.best = whole
+
+    def restart(self, room: int) -> None:
+        """Drop the bounds, because the chain was corrected."""
+        self.low = 0
+        self.high = 0
+        self.room = room
+
+    def next_room(self, wanted: int, slack: int) -> int | None:
+        """Return the chain's next budget, given the wanted one; None ends the search."""
+        close = (
+            self.best is not None
+            and self.best.peak_bytes >= CLOSE_BUDGET_FRACTION * self.budget_bytes
+        )
+        if self.high:
+            if close or self.high - self.low < BOUNDS_GAP_FRACTION * self.budget_bytes:
+                return None
+            if not self.low < wanted < self.high:
+                wanted = (self.low + self.high) // 2
+        elif wanted <= self.room:
+            if close:
+                return None
+            wanted = self.room + max(slack, round(5 * BOUNDS_GAP_FRACTION * self.budget_bytes))
+        return max(1, wanted)
+
+
+class WholeSteps:
+    """Estimate whole steps from shapes, each of them once.
+
+    `chain` returns the chain for a candidate, with what its blocks cost. `solve` returns the
+    chain's choice for another budget.
+    """
+
+    def __init__(
+        self,
+        sketch: Sketch,
+        sharding: Sharding,
+        *,
+        chain: Callable[[Candidate], Chain],
+        solve: Callable[[Candidate, int], Candidate],
+    ) -> None:
+        self.sketch = sketch
+        self.sharding = sharding
+        self.chain = chain
+        self.solve = solve
+
+        # Peak and FLOPs of each whole step that was estimated.
+        self.known: dict[PlanKey, tuple[int, float]] = {}
+
+        # Corrections of the chain, as `Chain.solve` takes them, by chunked loss and accumulated.
+        self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)
+
+        # Chunked loss and accumulated, where the chain's least peak was checked.
+        self.seen: set[tuple[bool, bool]] = set()
+
+    def start(self, chain: Chain, *, chunked: bool) -> None:
+        """Take the plain step of a chain as the first whole step, and correct the chain by it."""
+        plain = Candidate(
+            MEASURED_MICROBATCH_SIZES[-1],
+            1,
+            chunked,
+            0,
+            None,
+            dict.fromkeys(chain.names, Option(NONE_KIND)),
+        )
+        step = chain.steps[-1]
+        peak = step.peak_bytes + self.sharding.extra_bytes(step, accumulated=False)
+        self.known[self._key(plain)] = peak, float(step.flops.sum())
+        self._learn(replace(plain, peak_bytes=peak))
+
+    def peak(self, candidate: Candidate) -> tuple[int, float]:
+        """Return the peak of the whole step, and the FLOPs of one microbatch."""
+        key = self._key(candidate)
+        if key not in self.known:
+            with drop_saved() as offload:
+
+                def change(module: nn.Module) -> None:
+                    apply_options(
+                        module,
+                        candidate.options,
+                        offload=offload if self.sketch.why_real is None else None,
+                    )
+                    if candidate.chunked_loss:
+                        primitives.apply_chunked_loss(
+                            module, chunk_tokens=self.chain(candidate).chunk_tokens
+                        )
+
+                step = self.sketch.step(
+                    candidate.microbatch, accumulated=candidate.steps > 1, change=change
+                )
+            extra = self.sharding.extra_bytes(step, accumulated=candidate.steps > 1)
+            self.known[key] = step.peak_bytes + extra, float(step.flops.sum())
+        return self.known[key]
+
+    def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
+        """Check whether a candidate may fit; until it is corrected, the chain may overestimate."""
+        doubt = NEAR_BUDGET_RATIO if _way(candidate) in self.seen else CHAIN_OVERESTIMATE_RATIO
+        return (
+            candidate.peak_bytes <= doubt * budget_bytes
+            or self._known_to_fit(candidate, budget_bytes) is not None
+        )
+
+    def _known_to_fit(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
+        """Return the fastest fitting candidate of those estimated before, for any budget."""
+        fitting = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
+        return min(fitting, key=order, default=None)
+
+    def looked_at(self, candidate: Candidate) -> list[Candidate]:
+        """List all choices for the same microbatch whose whole step was estimated."""
+        *same, _ = self._key(candidate)
+        estimated = [key[-1] for key in self.known if [*key[:-1]] == same]
+        return [self._whole(replace(candidate, options=dict(options))) for options in estimated]
+
+    def check(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """Find the fastest options for the same microbatch whose whole step fits the budget.
+
+        If none is found, return the candidate with the least peak.
+        """
+        search = _BudgetSearch(
+            budget_bytes, room=budget_bytes, best=self._known_to_fit(candidate, budget_bytes)
+        )
+        most = len(self.known) + MOST_STEPS
+        for _ in range(MOST_SOLVED):
+            if len(self.known) >= most and self._key(candidate) not in self.known:
+                break
+            whole = self._whole(candidate)
+            slack = budget_bytes - whole.peak_bytes
+            # Above its own budget, the chain's choice is the one with the least peak.
+            is_least_peak = candidate.peak_bytes > search.room
+            self._compare(search, candidate, whole)
+            if slack >= 0 and self._is_fastest(whole):
+                break
+
+            if is_least_peak:
+                self.seen.add(_way(whole))
+            nothing_fits = is_least_peak and search.best is None
+            error = self._learn(whole)
+            if nothing_fits and whole.peak_bytes > NEAR_BUDGET_RATIO * budget_bytes:
+                break
+
+            if error is not None:
+                search.restart(max(1, budget_bytes - error))
+            elif nothing_fits:
+                break
+            else:
+                room = search.next_room(candidate.peak_bytes + slack, slack)
+                if room is None:
+                    break
+                search.room = room
+            candidate = self.solve(candidate, search.room)
+        return self._result(search)
+
+    def _result(self, search: _BudgetSearch) -> Candidate:
+        """Return the best candidate of a search, after a try with other options for last blocks."""
+        budget_bytes = search.budget_bytes
+        if search.best is not None:
+            return self._last_as_it_is(search.best, budget_bytes)
+        least = search.least
+        assert least is not None
+        if least.peak_bytes <= NEAR_BUDGET_RATIO * budget_bytes:
+            found = self._poorest(least)
+            return min(found, key=lambda one: order(one.within(budget_bytes)))
+        return least
+
+    def _compare(self, search: _BudgetSearch, candidate: Candidate, whole: Candidate) -> None:
+        """Update the search with the whole step of a candidate."""
+        budget_bytes = search.budget_bytes
+        if search.least is None or whole.peak_bytes < search.least.peak_bytes:
+            search.least = whole
+        search.room = max(search.room, candidate.peak_bytes)
+        if whole.peak_bytes <= budget_bytes:
+            search.offer(whole)
+            search.low = max(search.low, search.room)
+            return
+
+        search.high = min(search.high or search.room, search.room)
+        if whole.peak_bytes <= NEAR_BUDGET_RATIO * budget_bytes:
+            other = self._last_as_it_is(whole, budget_bytes)
+            if other.peak_bytes <= budget_bytes:
+                search.offer(other)
+
+    def _last_as_it_is(self, best: Candidate, budget_bytes: int) -> Candidate:
+        """Try a candidate with its last block not recomputed, and return the better of the two.
+
+        The last block is in backward while nothing is freed, so recomputing it may save nothing.
+        """
+        last = [*best.options][-1:]
+        if not last or best.options[last[0]].kind == NONE_KIND:
+            return best
+        other = self._whole(replace(best, options={**best.options, last[0]: Option(NONE_KIND)}))
+        return min(best, other, key=lambda one: order(one.within(budget_bytes)))
+
+    def least(self, candidate: Candidate, *, near: float | None = None) -> Candidate:
+        """Find the options with the least peak for this microbatch, regardless of time.
+
+        Of equal peaks the fewest FLOPs win. If the chain's figure is far above `near`, it is
+        returned without a check.
+        """
+        chain = self.chain(candidate)
+        accumulated = candidate.steps > 1
+        options, peak = chain.least(candidate.microbatch, accumulated=accumulated)
+        peak += self.sharding.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        poorest = replace(
+            candidate,
+            options=options,
+            peak_bytes=peak,
+            step_seconds=None,
+            flops=None,
+            checked=False,
+        )
+        if near is not None and peak > CHAIN_OVERESTIMATE_RATIO * near:
+            return poorest
+        found = self._poorest(poorest)
+        return min(found, key=lambda one: (one.peak_bytes, one.flops))
+
+    def _learn(self, whole: Candidate) -> int | None:
+        """Correct the chain where it predicts more bytes than the peak of the whole step.
+
+        Return by how much the chain's peak is too low; None if nothing was corrected.
+        """
+        chain = self.chain(whole)
+        less = self.less[_way(whole)]
+        accumulated = whole.steps > 1
+        if not whole.options:
+            return None
+        extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        predicted = chain.moments(
+            whole.microbatch, whole.options, accumulated=accumulated, less=less
+        )
+        above = {name: moment + extra - whole.peak_bytes for name, moment in predicted.items()}
+        wrong = {name: excess for name, excess in above.items() if excess > whole.microbatch}
+        for name, excess in wrong.items():
+            less[name] = less.get(name, 0.0) + excess / whole.microbatch
+        return max(0, -max(above.values())) if wrong else None
+
+    def _poorest(self, candidate: Candidate) -> list[Candidate]:
+        """List alternatives with a low peak, each with its whole step.
+
+        These are the candidate, and both the candidate and full recompute of all blocks with `none`
+        and `full` for the last block, which is in backward while nothing is freed.
+        """
+        found = [self._whole(candidate)]
+        names = list(candidate.options)
+        if names and self.chain(candidate).offers(Option(FULL_KIND)):
+            full = dict.fromkeys(names, Option(FULL_KIND))
+            alternatives = [
+                {**base, names[-1]: Option(kind)}
+                for base in (full, candidate.options)
+                for kind in (NONE_KIND, FULL_KIND)
+            ]
+            found += [self._whole(replace(candidate, options=options)) for options in alternatives]
+        return found
+
+    def _is_fastest(self, candidate: Candidate) -> bool:
+        """Check whether a candidate is as fast as the plain step."""
+        chain = self.chain(candidate)
+        least = (
+            candidate.steps * chain.plain_seconds(candidate.microbatch) + chain.optimizer_seconds
+        )
+        return candidate.step_seconds is None or candidate.step_seconds <= least
+
+    def _whole(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the peak, time and FLOPs of its whole step."""
+        peak, flops = self.peak(candidate)
+        chain = self.chain(candidate)
+        steps = candidate.steps
+        seconds = (
+            steps * chain.seconds(candidate.microbatch, candidate.options) + chain.optimizer_seconds
+        )
+        return replace(
+            candidate, peak_bytes=peak, step_seconds=seconds, flops=steps * flops, checked=True
+        )
+
+    @staticmethod
+    def _key(candidate: Candidate) -> PlanKey:
+        return (
+            candidate.microbatch,
+            candidate.steps > 1,
+            candidate.chunked_loss,
+            tuple(candidate.options.items()),
+        )
+
+
+def _way(candidate: Candidate) -> tuple[bool, bool]:
+    """Return the key under which corrections of the chain are stored."""
+    return candidate.chunked_loss, candidate.steps > 1
+
+
+def order(candidate: Candidate) -> tuple[float, bool, float, int]:
+    """Sort key: the fastest first, and candidates that do not fit last.
+
+    Ties are broken by whole before chunked loss, then the lower peak, then the smaller microbatch.
+    """
+    if candidate.step_seconds is None:
+        return float("inf"), candidate.chunked_loss, candidate.peak_bytes, candidate.microbatch
+    return (
+        round(candidate.step_seconds, 9),
+        candidate.chunked_loss,
+        candidate.peak_bytes,
+        candidate.microbatch,
+    )
