@@ -1,0 +1,133 @@
+"""Tests of the chunked loss; torch and pytest are all they need.
+
+Chunks add the same terms in another order, so results are compared in float64 with a relative
+tolerance of 1e-12, a few thousand times its rounding error.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from curry_train.primitives.chunked_loss import (
+    apply_chunked_loss,
+    chunked_cross_entropy,
+    chunked_loss_report,
+    remove_chunked_loss,
+)
+
+TOKENS, WIDTH, CLASSES = 40, 8, 97
+
+
+def make_tensors():
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(CLASSES, WIDTH, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(CLASSES, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(CLASSES, (TOKENS,))
+    targets[::3] = -100
+    targets[1::3] = 3
+    return hidden, weight, bias, targets
+
+
+class Largest(TorchDispatchMode):
+    """Note the largest tensor that any operation makes, and the number of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_elements = 0
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        self.num_products += func in (aten.mm.default, aten.addmm.default, aten.addmm.out)
+        for leaf in tree_leaves(output):
+            # The stand-in for the logits is a subclass, and has no memory.
+            if type(leaf) is torch.Tensor and leaf.device.type == "cpu":
+                self.num_elements = max(self.num_elements, leaf.numel())
+        return output
+
+
+OPTIONS = [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 3}]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS, None])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_loss_and_gradients_are_those_of_the_whole_logits(options, chunk_tokens):
+    hidden, weight, bias, targets = make_tensors()
+    targets = targets.clamp(min=0) if "ignore_index" in options else targets
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, **options)
+    gradients = torch.autograd.grad(3 * expected, (hidden, weight, bias))
+    loss = chunked_cross_entropy(
+        hidden, weight, targets, bias=bias, chunk_tokens=chunk_tokens, **options
+    )
+    ours = torch.autograd.grad(3 * loss, (hidden, weight, bias))
+    for value, reference in zip((loss, *ours), (expected, *gradients), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
+
+
+def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
+    hidden, weight, bias, targets = make_tensors()
+    with Largest() as largest:
+        chunked_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8).backward()
+    assert largest.num_elements == CLASSES * WIDTH < CLASSES * TOKENS
+    assert largest.num_products == 3 * (TOKENS // 8)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def train_step(model, read=lambda logits: None):
+    torch.manual_seed(1)
+    inputs = torch.randn(4, TOKENS // 4, WIDTH, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (TOKENS,))
+    model.zero_grad()
+    logits = model(inputs)
+    read(logits)
+    loss = F.cross_entropy(logits.view(-1, CLASSES), targets)
+    loss.backward()
+    return [loss, *(parameter.grad for parameter in model.parameters())]
+
+
+def test_a_model_trains_the_same_without_its_logits():
+    model = Model().double()
+    expected = train_step(model)
+    assert apply_chunked_loss(model, chunk_tokens=8) == ["head"]
+    with Largest() as largest:
+        ours = train_step(model)
+    assert largest.num_elements < TOKENS * CLASSES
+    report = chunked_loss_report(model)["head"]
+    assert report.num_chunked == 1
+    assert not report.whole
+    for value, reference in zip(ours, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
+
+    train_step(model, read=lambda logits: logits.exp())
+    assert chunked_loss_report(model)["head"].whole == ["exp"]
+    assert remove_chunked_loss(model) == ["head"]
+    assert type(model.head) is nn.Linear
+
+
+def test_what_can_not_work_is_refused():
+    hidden, weight, _, targets = make_tensors()
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        chunked_cross_entropy(hidden, weight, targets, chunk_tokens=0)
+    with pytest.raises(ValueError, match="reduction"):
+        chunked_cross_entropy(hidden, weight, targets, reduction="none")
+    with pytest.raises(ValueError, match="targets"):
+        chunked_cross_entropy(hidden, weight, targets[:-1])
+    with pytest.raises(ValueError, match="head"):
+        apply_chunked_loss(nn.Linear(8, 8))
+    loss = chunked_cross_entropy(hidden, weight, targets)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(loss, hidden, create_graph=True)

@@ -1,0 +1,124 @@
+"""Tests of gradient accumulation; torch and pytest are all they need.
+
+Sums over microbatches are added in another order than in one batch, so gradients are compared in
+float64 with a relative tolerance of 1e-12, a few thousand times its rounding error.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
+
+LENGTHS = (7, 1, 4, 12, 3, 9, 2)  # valid tokens of each microbatch
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 5)).double()
+
+
+def make_microbatches():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(length, 6, dtype=torch.float64, generator=generator),
+            torch.randint(5, (length,), generator=generator),
+        )
+        for length in LENGTHS
+    ]
+
+
+def summed_loss(model, microbatch):
+    inputs, targets = microbatch
+    return nn.functional.cross_entropy(model(inputs), targets, reduction="sum")
+
+
+def num_tokens(microbatch):
+    return len(microbatch[1])
+
+
+def large_batch_gradients(model, microbatches):
+    inputs, targets = (torch.cat(tensors) for tensors in zip(*microbatches, strict=True))
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def windows_of(microbatches, steps):
+    return list(GradientAccumulation(steps).windows(microbatches, count=num_tokens))
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7])
+def test_every_window_has_the_gradients_of_its_large_batch(steps):
+    model = make_model()
+    windows = windows_of(make_microbatches(), steps)
+    assert sum(len(window) for window in windows) == len(LENGTHS)
+    for window in windows:
+        expected = large_batch_gradients(make_model(), window.microbatches)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        result = train_window(model, window, summed_loss, optimizer)
+        assert result.num_terms == sum(map(num_tokens, window))
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_clipping_stepping_and_scheduling_happen_once_per_window():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for window in windows_of(make_microbatches(), 3):
+        by_hand = copy.deepcopy(model)
+        gradients = large_batch_gradients(by_hand, window.microbatches)
+        norm = nn.utils.clip_grad_norm_(by_hand.parameters(), 0.01)
+        learning_rate = optimizer.param_groups[0]["lr"]
+        torch.optim.SGD(by_hand.parameters(), lr=learning_rate).step()
+
+        result = train_window(
+            model, window, summed_loss, optimizer, clip_norm=0.01, scheduler=scheduler
+        )
+        assert gradients
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_microbatch_changes_no_weight(bad):
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    microbatches = make_microbatches()[:3]
+    microbatches[1][0][0, 0] = bad
+    (window,) = windows_of(microbatches, 3)
+    with pytest.raises(NonFiniteWindow, match="microbatch 1 of 3"):
+        train_window(model, window, summed_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_useless_settings_and_data_are_refused():
+    with pytest.raises(ValueError, match="steps"):
+        GradientAccumulation(steps=0)
+    with pytest.raises(ValueError, match="empty"):
+        list(GradientAccumulation(2).windows([]))
+    with pytest.raises(ValueError, match="valid term"):
+        list(GradientAccumulation(2).windows(make_microbatches(), count=lambda microbatch: 0))
+    model = make_model()
+    (window,) = windows_of(make_microbatches()[:1], 1)
+    with pytest.raises(ValueError, match="one number"):
+        train_window(
+            model,
+            window,
+            lambda module, batch: module(batch[0]),
+            torch.optim.SGD(model.parameters()),
+        )
+
+
+def test_a_configuration_gives_the_number_of_steps():
+    assert GradientAccumulation.from_config({"gradient_accumulation_steps": 4}).steps == 4
+    assert not GradientAccumulation.from_config({}).enabled
+    accumulation = GradientAccumulation(3)
+    assert [accumulation.is_first(index) for index in range(4)] == [True, False, False, True]
+    assert [accumulation.is_last(index) for index in range(4)] == [False, False, True, False]

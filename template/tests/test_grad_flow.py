@@ -1,0 +1,132 @@
+"""Tests of grad-flow; torch and pytest are all they need.
+
+A probe only reads, so training with it is compared bit for bit with training without it.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.primitives.grad_flow import GradFlow
+
+
+class Block(nn.Module):
+    def __init__(self, again):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.act = nn.ReLU()
+        self.again = again
+
+    def inner(self, x):
+        return x + nn.functional.dropout(self.act(self.linear(x)), 0.1, self.training)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
+
+
+class Model(nn.Module):
+    def __init__(self, again=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(again) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train(model, optimizer, *, steps=4, each=lambda step: None):
+    torch.manual_seed(1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(32, 16)).backward()
+        each(step)
+        optimizer.step()
+    return [torch.get_rng_state(), *(value.clone() for value in model.state_dict().values())]
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", ["filter", "off"])
+def test_training_is_unchanged_and_each_layer_is_counted_once(again, recompute):
+    plain = Model(again)
+    expected = train(plain, adam(plain))
+    model = Model(again)
+    optimizer = adam(model)
+    with GradFlow(model, optimizer, every=2, recompute=recompute) as flow:
+        ours = train(model, optimizer)
+    assert all(map(torch.equal, expected, ours))
+    assert [record.step for record in flow.records] == [0, 2]
+    for record in flow.records:
+        assert record.layers["layers.1.linear"].calls == 1
+        assert record.layers["layers.1.linear"].activation.elements == 32 * 16
+
+
+def test_norms_and_updates_are_those_computed_by_hand():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    linear = model.layers[1].linear
+    before = torch.cat([linear.weight.flatten(), linear.bias]).detach().clone()
+    norms = []
+
+    def note(step):
+        norms.append(torch.cat([linear.weight.grad.flatten(), linear.bias.grad]).double().norm())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # the norm is read before
+
+    with GradFlow(model, optimizer, every=1) as flow:
+        train(model, optimizer, steps=1, each=note)
+    found = flow.records[0].layers["layers.1.linear"]
+    after = torch.cat([linear.weight.flatten(), linear.bias]).detach()
+    assert found.gradient.norm == pytest.approx(norms[0].item(), rel=1e-9)
+    assert found.update.weight_norm == pytest.approx(before.double().norm().item(), rel=1e-6)
+    assert found.update.distance == pytest.approx((after - before).double().norm().item(), rel=1e-3)
+
+
+def test_a_dead_layer_and_a_non_finite_gradient_are_found():
+    model = Model()
+    with torch.no_grad():
+        model.layers[1].linear.bias.fill_(-100.0)
+    optimizer = adam(model)
+    with GradFlow(model, optimizer, every=1) as flow:
+        train(model, optimizer, steps=2)
+    assert any("layers.1.act" in finding.layers for finding in flow.findings)
+    assert "layers.1" in flow.table()
+
+    model = Model()
+    with GradFlow(model, every=1) as flow:
+        loss = model(torch.randn(32, 16)) * float("nan")
+        loss.backward()
+        flow.step()
+    assert flow.records[0].layers["layers.2.linear"].gradient.nonfinite > 0
+
+
+def test_no_hook_stays_behind():
+    model = Model()
+    optimizer = adam(model)
+    with GradFlow(model, optimizer):
+        train(model, optimizer, steps=1)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert "zero_grad" not in optimizer.__dict__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"every": 0}, "every"), ({"recompute": "on"}, "recompute"), ({"first_step": -1}, "first")],
+)
+def test_useless_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GradFlow(Model(), **options)
+    with pytest.raises(ValueError, match="module"):
+        GradFlow(Model().parameters())
+    with pytest.raises(ValueError, match="no parameter"):
+        GradFlow(Model(), adam(Model()))
+    with (
+        pytest.raises(ValueError, match="optimizer"),
+        GradFlow(model := Model(), adam(model)) as flow,
+    ):
+        flow.step()

@@ -1,0 +1,130 @@
+"""Tests of recompute; torch and pytest are all they need.
+
+The recomputed step is the same arithmetic, so everything is compared bit for bit.
+"""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from curry_train.primitives.recompute import (
+    ChainBroken,
+    Recompute,
+    recompute_blocks,
+    recompute_segments,
+    remove_recompute,
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = nn.functional.dropout(self.up(self.norm(x)).sigmoid(), 0.2, self.training)
+        return x + self.down(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self, detour=False):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.detour = detour
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(2 * x if self.detour else x)
+        return x.square().mean()
+
+
+class AliveStorages(TorchDispatchMode):
+    """Follow the storages that operations make, to count the bytes that outlive a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.references = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.references[id(storage)] = weakref.ref(storage)
+        return output
+
+    def num_bytes(self):
+        alive = [reference() for reference in self.references.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def train_step(change=None, batch_size=32):
+    """Run one step; return the model, loss, gradients, buffers, random state and held bytes."""
+    torch.manual_seed(0)
+    model = Model()
+    batch = torch.randn(batch_size, 16)
+    names = change(model) if change else []
+    with AliveStorages() as storages:
+        loss = model(batch)
+        held_bytes = storages.num_bytes()
+    loss.backward()
+    results = [loss, torch.get_rng_state(), *(p.grad for p in model.parameters()), *model.buffers()]
+    return model, names, results, held_bytes
+
+
+def halves(model):
+    return recompute_segments(model, 2)
+
+
+@pytest.mark.parametrize("change", [recompute_blocks, halves])
+def test_the_step_is_the_same_bit_for_bit_and_holds_fewer_bytes(change):
+    _, _, plain, plain_bytes = train_step()
+    model, names, ours, held_bytes = train_step(change)
+    assert names
+    assert all(map(torch.equal, plain, ours))
+    calls = {f"layers.{index}": layer.calls for index, layer in enumerate(model.layers)}
+    assert calls == {name: 2 if name in names else 1 for name in calls}
+    freed = len(names) / len(model.layers)
+    assert held_bytes < (1 - 0.7 * freed) * plain_bytes
+
+
+@pytest.mark.parametrize("mode", ["eval", "no_grad"])
+def test_nothing_is_recomputed_without_training(mode):
+    model = Model()
+    recompute_blocks(model)
+    model.train(mode != "eval")
+    with torch.set_grad_enabled(mode != "no_grad"):
+        loss = model(torch.randn(8, 16))
+    if loss.requires_grad:
+        loss.backward()
+    assert [layer.calls for layer in model.layers] == [1] * 4
+
+
+def test_names_weights_copies_and_removal_are_those_of_the_plain_model():
+    model = Model()
+    names = list(model.state_dict())
+    assert recompute_blocks(model, blocks="layers.[01]") == ["layers.0", "layers.1"]
+    assert list(model.state_dict()) == names
+    assert isinstance(copy.deepcopy(model).layers[0], Recompute)
+    assert remove_recompute(model) == ["layers.0", "layers.1"]
+    assert all(type(layer) is Block for layer in model.layers)
+
+
+def test_what_can_not_work_is_refused():
+    with pytest.raises(ValueError, match="no_such_layer"):
+        recompute_blocks(Model(), blocks="no_such_layer.*")
+    with pytest.raises(ValueError, match="segments"):
+        recompute_segments(Model(), 5)
+    detoured = Model(detour=True)
+    recompute_segments(detoured, 2)
+    with pytest.raises(ChainBroken, match=r"layers\.1"):
+        detoured(torch.randn(8, 16))

@@ -1,0 +1,148 @@
+"""Tests of recompute over time; torch and pytest are all they need.
+
+The loop is the same arithmetic in the same order, so everything is compared bit for bit.
+"""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from curry_train.primitives.snn_timesteps import (
+    checkpoint_timesteps,
+    recompute_timesteps,
+    remove_timesteps,
+    run_timesteps,
+)
+
+STEPS = 24
+
+
+class Neurons(nn.Module):
+    """Leaky integrate-and-fire neurons with a smooth spike, dropout, and their state outside."""
+
+    unroll = staticmethod(run_timesteps)
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 32)
+        self.outer = nn.Linear(32, 4)
+
+    def step(self, x, voltage):
+        voltage = 0.9 * voltage + self.inner(nn.functional.dropout(x, 0.2, self.training))
+        spikes = torch.sigmoid(5 * (voltage - 1))
+        return self.outer(spikes), voltage - spikes
+
+    def forward(self, inputs):
+        outputs, voltage = self.unroll(self.step, inputs, torch.zeros(16, 32), outputs="mean")
+        return outputs.square().mean() + voltage.mean()
+
+
+class Recorder(TorchDispatchMode):
+    """Count timesteps, and the bytes of the storages that operations make and that still live."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_timesteps = 0
+        self.references = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        self.num_timesteps += func is torch.ops.aten.sigmoid.default  # a timestep runs one
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.references[id(storage)] = weakref.ref(storage)
+        return output
+
+    def num_bytes(self):
+        alive = [reference() for reference in self.references.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def plain_loop(step, inputs, state):
+    outputs = []
+    for x in inputs:
+        output, state = step(x, state)
+        outputs.append(output)
+    return torch.stack(outputs), state
+
+
+def train_step(loop, **options):
+    """Run the loop and its backward; return the results, the timesteps and the held bytes."""
+    torch.manual_seed(0)
+    model = Neurons()
+    inputs = torch.randn(STEPS, 16, 8, requires_grad=True)
+    state = torch.randn(16, 32, requires_grad=True)
+    # The first call measures; the second is the one that is counted.
+    loop(model.step, inputs, state, **options)
+    torch.manual_seed(1)
+    with Recorder() as recorder:
+        outputs, after = loop(model.step, inputs, state, **options)
+        held_bytes = recorder.num_bytes()
+        (outputs.square().mean() + after.square().mean()).backward()
+    gradients = [inputs.grad, state.grad, *(parameter.grad for parameter in model.parameters())]
+    return [outputs, after, torch.get_rng_state(), *gradients], recorder.num_timesteps, held_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "most_runs"),
+    [({}, 2), ({"levels": 2}, 3), ({"chunk_size": 4}, 2), ({"chunk_size": 6, "levels": 2}, 3)],
+)
+def test_the_loop_is_bit_equal_and_holds_fewer_bytes(options, most_runs):
+    plain, plain_timesteps, plain_bytes = train_step(plain_loop)
+    ours, timesteps, held_bytes = train_step(checkpoint_timesteps, **options)
+    assert all(map(torch.equal, plain, ours))
+    assert plain_timesteps == STEPS < timesteps <= most_runs * STEPS
+    assert held_bytes < 0.6 * plain_bytes
+
+
+def test_a_chunk_as_long_as_the_loop_and_a_loop_without_training_run_once():
+    assert train_step(checkpoint_timesteps, chunk_size=STEPS)[1] == STEPS
+    model = Neurons().eval()
+    inputs = torch.randn(STEPS, 16, 8)
+    with Recorder() as recorder:
+        outputs, _ = checkpoint_timesteps(model.step, inputs, torch.zeros(16, 32), chunk_size=2)
+        outputs.sum().backward()
+    assert recorder.num_timesteps == STEPS
+
+
+class Forgetful(Neurons):
+    """Neurons that hold their voltage themselves, which a recomputed step would read too late."""
+
+    def step(self, x, state):
+        self.voltage = 0.9 * getattr(self, "voltage", 0.0) + self.inner(x)
+        return self.outer(torch.sigmoid(self.voltage)), state
+
+
+def test_hidden_state_and_useless_settings_are_refused():
+    inputs = torch.randn(STEPS, 16, 8)
+    with pytest.raises(ValueError, match="voltage"):
+        checkpoint_timesteps(Forgetful().step, inputs, torch.zeros(1), chunk_size=4)
+    for options in ({"chunk_size": 0}, {"levels": 3}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            checkpoint_timesteps(Neurons().step, inputs, torch.zeros(16, 32), **options)
+    with pytest.raises(ValueError, match="unroll"):
+        recompute_timesteps(nn.Linear(2, 2))
+
+
+def test_a_loop_behind_unroll_is_recomputed_from_outside_and_restored():
+    torch.manual_seed(0)
+    model = Neurons()
+    inputs = torch.randn(STEPS, 16, 8)
+    torch.manual_seed(1)
+    model(inputs).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+
+    model.zero_grad()
+    assert recompute_timesteps(model, chunk_size=4) == [""]
+    torch.manual_seed(1)
+    with Recorder() as recorder:
+        model(inputs).backward()
+    assert recorder.num_timesteps > STEPS
+    assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
+    assert remove_timesteps(model) == [""]
+    assert type(model) is Neurons

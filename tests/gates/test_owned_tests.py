@@ -1,0 +1,165 @@
+"""Tests of the tests that travel with an owned technique: right copies pass, faulty copies fail.
+
+All copies are tested by one run of pytest in which curry_train can't be imported.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from owned_copies import OWNED_TECHNIQUES, OWNED_TESTS_FOLDER, own
+
+FAULTS = {
+    "grad-accum": [
+        ("loss(model, microbatch) / window.loss_divisor", "loss(model, microbatch) / len(window)"),
+        ("if not (math.isfinite(total) and", "if False and not (math.isfinite(total) and"),
+        ("if clip_norm is not None:", "if clip_norm is not None and window.index == 0:"),
+    ],
+    "recompute": [
+        ("preserve_rng_state=options.preserve_rng_state,", "preserve_rng_state=False,"),
+        ("layer.momentum = 0.0", "layer.momentum = layer.momentum"),
+        ("if not self.recomputes:", "if True:"),
+        ("and self.training and torch.is_grad_enabled()", "and torch.is_grad_enabled()"),
+    ],
+    "sac": [
+        ("return operation in policy.save", "return operation in policy.save and context is None"),
+        ("if not saved:", "if False:"),
+        ("self.calls[family] % 2 == 1", "self.calls[family] % 3 == 1"),
+        ("preserve_rng_state=options.preserve_rng_state,", "preserve_rng_state=False,"),
+    ],
+    "regions": [
+        ("F.gelu(node._saved_self, approximate=node._saved_approximate)", "node._saved_self"),
+        ("return module.training and torch.is_grad_enabled()", "return False and module.training"),
+        ("if tensor._version != version:", "if False:"),
+        ("return made if self.view is None", "return 1.01 * made if self.view is None"),
+    ],
+    "offload": [
+        (
+            "self.moved.ask(self).view(self.dtype).as_strided(*self.view)",
+            "self.moved.ask(self).view(self.dtype).as_strided(*self.view).flip(0)",
+        ),
+        ("keep_last: int = 1", "keep_last: int = 2"),
+        ("if tensor._version != version:", "if False:"),
+        ("if not (self.training and torch.is_grad_enabled())", "if not torch.is_grad_enabled()"),
+    ],
+    "snn-timesteps": [
+        ("stack.enter_context(self.drawn_from.again())", "pass"),
+        (
+            "new_leaves, self.shape_after = tree_flatten(state)",
+            "new_leaves, self.shape_after = tree_flatten(state)\n"
+            "        new_leaves = [leaf.detach() for leaf in new_leaves]",
+        ),
+        (
+            "*earlier, last = schedule.chunks",
+            "earlier, last = (), ChunkSchedule(schedule.num_steps)",
+        ),
+    ],
+    "chunked-loss": [
+        ("factor = gradient / divisor", "factor = gradient.sign() / divisor"),
+        ("ignored = targets == options.ignore_index", "ignored = targets == -100"),
+        ("range(0, len(targets), options.chunk_tokens)", "range(0, len(targets), len(targets))"),
+    ],
+    "grad-flow": [
+        ("if not self._parameters.were_read():", "if True:"),
+        ("self.next_step % self.every == 0", "self.next_step % 1 == 0"),
+        ("stack.callback(self._activations.detach)", "pass"),
+    ],
+}
+
+# Without the package, and with one failure of a file for each faulty copy.
+CONFTEST = """
+import sys
+import pytest
+
+sys.modules["curry_train"] = None
+failed = set()
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        failed.add(report.location[0])
+
+def pytest_runtest_setup(item):
+    if item.location[0] in failed:
+        pytest.skip("one failure is enough")
+"""
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+PACKAGE_IMPORT = re.compile(r"^from curry_train\.primitives\.", re.MULTILINE)
+
+
+def copies():
+    """Yield the name of each copy with its technique and its faults; the first has none."""
+    for technique, faults in FAULTS.items():
+        stem = OWNED_TECHNIQUES[technique]
+        yield f"{stem}_right", technique, []
+        for index, fault in enumerate(faults):
+            yield f"{stem}_fault_{index}", technique, [fault]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Test all copies; return how many tests of each passed, and which failed."""
+    folder = tmp_path_factory.mktemp("owned")
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    for name, technique, faults in copies():
+        stem = OWNED_TECHNIQUES[technique]
+        own(folder, stem, package=name, faults=faults)
+        text = (OWNED_TESTS_FOLDER / f"test_{stem}.py").read_text()
+        text, num_imports = PACKAGE_IMPORT.subn(f"from {name}.", text)
+        assert num_imports == 1
+        assert "curry_train" not in text
+        (folder / f"test_{name}.py").write_text(text)
+
+    report = folder / "report.xml"
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*PYTEST, f"--junitxml={report}", str(folder)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert report.exists(), run.stdout + run.stderr
+    found = {name: (0, []) for name, _, _ in copies()}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = case.get("classname").removeprefix("test_")
+        assert name in found, f"{case.attrib}: {run.stdout}"
+        passed, failed = found[name]
+        assert case.find("error") is None, f"{name}: {case.find('error').get('message')}"
+        if case.find("failure") is not None:
+            failed.append(f"{case.get('name')}: {case.find('failure').get('message')}")
+        elif case.find("skipped") is None:
+            passed += 1
+        found[name] = passed, failed
+    return found
+
+
+@pytest.mark.parametrize("technique", OWNED_TECHNIQUES)
+def test_an_owned_copy_passes_its_test_without_the_package(technique, outcomes):
+    passed, failed = outcomes[f"{OWNED_TECHNIQUES[technique]}_right"]
+    assert not failed
+    assert passed >= 4
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, _, faults in copies() if faults], ids=lambda name: name
+)
+def test_a_faulty_copy_fails_its_test(name, outcomes):
+    _, failed = outcomes[name]
+    assert failed, "the owned test passes with this fault"
+
+
+def test_every_owned_technique_has_a_short_test_and_two_faults():
+    tests = {path.stem.removeprefix("test_"): path for path in OWNED_TESTS_FOLDER.glob("test_*.py")}
+    assert set(tests) == set(OWNED_TECHNIQUES.values())
+    assert set(FAULTS) == set(OWNED_TECHNIQUES)
+    assert all(len(faults) >= 2 for faults in FAULTS.values())
+    lengths = {stem: len(path.read_text().splitlines()) for stem, path in tests.items()}
+    assert max(lengths.values()) <= 150, lengths
+    for path in tests.values():
+        imported = set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
+        assert imported - sys.stdlib_module_names <= {"torch", "pytest", "curry_train"}, path
