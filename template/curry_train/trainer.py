@@ -27,7 +27,7 @@ from .distribute import TrainingRanks, share, start_ranks
 from .loop import RunReport, StepReport, Stop, run_training_steps, save_checkpoint, stop_on_signals
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow
 from .runs.background import BackgroundSaver
-from .runs.history import run_facts
+from .runs.comparison import run_facts
 from .runs.journal import Journal
 from .runs.layout import BEST_KIND, CHECKPOINT_KINDS, SavedCheckpoint, step_of, what_runs_there_are
 from .runs.policy import SavingPolicy

@@ -20,7 +20,8 @@ from warm_python import warm_python
 from curry_train.cli.main import main
 from curry_train.core.measure import peak_bytes
 from curry_train.runs import saving
-from curry_train.runs.history import difference, read_history
+from curry_train.runs.comparison import difference
+from curry_train.runs.history import read_history
 
 
 def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):

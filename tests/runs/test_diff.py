@@ -5,14 +5,14 @@ import math
 import pytest
 from journals import clock, facts, loss_of, plant, plant_eventful, train
 
-from curry_train.runs.history import (
+from curry_train.runs.comparison import (
     ABSENT_VALUE,
     Continuation,
     SettingChange,
     changes,
     difference,
-    read_history,
 )
+from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal
 
 

@@ -12,20 +12,20 @@ from typing import Any
 import click
 
 from ..core.wording import format_bytes, write_json
-from ..runs.history import (
+from ..runs.comparison import (
     ABSENT_VALUE,
-    History,
     Losses,
     Parting,
     RunDifference,
     Seen,
     SettingChange,
     difference,
-    read_history,
 )
+from ..runs.history import History, read_history
 from ..runs.journal import find_journal, finite, printable
 from ..runs.ranks import RunError
 from .options import UnusableInput, json_option
+from .screen import ScreenCommand
 
 TEXT_WIDTH = 80
 MOST_CHANGES = 40  # changes shown per section; --json has all
@@ -35,7 +35,7 @@ LONGEST_CHANGE_NAME = 36
 LONGEST_CHANGE_VALUE = 18
 
 
-@click.command("diff")
+@click.command("diff", cls=ScreenCommand, example="run-001 run-002")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
@@ -46,7 +46,7 @@ LONGEST_CHANGE_VALUE = 18
     metavar="DIR",
     help="Folder of the runs given by name.",
 )
-@json_option("Write the whole comparison; - is standard output.")
+@json_option()
 def diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     """Compare two runs by their journals.
 

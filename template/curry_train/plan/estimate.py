@@ -1,6 +1,6 @@
 """Estimate a whole training step on shapes alone, optimizer included.
 
-with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch:
+    with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch:
         print(sketch.step(batch_size=4).timeline.table())
 
 This runs on a laptop for a model of any size. On the CPU the estimate equals the measured figure to

@@ -1,6 +1,6 @@
 """Find the fastest way to train that fits into a memory budget.
 
-found = plan(workload, 24 * 2**30, global_batch=64, device="h100")
+    found = plan(workload, 24 * 2**30, global_batch=64, device="h100")
     print(found.explain())
     found.apply(model)
 

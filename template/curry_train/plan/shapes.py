@@ -1,6 +1,6 @@
 """Run operations on shapes alone with the bytes that the real kernels hold.
 
-with KernelsAsTheyRun(allow_non_fake_inputs=True):
+    with KernelsAsTheyRun(allow_non_fake_inputs=True):
         ...
 
 The differences are those of torch 2.11 and 2.13. Each correction has a test that fails when it is

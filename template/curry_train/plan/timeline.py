@@ -1,6 +1,6 @@
 """Record a step's storages over time, and name the owner of each byte at the peak.
 
-timeline = measure_timeline(model, batch, loss)
+    timeline = measure_timeline(model, batch, loss)
     print(timeline.table())
 
 Proof: `python -m pytest tests/plan/test_timeline.py`.

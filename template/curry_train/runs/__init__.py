@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "attach": ("saving",),
         "background": ("BackgroundSaver",),
+        "comparison": ("difference",),
         "files": (
             "Files",
             "LocalFiles",
@@ -18,7 +19,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "history": (
             "History",
-            "difference",
             "read_history",
         ),
         "journal": (

@@ -1,6 +1,6 @@
 """Record what happened in a run: one process writes, one JSON line for each event.
 
-with Journal("runs/run-001", rank=rank) as journal:
+    with Journal("runs/run-001", rank=rank) as journal:
         journal.start(facts=run_facts(config, device=device))  # or journal.resume(500, facts=...)
         journal.step(1, loss=4.2, learning_rate=3e-4, seconds=0.1, peak_bytes=2**30)
         journal.write("save", step=100, checkpoint="rollback/step-00000100.dcp")
@@ -13,7 +13,9 @@ returns, so that a kill can tear the last line at most. The next process that op
 moves a torn line into a warning event. A full disk loses events, with a warning, but does not stop
 the training.
 
-Proof: `python -m pytest tests/runs`.
+Why so long: the writer repairs and continues what the reader accepts, so both stand together.
+
+Proof: `python -m pytest tests/runs/test_journal.py tests/runs/test_journal_reading.py`.
 """
 
 import contextlib

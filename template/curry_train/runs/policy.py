@@ -1,6 +1,6 @@
 """Decide at each step what to save, and refuse to save a state that is not healthy.
 
-with Store("runs/x") as store, SavingPolicy(store, PolicyConfig(rollback_every=100)) as policy:
+    with Store("runs/x") as store, SavingPolicy(store, PolicyConfig(rollback_every=100)) as policy:
         policy.resume(state)
         for ... in ...:
             ...
@@ -109,8 +109,9 @@ class SavingPolicy:
     """Applies a PolicyConfig to a store.
 
     With `saver`, saves run in the background, and `after_step` returns the checkpoints that were
-    committed since the last save. `notes` lists what was not saved, with the reason. All ranks call
-    together, with the same step and metrics.
+    committed since the last save. `notes` lists what was not saved, with the reason. `pruned` lists
+    what retention deleted, until the caller empties it. All ranks call together, with the same step
+    and metrics.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class SavingPolicy:
         self.config = config or PolicyConfig()
         self.saver = saver
         self.notes: list[str] = []
+        self.pruned: list[SavedCheckpoint] = []
         self._damaged: set[str] = set()
         self._protected: set[str] = set()
         self._last: SavedCheckpoint | None = None
@@ -300,6 +302,7 @@ class SavingPolicy:
                 self._last = saved
         for superseded in Ranks(self.store.group).agree(lambda: self._superseded(step)):
             self.store.discard(superseded)
+            self.pruned.append(superseded)
         return committed
 
     def _superseded(self, step: int) -> list[SavedCheckpoint]:

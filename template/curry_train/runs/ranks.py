@@ -1,15 +1,14 @@
 """Let all ranks decide together, and raise the error of one rank on all of them.
 
-The first rank decides; every rank gets the result, or the error of any rank.
+The first rank decides; every rank gets the result, or the error of any rank. The errors of this
+room stand here too. Torch is imported in the methods that use it, because listing and comparing
+runs needs only the errors, and importing torch takes seconds.
 
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py`.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 
 # Errors of saving and loading; every message names the problem, the place and the remedy.
 
@@ -58,6 +57,8 @@ class Ranks:
     """The ranks of a process group (the default group if None), or one process without a group."""
 
     def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
         self.group = group
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.together else 0
@@ -66,6 +67,8 @@ class Ranks:
     @classmethod
     def on_the_host(cls) -> "Ranks":
         """Return all ranks in a group that does not wait for a GPU; every rank must call this."""
+        import torch.distributed as dist
+
         ranks = cls()
         if ranks.size > 1 and dist.get_backend() == "nccl":
             return cls(dist.new_group(backend="gloo"))
@@ -92,6 +95,9 @@ class Ranks:
         """
         if self.size == 1:
             return list(numbers)
+        import torch
+        import torch.distributed as dist
+
         maxima = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
         return [int(number) for number in maxima]
@@ -105,6 +111,7 @@ class Ranks:
         """
         if not self.together:
             return central([local()])[0]
+        import torch.distributed as dist
 
         own_error: Exception | None = None
         own_result: tuple[bool, Any]
