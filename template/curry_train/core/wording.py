@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # ------------------------------------------------------------------------------
 # Parse and format memory sizes such as `24GiB` or `512MB`.
@@ -128,8 +129,11 @@ def unheard(*names: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def provenance(device: "torch.device") -> dict[str, Any]:
     """Return the facts that are needed to compare a figure with another."""
+    # Here, because commands that copy files suggest names too, and need no torch.
+    import torch
+
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})"
     return {

@@ -1,0 +1,555 @@
+"""The commands `new`, `add`, `update`, `diff` and `list`: projects and techniques to own.
+
+    curry-train new my-run
+    curry-train add sac --into src/mylib/training
+    curry-train diff my-run --patch
+
+Proof: `python -m pytest tests/cli/test_scaffold_commands.py`.
+"""
+
+import difflib
+import os
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .merge import (
+    LOCK,
+    PENDING,
+    Comparison,
+    Lock,
+    State,
+    WritePlan,
+    check_not_pending,
+    compare_files,
+    plan_copy,
+    plan_update,
+    read_lock,
+    recover,
+    write_changes,
+    write_project,
+)
+from .ownership import (
+    DISTRIBUTION,
+    Bundle,
+    Kind,
+    ScaffoldError,
+    SourceFile,
+    Technique,
+    check_project_name,
+    find_bundle,
+    is_module_name,
+    project_files,
+    public_names,
+    read_metadata,
+    technique_files,
+    technique_modules,
+)
+from .screen import LazyGroup, ScreenCommand
+
+WIDTH = 80
+PROJECT_MARKERS = (LOCK, "pyproject.toml", "setup.py", "setup.cfg", ".git")
+EXIT_CONFLICT = 1
+
+
+class Refusal(click.ClickException):
+    """A request that can't be fulfilled: one message, and exit status 2."""
+
+    exit_code = 2
+
+
+class ScaffoldCommand(ScreenCommand):
+    """A command that turns errors of the user and of the file system into a `Refusal`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except ScaffoldError as error:
+            raise Refusal(str(error)) from error
+        except BrokenPipeError:
+            raise  # the reader of our output went away; click ends the command
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            raise Refusal(f"{error.strerror or error}{where}") from error
+
+
+# new
+
+
+@click.command("new", cls=ScaffoldCommand, example="my-run")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--name", metavar="NAME", help="A Python identifier. [default: from DIR]")
+@click.option("--own", is_flag=True, help="Copy the run-time rooms instead of the wheel.")
+@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> None:
+    """Start a training project.
+
+    DIR gets a training loop to read and change, model, data, configuration and tests. It depends on
+    curry-train and carries it as a wheel, so that it installs where no other copy is.
+
+    Exit status: 0 made or there already, 2 wrong usage; nothing is written then.
+    """
+    bundle = find_bundle()
+    plan = plan_project(bundle, directory, name=name, own=own, working_directory=Path.cwd())
+    made = all(change.action == "same" for change in plan.changes if change.path != LOCK)
+    if made:
+        click.echo(f"Nothing to do: {plan.root} holds this project already, every file the same.")
+        return
+    if not dry_run:
+        write_project(plan)
+    _echo_plan(plan)
+    click.echo(_outcome(plan, what="a new project", dry_run=dry_run))
+    if not dry_run:
+        click.echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
+
+
+def plan_project(
+    bundle: Bundle, directory: Path, *, name: str | None, own: bool, working_directory: Path
+) -> WritePlan:
+    """Plan a project in `directory`, which must be absent, empty, or this project already."""
+    directory = Path(os.path.abspath(working_directory / directory))
+    name = directory.name.replace("-", "_") if name is None else name
+    check_project_name(name)
+    known = _check_directory(directory, name=name, own=own)
+    if known is None and directory == working_directory:
+        raise ScaffoldError(
+            f"{directory} is the current directory, which can't be replaced; "
+            "run this from its parent"
+        )
+    files = project_files(bundle, name=name, own=own)
+    lock = known or Lock(read_metadata(bundle).version, name, own)
+    compared = compare_files(directory, known, files)
+    differing = [
+        entry for entry in compared if entry.wanted and known and entry.state is not State.SAME
+    ]
+    if differing:
+        raise ScaffoldError(
+            "\n".join(
+                [
+                    f"{directory} holds this project with differences; nothing was written",
+                    *[f"  {entry.path}: {entry.state}" for entry in differing],
+                    "'curry-train diff' shows them; 'curry-train update' merges",
+                ]
+            )
+        )
+    return plan_copy(directory, lock, compared)
+
+
+def _check_directory(directory: Path, *, name: str, own: bool) -> Lock | None:
+    """Return the lock of this same project, or None for a folder that is absent or empty."""
+    if directory.is_symlink():
+        raise ScaffoldError(f"{directory} is a link; name the folder itself")
+    if directory.exists() and not directory.is_dir():
+        raise ScaffoldError(f"{directory} is a file; name a folder that does not exist yet")
+    if not directory.parent.is_dir():
+        raise ScaffoldError(
+            f"{directory.parent} is not a folder; create it first, or name another place"
+        )
+    lock = read_lock(directory)
+    if lock is None and directory.is_dir() and any(directory.iterdir()):
+        raise ScaffoldError(
+            f"{directory} exists and is not empty; name a new folder, "
+            "or use 'curry-train add' for a repository"
+        )
+    if lock is None:
+        return None
+    if lock.project != name:
+        owner = f"the project {lock.project}" if lock.project else "a repository of your own"
+        raise ScaffoldError(f"{directory} holds {owner} already; name a new folder for {name}")
+    if lock.own != own:
+        kind = "with --own" if lock.own else "without --own"
+        raise ScaffoldError(f"{directory} was made {kind}; name a new folder for the other kind")
+    return lock
+
+
+# add
+
+
+@click.command(
+    "add",
+    cls=ScaffoldCommand,
+    example="sac --into src/mylib/training",
+)
+@click.argument("technique", metavar="TECHNIQUE")
+@click.option(
+    "--into",
+    "directory",
+    metavar="PACKAGE_DIR",
+    type=click.Path(path_type=Path),
+    help="The package that gets it; made if missing.",
+)
+@click.option("--own", is_flag=True, help="Copy the room runs/ too (saving, loss spikes).")
+@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+@click.option("--overwrite", is_flag=True, help="Replace files that differ, edits too.")
+def add_command(
+    technique: str, directory: Path | None, own: bool, dry_run: bool, overwrite: bool
+) -> None:
+    """Add one technique to a repository.
+
+    Its modules and its test are copied and are yours. For what is better depended on
+    (checkpoint-policy and loss-spike without --own, memory-plan, bench) the lines to add are
+    printed and nothing is written.
+
+    Exit status: 0 added or there already, 2 wrong usage or a file is in the way.
+    """
+    bundle = find_bundle()
+    chosen = bundle.find(technique)
+    if chosen.kind is Kind.TOOL or (chosen.kind is Kind.ROOM and not own):
+        if own or directory or overwrite:
+            raise ScaffoldError(_refuse_to_copy(chosen))
+        _echo_usage(bundle, chosen)
+        return
+    if directory is None:
+        raise ScaffoldError(
+            f"--into is missing: name the package that gets {chosen.name}, "
+            "such as --into src/mylib/training"
+        )
+    target = find_target(directory, working_directory=Path.cwd())
+    _finish_interrupted(target.root, dry_run=dry_run)
+    plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
+    _echo_plan(plan)
+    if not dry_run:
+        write_changes(plan)
+    click.echo(_outcome(plan, what=chosen.name, dry_run=dry_run))
+    if chosen.kind is Kind.OWNED:
+        click.echo(f"Next:\n  {target.test_command(chosen.test, working_directory=Path.cwd())}")
+    names = ", ".join(public_names(bundle.package, chosen))
+    click.echo(f"Use it:\n  from {target.package}.{Path(chosen.home).stem} import {names}")
+
+
+@dataclass(frozen=True)
+class CopyTarget:
+    """A package's folder and the project around it; `search_path` is where Python finds it."""
+
+    directory: Path
+    root: Path
+    package: str
+    search_path: Path
+
+    @property
+    def inside_root(self) -> str:
+        """Return the folder relative to the project's root."""
+        return self.directory.relative_to(self.root).as_posix()
+
+    def test_command(self, test: str, *, working_directory: Path) -> str:
+        """Return the command that runs a copied test, typed in `working_directory`."""
+        command = f"python -m pytest tests/{test}"
+        if self.search_path != self.root:
+            path = shlex.quote(os.path.relpath(self.search_path, self.root))
+            command = f"PYTHONPATH={path} {command}"
+        if working_directory != self.root:
+            root = min(os.path.relpath(self.root, working_directory), str(self.root), key=len)
+            command = f"cd {shlex.quote(root)} && {command}"
+        return command
+
+
+def find_target(directory: Path, *, working_directory: Path) -> CopyTarget:
+    """Find the project around a package's folder, which may not exist yet."""
+    directory = Path(os.path.abspath(working_directory / directory))
+    if directory.exists() and not directory.is_dir():
+        raise ScaffoldError(
+            f"{directory} is a file; --into takes the package's folder, such as src/mylib/training"
+        )
+    if not directory.parent.is_dir():
+        raise ScaffoldError(
+            f"{directory.parent} is not a folder; create it first, or correct --into"
+        )
+    if any((directory / marker).exists() for marker in PROJECT_MARKERS):
+        raise ScaffoldError(
+            f"{directory} is a project's root, not a package in it; "
+            f"use --into {directory / 'techniques'}"
+        )
+    root = _find_root(directory, working_directory)
+    if not directory.resolve().is_relative_to(root.resolve()):
+        raise ScaffoldError(
+            f"{directory} is a link that leads out of {root}; nothing is written outside a project"
+        )
+    top = directory
+    while top.parent != root and (top.parent / "__init__.py").is_file():
+        top = top.parent
+    names = directory.relative_to(top.parent).parts
+    for name in names or ("",):
+        if not is_module_name(name):
+            raise ScaffoldError(
+                f"Python can't import a folder called {name!r}; "
+                "--into needs a name like my_training"
+            )
+    return CopyTarget(directory, root, ".".join(names), top.parent)
+
+
+def _find_root(directory: Path, working_directory: Path) -> Path:
+    for folder in directory.parents:
+        if any((folder / marker).exists() for marker in PROJECT_MARKERS):
+            return folder
+    return working_directory if working_directory in directory.parents else directory.parent
+
+
+def plan_addition(
+    bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
+) -> WritePlan:
+    """Plan the copy of one technique; refuse files in the way unless `overwrite`."""
+    version = read_metadata(bundle).version
+    known = read_lock(target.root) or Lock(version)
+    if known.directory not in (None, target.inside_root):
+        raise ScaffoldError(
+            f"{target.root / LOCK} has the techniques of this project in {known.directory}; "
+            f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
+        )
+    names = tuple(sorted({*known.techniques, technique.name}))
+    lock = replace(
+        known,
+        version=version,
+        directory=target.inside_root,
+        package=target.package,
+        techniques=names,
+    )
+    files = technique_files(
+        bundle, [technique], directory=target.inside_root, package=target.package
+    )
+    init = f"{target.inside_root}/__init__.py"
+    if not (target.root / init).exists() or init in known.files:
+        files[init] = SourceFile(INIT_TEXT, "init")
+    compared = compare_files(target.root, known, files)
+    plan = plan_copy(target.root, lock, compared, overwrite=overwrite)
+    if plan.conflicts:
+        _refuse_conflicts(plan, compared, target)
+    return plan
+
+
+INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
+
+
+def _refuse_conflicts(plan: WritePlan, compared: Sequence[Comparison], target: CopyTarget) -> None:
+    reasons = {}
+    for entry in compared:
+        if entry.record is None:
+            reasons[entry.path] = "yours: curry-train did not write it"
+        elif entry.state is State.NEWER:
+            reasons[entry.path] = f"from an older version ({entry.record.version}), not edited"
+        else:
+            reasons[entry.path] = f"edited by you (it came from {entry.record.version})"
+    conflicts = [change.path for change in plan.changes if change.action == "conflict"]
+    count = "1 file is" if len(conflicts) == 1 else f"{len(conflicts)} files are"
+    lines = [f"  {path}: {reasons[path]}" for path in conflicts]
+    advice = "'curry-train update' merges; --overwrite takes the bundle's version of these files"
+    foreign = [path for path in conflicts if reasons[path].startswith("yours")]
+    if foreign and read_lock(target.root) is None:
+        advice = f"keep yours apart with --into {target.directory / 'techniques'}"
+    raise ScaffoldError("\n".join([f"{count} in the way; nothing was written", *lines, advice]))
+
+
+def _refuse_to_copy(technique: Technique) -> str:
+    if technique.kind is Kind.TOOL:
+        return f"{technique.name} is a tool and is never copied; leave out --into and --own"
+    return (
+        f"{technique.name} is copied with --own only; add --own, or leave out --into to see the "
+        "lines for a loop"
+    )
+
+
+def _echo_usage(bundle: Bundle, technique: Technique) -> None:
+    version = read_metadata(bundle).version
+    if technique.kind is Kind.TOOL:
+        click.echo(f"{technique.name} is a tool and copies nothing. Run:")
+    else:
+        click.echo(f'Dependency:\n  "{DISTRIBUTION}=={version}"\nIn the training loop:')
+    for line in technique.usage:
+        click.echo(f"  {line}".rstrip())
+    if technique.kind is Kind.ROOM:
+        click.echo(f"To own the code: curry-train add {technique.name} --own --into PACKAGE_DIR")
+
+
+# update
+
+
+@click.command("update", cls=ScaffoldCommand, example="my-run --dry-run")
+@click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
+@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+def update_command(directory: Path, dry_run: bool) -> None:
+    """Merge a newer release into copied files.
+
+    The release is the curry-train that runs; DIR is a project or a repository with techniques.
+    Your edits are kept. Where both changed the same lines, both stand in the file, between
+    <<<<<<< and >>>>>>>.
+
+    Exit status: 0 merged, 1 with conflicts to resolve, 2 wrong usage.
+    """
+    root = Path(os.path.abspath(directory))
+    lock = _require_lock(root)
+    _finish_interrupted(root, dry_run=dry_run)
+    lock = _require_lock(root)
+    bundle = find_bundle()
+    version = read_metadata(bundle).version
+    if _numbers(version) < _numbers(lock.version):
+        raise ScaffoldError(
+            f"{root} is from curry-train {lock.version}, and this is {version}; "
+            "run a version that is as new"
+        )
+    compared = compare_files(root, lock, files_of_lock(bundle, lock))
+    plan = plan_update(root, replace(lock, version=version), compared)
+    if not dry_run:
+        write_changes(plan)
+    _echo_plan(plan)
+    click.echo(_outcome(plan, what=f"curry-train {version}", dry_run=dry_run))
+    if plan.conflicts:
+        count = "1 file needs" if plan.conflicts == 1 else f"{plan.conflicts} files need"
+        click.echo(
+            f"{count} you: resolve the lines between <<<<<<< and >>>>>>> of each 'conflict', and "
+            "move each file 'in the way'",
+            err=True,
+        )
+        raise click.exceptions.Exit(EXIT_CONFLICT)
+
+
+def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, SourceFile]:
+    """Return what this bundle would write into the project that `lock` describes."""
+    files: dict[str, SourceFile] = {}
+    if lock.project is not None:
+        files |= project_files(bundle, name=lock.project, own=lock.own)
+    if lock.directory is not None and lock.package is not None:
+        known = {technique.name: technique for technique in bundle.techniques}
+        techniques = [known[name] for name in lock.techniques if name in known]
+        files |= technique_files(bundle, techniques, directory=lock.directory, package=lock.package)
+        init = f"{lock.directory}/__init__.py"
+        if init in lock.files:
+            files[init] = SourceFile(INIT_TEXT, "init")
+    return files
+
+
+def _require_lock(root: Path) -> Lock:
+    lock = read_lock(root)
+    if lock is None and not (root / PENDING).is_dir():
+        raise ScaffoldError(
+            f"{root} has no {LOCK}; name the folder of a project that curry-train wrote to"
+        )
+    return lock or Lock("0")
+
+
+def _finish_interrupted(root: Path, *, dry_run: bool) -> None:
+    if dry_run:
+        check_not_pending(root)
+    elif done := recover(root):
+        click.echo(f"First {done}.", err=True)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+# diff and list
+
+
+@click.command("diff", cls=ScaffoldCommand, example="my-run --patch")
+@click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
+@click.option("--patch", is_flag=True, help="Print what turns your files into the bundle's.")
+def diff_command(directory: Path, patch: bool) -> None:
+    """Compare copied files with their origin.
+
+    Each file in DIR is as it came, edited, newer in bundle, both, or missing.
+
+    Exit status: 0 compared, 2 wrong usage.
+    """
+    root = Path(os.path.abspath(directory))
+    lock = _require_lock(root)
+    check_not_pending(root)
+    compared = compare_files(root, lock, files_of_lock(find_bundle(), lock))
+    for entry in compared:
+        click.echo(f"{entry.state:<17}{entry.path}")
+        if patch:
+            for line in patch_lines(entry):
+                click.echo(line, nl=False)
+    counts = Counter(entry.state for entry in compared)
+    summary = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
+    click.echo(textwrap.fill(f"{_files(len(compared))}: {summary}", WIDTH, subsequent_indent="  "))
+
+
+def patch_lines(entry: Comparison) -> Iterator[str]:
+    """Yield the unified diff from the user's file to the bundle's."""
+    if entry.wanted is None or entry.yours == entry.wanted.content:
+        return
+    try:
+        before = (entry.yours or b"").decode().splitlines(keepends=True)
+        after = entry.wanted.content.decode().splitlines(keepends=True)
+    except UnicodeDecodeError:
+        yield f"Binary files a/{entry.path} and b/{entry.path} differ\n"
+        return
+    origin = "/dev/null" if entry.yours is None else f"a/{entry.path}"
+    for line in difflib.unified_diff(before, after, origin, f"b/{entry.path}"):
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+@click.command("list", cls=ScaffoldCommand)
+def list_command() -> None:
+    """List the techniques and what adding each one copies."""
+    bundle = find_bundle()
+    for technique in bundle.techniques:
+        click.echo(technique.name)
+        for line in textwrap.wrap(
+            technique.decides, WIDTH, initial_indent="  ", subsequent_indent="  "
+        ):
+            click.echo(line)
+        click.echo(f"  {technique.home}; {added_size(bundle, technique)}")
+
+
+def added_size(bundle: Bundle, technique: Technique) -> str:
+    """Describe what `add` writes for a technique."""
+    if technique.kind is Kind.TOOL:
+        return "add: prints the command"
+    modules = technique_modules(bundle, technique)
+    lines = sum(len((bundle.package / path).read_bytes().splitlines()) for path in modules)
+    count = "1 module" if len(modules) == 1 else f"{len(modules)} modules"
+    if technique.kind is Kind.ROOM:
+        return f"add: prints the lines; with --own {count}, {lines:,} lines"
+    test = bundle.tests / technique.test
+    tests = ", 1 test" if test.is_file() else ""
+    return f"add: {count}, {lines:,} lines{tests}"
+
+
+# Messages
+
+
+def _echo_plan(plan: WritePlan) -> None:
+    """Print a line for each file that is not as it came, and the number of the others."""
+    for change in plan.changes:
+        if change.action != "same":
+            click.echo(f"{change.action:<11}{change.path}")
+    same = sum(change.action == "same" for change in plan.changes)
+    if same:
+        click.echo(f"{'same':<11}{_files(same)}")
+
+
+def _outcome(plan: WritePlan, *, what: str, dry_run: bool) -> str:
+    if not plan.writes:
+        return f"Nothing to do: {what} is in {plan.root} already."
+    done = "Dry run: would write" if dry_run else "Wrote"
+    return f"{done} {_files(len(plan.writes))} for {what} in {plan.root}."
+
+
+def _files(count: int) -> str:
+    return f"{count} file" if count == 1 else f"{count} files"
+
+
+COMMANDS: Mapping[str, click.Command] = {
+    "new": new_command,
+    "add": add_command,
+    "update": update_command,
+    "diff": diff_command,
+    "list": list_command,
+}
+
+
+@click.group(
+    cls=LazyGroup,
+    commands=dict(COMMANDS),
+    example="new my-run",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+def scaffold_group() -> None:
+    """Start a training project, or own one technique in a repository."""
