@@ -20,7 +20,7 @@ from unittest import mock
 from curry_train.runs import Store, TrainingState, format, policy, retention, store
 from curry_train.runs.background import Staging
 from curry_train.runs.files import LocalFiles
-from curry_train.runs.state import OptimizerState
+from curry_train.runs.optimizer_state import OptimizerState
 from curry_train.runs.store import Writing
 from torture_damage import flips, subjects
 from torture_hostile import hostile

@@ -3,7 +3,7 @@
 Keys are paths relative to the run's folder, separated by `/`. Every change on the disk goes through
 a method of `Files`, so that a test can kill a process at any of them.
 
-Proof: `python -m pytest tests/runs`.
+Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_objects.py`.
 """
 
 import contextlib

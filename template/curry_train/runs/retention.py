@@ -5,7 +5,7 @@ Steps are compared as numbers, never as text. A state beyond the current step be
 abandoned line: it does not count, and the newest state of the current line stays. A recovery counts
 as a rollback too. A damaged checkpoint does not count.
 
-Proof: `python -m pytest tests/runs`.
+Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_free_space.py`.
 """
 
 import json
