@@ -37,7 +37,7 @@ from ..core.timing import paired_ratio, time_in_turns
 from ..core.wording import did_you_mean, format_bytes
 from ..gates.same_training import OUTER_BOUND, sample_of
 from ..plan.profiler import MemoryProfiler
-from ..plan.strategies import STRATEGIES
+from ..primitives.strategies import STRATEGIES
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
@@ -104,7 +104,7 @@ class SavingsRow:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the strategy failed or changed the training."""
+        """Return whether the strategy failed or changed the training."""
         return self.outcome == FAILED_OUTCOME or self.parity.startswith("differs")
 
     @property
@@ -208,7 +208,8 @@ def search(
             size = _next(known, low, high, limit, tries)
         if size > LARGEST_BATCH_TRIED:
             raise ValueError(
-                f"{LARGEST_BATCH_TRIED:,} samples fit {format_bytes(limit)}: memory does not grow with the batch"
+                f"{LARGEST_BATCH_TRIED:,} samples fit {format_bytes(limit)}: memory does not grow "
+                "with the batch"
             )
 
 
@@ -255,8 +256,8 @@ def load_with_depth(spec: str, depth: int | None) -> Workload:
         return load_workload(spec)
     if spec not in BUILTIN_WORKLOADS:
         raise WorkloadError(
-            f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in {spec} "
-            "itself"
+            f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in "
+            f"{spec} itself"
         )
     factory: Callable[..., Workload] = BUILTIN_WORKLOADS[spec]
     return replace(factory(depth=depth), spec=spec)

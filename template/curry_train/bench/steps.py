@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from ..core.measure_compiled import count_executed_flops, holds_compiled_code, m
 from ..core.wording import did_you_mean
 from ..plan.estimate import make_optimizer
 from ..plan.saved import Plan
-from ..plan.strategies import STRATEGIES, Apply, Sample
-from ..primitives import chunked_loss, sac
+from ..primitives import chunked_loss
 from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_window
+from ..primitives.strategies import ALL_STRATEGIES, STRATEGIES, Apply, Sample
 from ..workloads.workload import Case, batch_size
 
 # ------------------------------------------------------------------------------
@@ -69,12 +69,10 @@ def find_lever(text: str) -> Lever:
     found = Lever(text)
     for single in text.split("+"):
         name, sign, value = _cut(single.strip())
-        if name in STRATEGIES and not sign:
-            found = _with(found, STRATEGIES[name].apply)
-        elif name in _OPTION_PARSERS:
+        if name in _OPTION_PARSERS:
             found = _OPTION_PARSERS[name](found, value if sign else None)
         elif name in STRATEGIES:
-            raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+            found = _with(found, _form_of(name, value if sign else None))
         else:
             known = list_levers()
             names = [_cut(lever)[0] for lever in known]
@@ -127,15 +125,16 @@ def _compile(lever: Lever, value: str | None) -> Lever:
     return _with(lever, change)
 
 
-def _sac(lever: Lever, value: str | None) -> Lever:
-    policies: Sequence[str] = list(sac.POLICIES)
+def _form_of(strategy: str, value: str | None) -> Apply:
+    """Return what a strategy does, or the variant of it that a value names."""
+    variants = STRATEGIES[strategy].variants
     if value is None:
-        return _with(lever, STRATEGIES["sac"].apply)
-    if value not in policies:
-        raise ValueError(f"sac has no policy {value!r}; {did_you_mean(value, policies)}")
-    return _with(
-        lever, lambda model, sample: list(sac.apply_sac(model, value, blocks=sample.blocks))
-    )
+        return STRATEGIES[strategy].apply
+    if not variants:
+        raise ValueError(f"the lever {strategy!r} takes no value, got {value!r}: leave it out")
+    if value not in variants:
+        raise ValueError(f"{strategy} has no policy {value!r}; {did_you_mean(value, variants)}")
+    return variants[value]
 
 
 def _chunked_loss(lever: Lever, value: str | None) -> Lever:
@@ -149,7 +148,8 @@ def _plan(lever: Lever, value: str | None) -> Lever:
             f"plan={value or ''} is not a file: give one that plan_memory.py --out wrote"
         )
     plan = Plan.load(value)
-    return _with(lever, lambda model, sample: list(plan.apply(model)))
+    apply = ALL_STRATEGIES["plan"].apply
+    return _with(lever, lambda model, sample: apply(model, replace(sample, apply_plan=plan.apply)))
 
 
 _OPTION_PARSERS: dict[str, Callable[[Lever, str | None], Lever]] = {
@@ -157,7 +157,6 @@ _OPTION_PARSERS: dict[str, Callable[[Lever, str | None], Lever]] = {
     "bf16": _bf16,
     "autocast": _autocast,
     "compile": _compile,
-    "sac": _sac,
     "chunked_loss": _chunked_loss,
     "plan": _plan,
 }

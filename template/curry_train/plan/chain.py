@@ -103,7 +103,7 @@ class Chain:
         accumulated: bool,
         less: Mapping[str, float],
     ) -> dict[str, int]:
-        """Predict the bytes while each block is in backward, and before the backward (`HEAD_KEY`)."""
+        """Predict the bytes in the backward of each block, and before it (`HEAD_KEY`)."""
         menus = {name: self._menu(name) for name in self.names}
         stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
         held = 0

@@ -9,19 +9,18 @@ A megabyte is 2**20 bytes (MiB).
 Proof: `python -m pytest tests/plan/test_profiler.py tests/plan/test_timeline.py`.
 """
 
-import contextlib
-import gc
+import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.measure import REST_LAYER, Boundaries, LiveStorages, Loss, divide, tensors_in
-from ..core.random import buffers_kept, seeded
+from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, tensors_in
+from ..primitives.strategies import CheckpointConfig, apply_config, choose_largest
 from ..workloads.workload import call, map_tensors
 
 # Memory reports: the profile of a model's layers, and the timeline of a training step.
@@ -50,32 +49,6 @@ MEMORY_GROUPS = (
 
 
 @dataclass(frozen=True)
-class LayerMemory:
-    """Bytes that one layer holds for backward."""
-
-    name: str
-    class_name: str
-
-    # Storages alive after forward that were made while the layer ran, and no other layer inside it.
-    bytes: int
-
-    # What remains if the layer is recomputed: its inputs, and its outputs that are alive. All of
-    # `bytes` if `calls` is 0, because the layer is never called as a whole.
-    boundary_bytes: int
-
-    calls: int
-
-    @property
-    def megabytes(self) -> float:
-        return self.bytes / BYTES_PER_MIB
-
-    @property
-    def saving_bytes(self) -> int:
-        """Bytes that recomputing the layer frees; negative if it would hold more than before."""
-        return self.bytes - self.boundary_bytes
-
-
-@dataclass(frozen=True)
 class ProfileReport:
     """Held bytes of each layer of a model."""
 
@@ -89,32 +62,17 @@ class ProfileReport:
     def recommend_layers(self, memory_budget_mb: float) -> list[str]:
         """Choose the layers to recompute so that the held bytes fit the budget.
 
-        Returns names in the report's order; none if the held bytes fit already. The choice is
-        greedy: take the largest saving until a single layer can close the gap, then the smallest
-        saving that closes it. Of equal layers the first is taken, because the last ones would be
-        recomputed while most bytes are held.
+        Returns names in the report's order; none if the held bytes fit already. The choice is that
+        of `choose_largest`.
         """
         budget = round(_positive("memory_budget_mb", memory_budget_mb) * BYTES_PER_MIB)
-        gap = self.held_bytes - budget
-        chosen: list[str] = []
-        left = sorted(
-            (layer for layer in self.layers if layer.saving_bytes > 0),
-            key=lambda layer: layer.saving_bytes,
-        )
-        while gap > 0 and left:
-            enough = [layer.saving_bytes for layer in left if layer.saving_bytes >= gap]
-            wanted = min(enough, default=left[-1].saving_bytes)
-            layer = next(layer for layer in left if layer.saving_bytes == wanted)
-            left.remove(layer)
-            chosen.append(layer.name)
-            gap -= layer.saving_bytes
-
+        chosen, gap = choose_largest(self.layers, self.held_bytes - budget)
         if gap > 0:
             least = "recomputing no layer saves anything"
             if chosen:
                 least = (
-                    f"{(budget + gap) / BYTES_PER_MIB:.3f} MiB with all {len(chosen)} layers recomputed "
-                    "that save anything"
+                    f"{(budget + gap) / BYTES_PER_MIB:.3f} MiB with all {len(chosen)} layers "
+                    "recomputed that save anything"
                 )
             raise ValueError(
                 f"{self.model} holds {self.held_bytes / BYTES_PER_MIB:.3f} MiB after forward, and "
@@ -249,7 +207,6 @@ def _row(name: str, owned: int, whole: int) -> str:
 # Profile the bytes that each layer holds for backward, and choose layers to recompute.
 
 
-
 class MemoryProfiler:
     """Profile a model on its own device.
 
@@ -281,10 +238,12 @@ class MemoryProfiler:
             raise ValueError(f"num_runs must be a whole number of at least 1, got {num_runs!r}")
         sample = map_tensors(sample_input, lambda tensor: tensor.to(self.device))
         layers = divide(self.model, blocks=blocks)
-        loss = loss or sum_of_output
+        checked = functools.partial(_forward, loss=loss or sum_of_output)
         with as_trained(self.model):
-            self._run(sample, loss, layers)  # fills caches and allocates workspaces, which stay
-            runs = [self._run(sample, loss, layers) for _ in range(num_runs)]
+            # The first run fills caches and allocates workspaces, which stay.
+            _, *runs = (
+                measure_layers(self.model, sample, checked, layers) for _ in range(1 + num_runs)
+            )
 
         totals = [_bytes_of_layers(run) for run in runs]
         median = runs[totals.index(statistics.median_low(totals))]
@@ -309,65 +268,12 @@ class MemoryProfiler:
             raise ValueError("there is no report yet: call profile(sample_input) first")
         return self.report.recommend_layers(memory_budget_mb)
 
-    def _run(self, sample: Any, loss: Loss, layers: Mapping[str, nn.Module]) -> list[LayerMemory]:
-        """Run one forward; each storage belongs to the layer that ran when it was made."""
-        cuda = self.device.type == "cuda"
-        before = 0
-        if cuda:
-            gc.collect()  # garbage that is freed during the run would be subtracted
-            before = torch.cuda.memory_allocated(self.device)
-
-        running = Boundaries(self.model, layers)
-        storages = LiveStorages(owner=lambda: running.current, device=self.device)
-        running.lives_of = storages.lives_of
-        with seeded(0), torch.enable_grad(), running, storages:
-            value = _forward(self.model, sample, loss)
-            gc.collect()  # what only a reference cycle holds is not held for backward
-            held = dict.fromkeys([*layers, REST_LAYER], 0)
-            for life in storages.lives:
-                held[life.owner] += life.nbytes if life.died is None else 0
-            if cuda:
-                # The allocator's rounding and the libraries' workspaces belong to no layer.
-                held[REST_LAYER] += (
-                    torch.cuda.memory_allocated(self.device) - before - sum(held.values())
-                )
-            stays = {
-                name: running.stays(name) if running.calls[name] else held[name] for name in layers
-            }
-        del value
-
-        report = [
-            LayerMemory(name, type(layer).__name__, held[name], stays[name], running.calls[name])
-            for name, layer in layers.items()
-        ]
-        rest = LayerMemory(
-            REST_LAYER, type(self.model).__name__, held[REST_LAYER], held[REST_LAYER], 0
-        )
-        return [*report, rest]
-
 
 def _bytes_of_layers(layers: Sequence[LayerMemory]) -> int:
     return sum(layer.bytes for layer in layers)
 
 
-@contextlib.contextmanager
-def as_trained(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode into training mode; restore modes and buffers at the end.
-
-    A model in training mode is not changed, so that norms frozen by `eval()` stay frozen.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        if not model.training:
-            model.train()
-        with buffers_kept(model):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _forward(model: nn.Module, sample: Any, loss: Loss) -> Tensor:
+def _forward(model: nn.Module, sample: Any, *, loss: Loss) -> Tensor:
     try:
         value = loss(model, sample)
     except torch.OutOfMemoryError:
@@ -415,3 +321,65 @@ def _device_of(model: nn.Module, expected: torch.device | str | None) -> torch.d
             f"model.to({str(expected)!r})"
         )
     return device
+
+
+# Apply a `CheckpointConfig` with what this room measures and loads: profiles and plan files.
+
+
+class SelectiveCheckpointer:
+    """Choose the layers that a configuration selects, and recompute them."""
+
+    def __init__(self, config: CheckpointConfig, profiler: MemoryProfiler | None = None) -> None:
+        self.config = config
+        self.profiler = profiler
+        self._layers: list[str] = []
+
+    def apply(
+        self,
+        model: nn.Module,
+        profile_report: ProfileReport | None = None,
+        *,
+        batch: Any = None,
+        loss: Loss | None = None,
+    ) -> nn.Module:
+        """Apply the configuration to a model in place, and return the model.
+
+        Call it before DDP, `fully_shard` and `torch.compile`. What has to be measured first (the
+        profile of `selective`, the count of segments) is measured on `batch`.
+        """
+        config = self.config
+        self._layers = []
+        if not config.enabled:
+            return model
+
+        applies_strategy = not config.snn_timestep_checkpoint
+        report = profile_report
+        if config.strategy == "selective" and applies_strategy and report is None:
+            report = self._profile(model, batch, loss)
+        plan = None
+        if config.plan is not None and applies_strategy:
+            # Imported here because most configurations name no plan.
+            from .saved import Plan
+
+            plan = Plan.load(config.plan)
+        # Counts of segments are measured with the loss that is trained, or not at all.
+        measures_sum = loss is None and config.strategy != "sequential"
+        self._layers = apply_config(
+            model,
+            config,
+            batch=batch,
+            loss=sum_of_output if measures_sum else loss,
+            layers=None if report is None else report.layers,
+            apply_plan=None if plan is None else plan.apply,
+        )
+        return model
+
+    def get_checkpointed_layers(self) -> list[str]:
+        """Return the layers that the last `apply` changed."""
+        return list(self._layers)
+
+    def _profile(self, model: nn.Module, batch: Any, loss: Loss | None) -> ProfileReport | None:
+        if batch is None or not self.config.profile_before_apply:
+            return None  # which is refused with the advice to give one
+        profiler = self.profiler or MemoryProfiler(model)
+        return profiler.profile(batch, self.config.profile_num_runs, loss=loss)

@@ -16,6 +16,7 @@ from torch import nn
 from .. import primitives
 from ..core.blocks import Derived, NoBlocks, find_blocks
 from ..core.wording import format_bytes
+from ..primitives.strategies import BLOCK_STRATEGIES
 
 # Options: the ways to run one block that a plan chooses from.
 
@@ -24,14 +25,14 @@ REGIONS_KIND = "regions"
 SAC_KIND = "sac"
 OFFLOAD_KIND = "offload"
 FULL_KIND = "full"
-OPTION_KINDS = (NONE_KIND, REGIONS_KIND, SAC_KIND, OFFLOAD_KIND, FULL_KIND)
+OPTION_KINDS = tuple(BLOCK_STRATEGIES)
 
 
 @dataclass(frozen=True)
 class Option:
     """One way to run a block."""
 
-    kind: str  # one of KINDS
+    kind: str  # one of OPTION_KINDS
 
     # For `sac`: the calls whose outputs are kept, by family and index among the block's calls of
     # that family.
@@ -122,7 +123,7 @@ def apply_options(
         if option.kind == OFFLOAD_KIND and offload is not None:
             offload(model, names)
         else:
-            _APPLY_BY_KIND[option.kind](model, names, option)
+            BLOCK_STRATEGIES[option.kind](model, names, option)
     return _in_order(options, names_of.values())
 
 
@@ -139,25 +140,6 @@ def remove_options(model: nn.Module) -> list[str]:
 def _in_order(options: Mapping[str, Option], groups: Iterable[list[str]]) -> list[str]:
     changed = {name for group in groups for name in group}
     return [name for name in options if name in changed]
-
-
-def _sac(model: nn.Module, names: list[str], option: Option) -> None:
-    primitives.apply_sac(model, primitives.sac.Policy(str(option), calls=option.keep), blocks=names)
-
-
-def _regions(model: nn.Module, names: list[str], option: Option) -> None:
-    also = [f"{name}.{path}" for name in names for path in option.also]
-    primitives.apply_regions(model, blocks=names, also=also)
-
-
-_APPLY_BY_KIND: dict[str, Callable[[nn.Module, list[str], Option], Any]] = {
-    REGIONS_KIND: _regions,
-    SAC_KIND: _sac,
-    OFFLOAD_KIND: lambda model, names, option: primitives.offload_blocks(
-        model, blocks=names, keep_last=0
-    ),
-    FULL_KIND: lambda model, names, option: primitives.recompute_blocks(model, blocks=names),
-}
 
 
 # Plan files: the option of each block, the microbatches, and the predicted peak and time.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..core.measure import REST_LAYER, Life, LiveStorages, Loss, RunningLayers, divide
+from ..core.measure import REST_LAYER, Life, LiveStorages, Loss, RunningLayers, as_trained, divide
 from ..core.random import seeded
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -32,7 +32,6 @@ from .profiler import (
     Peak,
     Point,
     Timeline,
-    as_trained,
 )
 
 # Record every storage of one training step: its owner, and when it is made and freed.

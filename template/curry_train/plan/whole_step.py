@@ -33,7 +33,7 @@ SHARDING_KINDS = ("ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the ranks share one training; one rank shares nothing."""
+    """Share of one training on several ranks; one rank shares nothing."""
 
     kind: str | None = None  # ddp or fsdp2
     ranks: int = 1

@@ -90,9 +90,9 @@ class CadenceFromOverhead:
 
     Every step earns `overhead` times its duration, and every save of any kind spends its own
     duration. A rollback is due once its likely cost is earned, so all saves together stay within
-    the bound from the first one on. There are two exceptions: a save that takes more than `SAVE_MARGIN_FACTOR`
-    times as long as every recent save, and saves of other kinds that cost more than is earned.
-    The next rollback then waits until the steps have earned the deficit.
+    the bound from the first one on. There are two exceptions: a save that takes more than
+    `SAVE_MARGIN_FACTOR` times as long as every recent save, and saves of other kinds that cost more
+    than is earned. The next rollback then waits until the steps have earned the deficit.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class AutomaticCadence(CadenceFromOverhead):
         self._following = None if self.expected is None else 0
 
     def is_due(self, step: int, state: State) -> bool:
-        """Whether a rollback is due after this step; call on all ranks together."""
+        """Return whether a rollback is due after this step; call on all ranks together."""
         if self._config.rollback_every != AUTO_INTERVAL:
             return False
         if self._following is not None and step < self._following:

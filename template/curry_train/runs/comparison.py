@@ -1,4 +1,4 @@
-"""Compare two runs by their journals, and collect the facts of a run that explain a difference.
+"""Compare two runs by their journals, and collect the facts that explain a difference.
 
     found = difference(read_history("runs/run-001"), read_history("runs/run-002"))
     print(found.config, found.losses.parted)
@@ -145,7 +145,7 @@ class SettingChange:
 
 @dataclass(frozen=True)
 class Continuation:
-    """How `later` continues from the state of `earlier` at `step`; `how` is resume or rollback."""
+    """The step at which run `later` continues `earlier`; `how` is resume or rollback."""
 
     earlier: str
     later: str
@@ -381,7 +381,7 @@ def _span(steps: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _known(section: str, facts: Mapping[str, Any]) -> bool:
-    """Whether the journal records this section.
+    """Return whether the journal records this section.
 
     Code without a revision counts as unknown, since two runs outside of git may run different code.
     """

@@ -204,8 +204,8 @@ class _Allowing(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise HostileCheckpoint(
-            f"{METADATA_FILE_NAME} names {module}.{name}, which no checkpoint needs: don't load it with "
-            f"other tools either"
+            f"{METADATA_FILE_NAME} names {module}.{name}, which no checkpoint needs: don't load it "
+            "with other tools either"
         )
 
 
@@ -259,8 +259,8 @@ def _check(metadata: Any, manifest: Manifest) -> None:
     for index, place in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
             raise HostileCheckpoint(
-                f"{METADATA_FILE_NAME} maps {index!r:.80} to {place!r:.80}, which are not a tensor's index "
-                f"and its place in a file"
+                f"{METADATA_FILE_NAME} maps {index!r:.80} to {place!r:.80}, which are not a "
+                "tensor's index and its place in a file"
             )
         file = manifest.files.get(place.relative_path)
         if file is None:

@@ -118,8 +118,8 @@ def encode_event(
         ) from error
     if len(line) >= LONGEST_LINE_BYTES:
         raise ValueError(
-            f"{kind} of step {step} takes {len(line)} bytes, and the limit is {LONGEST_LINE_BYTES - 1}: "
-            f"shorten its facts"
+            f"{kind} of step {step} takes {len(line)} bytes, and the limit is "
+            f"{LONGEST_LINE_BYTES - 1}: shorten its facts"
         )
     return line.encode("ascii") + b"\n"
 
@@ -173,7 +173,8 @@ def parse_event(text: bytes, *, line: int) -> Event | str:
         where = f"line {line}" if line else "its end"
         raise NewerJournal(
             f"{where} was written by a newer version of this package (journal version {version}; "
-            f"this package reads up to {JOURNAL_VERSION}): use the version that wrote it, or a later one"
+            f"this package reads up to {JOURNAL_VERSION}): use the version that wrote it, or a "
+            "later one"
         )
     if version != JOURNAL_VERSION or type(kind) is not str:
         return "not an event"
@@ -325,7 +326,8 @@ def journal_path(path: str | os.PathLike[str]) -> Path:
         found /= JOURNAL_FILE_NAME
         if not found.exists():
             raise JournalError(
-                f"{found.parent} has no {JOURNAL_FILE_NAME}: name the folder of a run, or move its journal back"
+                f"{found.parent} has no {JOURNAL_FILE_NAME}: name the folder of a run, or move its "
+                "journal back"
             )
     elif not found.exists():
         raise JournalError(f"there is no {found}: name a run's folder, or its {JOURNAL_FILE_NAME}")
@@ -573,7 +575,7 @@ class Journal:
 
     @property
     def empty(self) -> bool:
-        """Whether the journal has no attempt yet, so that `start` may be called."""
+        """Return whether the journal has no attempt yet, so that `start` may be called."""
         return self.attempt == 0
 
     def start(self, *, facts: Mapping[str, Any] | None = None) -> None:

@@ -106,7 +106,7 @@ def step_of(kind: str, name: str) -> int | None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a name is that of an uncommitted folder, or of one that is being removed."""
+    """Return whether a name is that of an uncommitted folder, or of one that is being removed."""
     return _LEFTOVER_PATTERN.fullmatch(name) is not None
 
 
@@ -144,8 +144,8 @@ def new_hash(algorithm: str) -> Any:
         return hashlib.blake2b(digest_size=16)
     if algorithm != "xxh3_128":
         raise DamagedCheckpoint(
-            f"hash {algorithm!r} is not one of {', '.join(DIGEST_ALGORITHMS)}: the manifest is damaged, "
-            f"or a newer version of this package wrote it"
+            f"hash {algorithm!r} is not one of {', '.join(DIGEST_ALGORITHMS)}: the manifest is "
+            "damaged, or a newer version of this package wrote it"
         )
     try:
         import xxhash

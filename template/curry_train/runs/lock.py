@@ -167,7 +167,7 @@ def _facts(pid: int) -> list[str] | None:
 
 
 def _alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder is running; None if it is on another host or unknown."""
+    """Return whether the holder is running; None if it is on another host or unknown."""
     if holder.get("host") != socket.gethostname():
         return None
     pid = holder.get("pid")
@@ -221,7 +221,7 @@ def reading(files: Files, folder: str) -> Iterator[bool]:
 
 
 def is_being_read(files: Files, folder: str) -> bool:
-    """Whether any process on this file system holds the read lock of a checkpoint."""
+    """Return whether any process on this file system holds the read lock of a checkpoint."""
     if not isinstance(files, LocalFiles) or files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
         return False
     try:

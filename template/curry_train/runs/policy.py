@@ -86,7 +86,7 @@ def number_of(value: Any) -> float:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether all tensors are finite; synchronizes only once with each device."""
+    """Return whether all tensors are finite; synchronizes only once with each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
@@ -330,7 +330,7 @@ class SavingPolicy:
         return folder not in self._damaged
 
     def _own_choice(self, what: str | int) -> bool | None:
-        """Whether `what` is a state of this run; None for `latest` where nothing is saved."""
+        """Return whether `what` is a state of this run; None for `latest` without a save."""
         try:
             return choose(self.store, what, config=self.config).place is None
         except NothingSaved:

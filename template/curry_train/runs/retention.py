@@ -339,8 +339,8 @@ def estimate_disk(
     )
     if state_bytes < WEIGHT_BYTES_PER_PARAMETER[dtype]:
         raise ValueError(
-            f"state_bytes_per_parameter must be {WEIGHT_BYTES_PER_PARAMETER[dtype]} or more for {dtype}; "
-            f"got {state_bytes}"
+            f"state_bytes_per_parameter must be {WEIGHT_BYTES_PER_PARAMETER[dtype]} or more for "
+            f"{dtype}; got {state_bytes}"
         )
 
     checkpoint = int(parameters * state_bytes)
@@ -376,14 +376,14 @@ def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]
         return tuple(advice)
 
     advice.append(
-        f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than {LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: "
-        f"save it in the background"
+        f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than "
+        f"{LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: save it in the background"
     )
     if config.rollback_every is not None and not config.rollback_parameters_only:
         saved_bytes = config.retention.rollback_keep * (checkpoint - best)
         advice.append(
-            f"rollback_parameters_only: true takes {best / BYTES_PER_GB:.1f} GB for a rollback and saves "
-            f"{saved_bytes / BYTES_PER_GB:.0f} GB in total; the run can then resume from recoveries only, "
-            f"and after a rollback the optimizer starts with fresh state"
+            f"rollback_parameters_only: true takes {best / BYTES_PER_GB:.1f} GB for a rollback and "
+            f"saves {saved_bytes / BYTES_PER_GB:.0f} GB in total; the run can then resume from "
+            "recoveries only, and after a rollback the optimizer starts with fresh state"
         )
     return tuple(advice)

@@ -91,7 +91,8 @@ def load_workload(spec: str) -> Workload:
     if ":" not in spec:
         others = f"use one of {', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory"
         raise WorkloadError(
-            f"no workload is called {spec!r}; {did_you_mean(spec, BUILTIN_WORKLOADS, otherwise=others)}"
+            f"no workload is called {spec!r}; "
+            f"{did_you_mean(spec, BUILTIN_WORKLOADS, otherwise=others)}"
         )
     factory = _import_factory(spec)
 

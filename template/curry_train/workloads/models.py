@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.time_loop import run_timesteps
-from .workload import IGNORED_TARGET, Workload, mask_tails, token_loss
+from .workload import Workload, mask_tails, token_loss
 
 # A small Llama-like causal language model.
 

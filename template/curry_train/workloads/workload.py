@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ..core.hugging_face import no_cache_please
 from ..core.random import seeded
+from ..primitives.cross_entropy import IGNORED_TARGET
 
 # Nested batches of tensors, cut along the leading dimension.
 
@@ -144,8 +145,6 @@ class Case:
 
 # Batches and losses for modules, `(module, batch)` pairs and Hugging Face models.
 
-# The target that cross_entropy and Hugging Face models leave out of the loss.
-IGNORED_TARGET = -100
 SEQUENCE_LENGTH = 64
 
 
