@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from curry_train.gates import checkpoint_policy
-from curry_train.gates.fixtures import StoreComponents
+from curry_train.gates.trials import StoreComponents
 from curry_train.runs.format import Contents, Loading, read_tensors
 from curry_train.runs.layout import (
     MANIFEST_FILE_NAME,

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from curry_train.gates import checkpoint_policy
-from curry_train.gates.fixtures import Rules
+from curry_train.gates.trials import Rules
 from curry_train.runs.format import Contents, LoadReport, facts_of, read_metadata, read_tensors
 from curry_train.runs.layout import read_manifest
 from curry_train.runs.policy import SavingPolicy

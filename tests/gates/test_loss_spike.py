@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from curry_train.gates import loss_spike
-from curry_train.gates.fixtures import SpikeComponents
+from curry_train.gates.trials import SpikeComponents
 from curry_train.runs.spike import Recovered, Recoveries, Spike, SpikeWatchdog, recover
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curry_train.gates.fixtures import RETENTION_EVENTS, Rules, broken_promise, random_history
-from curry_train.gates.fixtures import new_saved as saved
+from curry_train.gates.trials import RETENTION_EVENTS, Rules, broken_promise, random_history
+from curry_train.gates.trials import new_saved as saved
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.retention import best_first, is_among_best, newest_first, to_delete
 

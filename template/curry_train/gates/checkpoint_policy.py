@@ -31,7 +31,7 @@ from ..runs.ranks import DamagedCheckpoint, HostileCheckpoint, RunError, SaveErr
 from ..runs.resume import Resumed, load_chosen
 from ..runs.store import SavedRun, Store, Writing
 from ..workloads.workload import Case
-from .fixtures import (
+from .trials import (
     SOUND_STORE,
     Interrupted,
     InterruptedFiles,

@@ -121,7 +121,10 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     The ranks are separate processes on the CPU, so the workload and `train` are passed by name.
     """
     gate = "grad-accum/two-ranks"
-    required = f"{GRADIENT_TOLERANCE:.0e} or {HALVED_BATCH_FACTOR} times the halved batch's; 1 sync a window"
+    required = (
+        f"{GRADIENT_TOLERANCE:.0e} or {HALVED_BATCH_FACTOR} times the halved batch's; "
+        "1 sync a window"
+    )
     if not case.workload.spec:
         return not_applicable(
             gate,

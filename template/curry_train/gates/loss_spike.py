@@ -20,7 +20,7 @@ from ..core.random import seeded
 from ..runs.policy_config import SpikeConfig
 from ..runs.spike import SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
-from .fixtures import (
+from .trials import (
     FIRST_BAD,
     SOUND_SPIKE,
     TRIAL_POLICY_CONFIG,
