@@ -31,13 +31,12 @@ from ..core.measure import (
     recompute_flops,
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
-from ..core.parity import StepRecord, compare, record_step
+from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from ..core.timing import paired_ratio, time_in_turns
 from ..core.wording import did_you_mean, format_bytes
-from ..gates.same_training import OUTER_BOUND, sample_of
 from ..plan.profiler import MemoryProfiler
-from ..primitives.strategies import STRATEGIES
+from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
@@ -406,7 +405,8 @@ def _measure(
 
 
 def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:
-    return list(STRATEGIES[strategy].apply(model, sample_of(case)))
+    sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
+    return list(STRATEGIES[strategy].apply(model, sample))
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Relative error that a step with a technique may have where the plain step does not repeat itself.
+OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+
 
 @dataclass(frozen=True)
 class StepRecord:

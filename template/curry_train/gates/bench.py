@@ -20,7 +20,7 @@ from ..bench.report import MEASURED_OUTCOME, Bench, measure_levers
 from ..bench.steps import Lever, TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount
-from ..core.parity import StepRecord, compare, record
+from ..core.parity import OUTER_BOUND, StepRecord, compare, record
 from ..core.random import seeded
 from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.estimate import make_optimizer
@@ -28,7 +28,6 @@ from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case, Workload
 from .fixtures import PlantedMachine
-from .same_training import OUTER_BOUND
 from .verdict import Gate, Verdict, not_applicable
 
 # ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
-from ..core.parity import StepRecord, compare, record_step
+from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from ..plan.device import find_profile
 from ..plan.estimate import Sketch, make_optimizer
@@ -34,7 +34,7 @@ from ..plan.shapes import pretended
 from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.chunked_loss import apply_chunked_loss, chunked_loss_report
 from ..workloads.workload import Case, token_loss
-from .same_training import OUTER_BOUND, same_training
+from .same_training import same_training
 from .verdict import Gate, Verdict, not_applicable
 
 # ------------------------------------------------------------------------------

@@ -28,15 +28,15 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.parity import Parity, StepRecord, compare, record_step
+from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..plan.strategies import STRATEGIES, Apply, Sample, offload_one
 from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
+from ..primitives.strategies import STRATEGIES, Apply, Sample, offload_one
 from ..workloads.workload import Case
-from .same_training import OUTER_BOUND, calls_counted, same_training, sample_of
+from .same_training import calls_counted, same_training, sample_of
 from .verdict import Gate, Verdict, not_applicable
 
 # ------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def recompute_memory(case: Case, *, apply: Apply = APPLY_FULL) -> Verdict:
         )
     elif peak > MOST_RECOMPUTE_SHARE:
         hint = (
-            "the blocks do not own the peak: logits, gradients or one large layer do; `recompute_memory` "
-            "shows which"
+            "the blocks do not own the peak: logits, gradients or one large layer do; "
+            "`curry-train memory` shows which"
         )
     measured = f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}"
     return Verdict(gate, not hint, measured, required, hint)

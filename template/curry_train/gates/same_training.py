@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import LiveStorages, Loss
-from ..core.parity import Parity, StepRecord, compare, record_step
+from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
-from ..plan.strategies import Apply, Sample
+from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
 from .verdict import Verdict, not_applicable
-
-OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
 def sample_of(case: Case) -> Sample:

@@ -506,11 +506,6 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
         )
         for name, block in blocks.items()
     }
-    step_totals = [
-        total
-        for total, phase in zip(numpy.cumsum(alive)[:length], lives.phases, strict=True)
-        if phase == "step"
-    ]
     head_gradients = _gradients_at(lives, first_death - 1)
     return StepEstimate(
         timeline=timeline,
@@ -520,9 +515,17 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
         head_gradients=head_gradients,
         rest=int(beside[first_death - 1] - head_gradients),
         head=int(beside[last_born : first_death + 1].max()),
-        step=int(max(step_totals)),
+        step=_most_in_optimizer_step(lives, alive),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
+    )
+
+
+def _most_in_optimizer_step(lives: StepLives, changes: Any) -> int:
+    """Return the most bytes alive in the optimizer step, from the change at each operation."""
+    totals = numpy.cumsum(changes)
+    return max(
+        int(total) for total, phase in zip(totals, lives.phases, strict=False) if phase == "step"
     )
 
 
