@@ -19,12 +19,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from .core.wording import nearest
-from .primitives.recompute import CheckpointConfig
+from .primitives.strategies import CheckpointConfig
 from .runs.policy_config import AUTO_INTERVAL, PolicyConfig, SpikeConfig, require
 
-# ------------------------------------------------------------------------------
 # Read nested mappings into a tree of dataclasses, with checked keys and types.
-# ------------------------------------------------------------------------------
 
 Tree = TypeVar("Tree")
 TYPE_DESCRIPTIONS = {
@@ -147,9 +145,7 @@ def _path(inside: str, key: object) -> str:
     return f"{inside}.{key}" if inside else str(key)
 
 
-# ------------------------------------------------------------------------------
 # Learning rate schedule: warm-up, then a cosine or linear decay.
-# ------------------------------------------------------------------------------
 
 SCHEDULE_SHAPES = ("cosine", "linear", "constant")
 
@@ -191,9 +187,7 @@ class LearningRateSchedule:
         return self.least + (1 - self.least) * falling
 
 
-# ------------------------------------------------------------------------------
 # Configuration of a run, from a YAML file and `key=value` words.
-# ------------------------------------------------------------------------------
 
 MEASURED_METRICS = ("dev_loss", "loss")
 

@@ -8,11 +8,10 @@ import json
 import pytest
 import torch
 
-from curry_train.bench import steps
-from curry_train.bench.steps import LEVER_HELP, PLAIN_LEVER, TrainingStep, find_lever, list_levers
+from curry_train.bench.steps import PLAIN_LEVER, TrainingStep, find_lever, list_levers
 from curry_train.core.measure_compiled import holds_compiled_code
 from curry_train.plan import plan
-from curry_train.plan.strategies import STRATEGIES
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import mlp, transformer
 from curry_train.workloads.workload import Case
 
@@ -101,20 +100,3 @@ def test_what_is_typed_wrong_is_told(text, said):
 def test_what_does_not_apply_says_why(case, lever, said):
     with pytest.raises(ValueError, match=said):
         TrainingStep(case, find_lever(lever))
-
-
-def test_a_project_without_a_technique_is_told_which_one_brings_the_lever(monkeypatch):
-    def find_spec(name):
-        return None if name.endswith((".sac", ".chunked_loss", ".saved_plan")) else object()
-
-    monkeypatch.setattr(steps.importlib.util, "find_spec", find_spec)
-    for lever, technique in (
-        ("sac:save_matmuls", "sac"),
-        ("chunked_loss", "memory-plan"),
-        ("plan=x", "memory-plan"),
-    ):
-        with pytest.raises(ValueError, match=f"scaffold.py add {technique}"):
-            find_lever(lever)
-    assert {"sac:POLICY", "chunked_loss", "plan=FILE"}.isdisjoint(list_levers())
-    assert "accumulate=K" in list_levers()
-    assert {"sac:POLICY", "chunked_loss", "plan=FILE"} <= set(LEVER_HELP)

@@ -28,9 +28,8 @@ from curry_train.bench.savings import (
     step_bytes,
 )
 from curry_train.cli.savings import choose_cases, pareto, plot_savings, savings_table
-from curry_train.core.measure import StepTime
-from curry_train.plan.strategies import STRATEGIES, Strategy
 from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.strategies import STRATEGIES, Strategy
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case, Workload, WorkloadError
 
@@ -103,23 +102,30 @@ def test_figures_of_full_recompute_are_those_that_can_be_counted():
     assert full.worst_error == 0.0
 
 
-def test_steps_are_timed_in_turns_against_the_same_round(monkeypatch):
-    order, models = [], {}
+@pytest.mark.parametrize(("repeats", "interval"), [(4, (None, None)), (8, (1.5, 1.5))])
+def test_steps_are_timed_in_turns_against_the_same_round(monkeypatch, repeats, interval):
+    def timed(ways, *, rounds, warmup, wait, tell):
+        assert (rounds, warmup) == (repeats, 1)
+        for way, act in enumerate(ways):
+            tell(0, way)
+            act()
+        # A machine that gets slower from round to round.
+        return [[cost * (1 + turn) for turn in range(rounds)] for cost in (1.0, 1.5, 1.25, 2.0)]
 
-    def timed(module, batch, loss, *, repeats, warmup):
-        assert (repeats, warmup) == (1, 0)
-        order.append(models.setdefault(id(module), len(models)))
-        seconds = [1.0, 1.5, 1.25, 2.0][order[-1]] * (
-            1 + len(order) // 4
-        )  # a machine that gets slower
-        return StepTime(seconds, seconds, seconds)
+    monkeypatch.setattr(savings, "time_in_turns", timed)
+    rows = measure_savings(Case(chain()), RECOMPUTE, repeats=repeats)
+    assert [row.seconds.ratio for row in rows] == [1.0, 1.5, 1.25, 2.0]
+    assert rows[0].seconds.slowest == repeats * rows[0].seconds.fastest
+    assert (rows[1].seconds.ratio_lower, rows[1].seconds.ratio_upper) == interval
 
-    monkeypatch.setattr(savings, "time_step", timed)
-    rows = measure_savings(Case(chain()), RECOMPUTE, repeats=4)
-    assert order == [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2, 0, 1, 2, 3]
-    assert rows[0].seconds.ratio == 1.0
-    assert rows[0].seconds.slowest > rows[0].seconds.fastest
-    assert 1.2 < rows[1].seconds.ratio < 1.9
+
+def test_timing_leaves_the_models_without_gradients_and_the_generators_alone():
+    model = chain().build()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    measure_savings(Case(chain()), ["full"], repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch):
@@ -361,7 +367,7 @@ def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkey
     ended = run("--redraw", "before.json")
     assert (ended.exit_code, ended.output) == (0, "wrote out/savings.png\n")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["savings.png"]
-    assert "mark: the median; thin line: from the lower to the upper quartile" in labels[0]
+    assert "mark: the median; thin line: the 95% interval of the median" in labels[0]
     (tmp_path / "before.json").write_text('{"rows": [{"strategy": "full"}]}')
     ended = run("--redraw", "before.json")
     assert ended.exit_code == 2

@@ -17,7 +17,6 @@ from curry_train.core.measure import (
     count_flops,
     measure_memory,
     recompute_flops,
-    time_step,
 )
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS
@@ -86,7 +85,7 @@ def test_a_module_that_runs_twice_is_counted_twice():
     assert twice - once == 4 * 8 * 4
 
 
-@pytest.mark.parametrize("measure", [measure_memory, count_flops, time_step])
+@pytest.mark.parametrize("measure", [measure_memory, count_flops])
 def test_measuring_leaves_nothing_behind(measure):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     buffers = [buffer.clone() for buffer in module.buffers()]
@@ -132,8 +131,3 @@ def test_recomputed_flops_are_the_forward_again():
         lambda module, batch: checkpoint(module, batch, use_reentrant=False).square().sum(),
     )
     assert recompute_flops(plain, flops) == plain.forward
-
-
-def test_step_time_orders_its_figures():
-    seconds = time_step(nn.Linear(64, 64), torch.randn(8, 64), square_sum, repeats=3)
-    assert 0 < seconds.fastest <= seconds.median <= seconds.slowest

@@ -11,17 +11,16 @@ import pytest
 from curry_train.bench.savings import choose_strategies, load_with_depth
 from curry_train.bench.steps import find_lever
 from curry_train.cli.options import UnusableInput
+from curry_train.cli.ownership import ScaffoldError, find_bundle
 from curry_train.cli.testgen import Recipe, render
 from curry_train.cli.validate import choose_gates
 from curry_train.core.wording import did_you_mean, nearest
 from curry_train.gates import discover
 from curry_train.gates.verdict import no_such_gate
-from curry_train.primitives.recompute import CheckpointConfig
 from curry_train.primitives.sac import make_policy
+from curry_train.primitives.strategies import CheckpointConfig
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.workload import WorkloadError
-from scaffolding.bundle import read_bundle
-from scaffolding.errors import ScaffoldError
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_a_name_that_is_none_is_refused_with_the_one_that_was_meant(refuse, mean
         refuse()
 
 
-def test_gates_and_techniques_are_refused_in_the_same_words(pytestconfig, tmp_path):
+def test_gates_and_techniques_are_refused_in_the_same_words(tmp_path):
     with pytest.raises(
         UnusableInput, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
     ):
@@ -92,13 +91,11 @@ def test_gates_and_techniques_are_refused_in_the_same_words(pytestconfig, tmp_pa
     with pytest.raises(
         WorkloadError, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
     ):
-        render(
-            Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",)), script="script.py"
-        )
+        render(Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",)))
     with pytest.raises(
         ScaffoldError, match=r"no technique is called 'grad-acum'; did you mean 'grad-accum'\?"
     ):
-        read_bundle(pytestconfig.rootpath).choose(["grad-acum"])
+        find_bundle().find("grad-acum")
 
 
 def test_scaffold_finds_it_without_torch(pytestconfig):

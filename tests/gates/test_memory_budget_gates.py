@@ -12,9 +12,9 @@ from torch._dynamo.backends.registry import lookup_backend
 from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
 from curry_train.gates import recompute
-from curry_train.plan.strategies import STRATEGIES, Sample
 from curry_train.primitives.compile_budget import Budgeted, memory_budget
 from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload

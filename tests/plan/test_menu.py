@@ -295,7 +295,7 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
     with kinds_of(CASE.workload) as (kind,):
         assert any(("attention", 0) in option.keep for option in candidates(kind, offload=False))
         monkeypatch.setattr(
-            costs.operations,
+            costs.sac,
             "draws",
             lambda operation, args, kwargs: "attention" in str(operation),
         )
@@ -366,7 +366,7 @@ def test_a_policy_by_place_holds_under_autocast():
     [
         (
             lambda: Option("half"),
-            "a block is run as one of none, regions, sac, offload, full, got 'half'",
+            "a block is run as one of none, full, offload, sac, regions, got 'half'",
         ),
         (lambda: Option(SAC_KIND), "'sac' needs keep"),
         (lambda: Option(FULL_KIND, frozenset({("matmul", 0)})), "other kinds take none"),

@@ -21,9 +21,9 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import recompute
 from curry_train.gates.same_training import sample_of
-from curry_train.plan.strategies import STRATEGIES
 from curry_train.primitives.offload import offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload

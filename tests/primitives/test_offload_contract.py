@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from curry_train.core.measure import LiveStorages, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
-from curry_train.plan.strategies import STRATEGIES, Sample
 from curry_train.primitives import host_memory, offload
 from curry_train.primitives.host_memory import HostCopies, HostMemoryShort
 from curry_train.primitives.offload import (
@@ -31,6 +30,7 @@ from curry_train.primitives.offload import (
     offload_report,
     remove_offload,
 )
+from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.workload import Case
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import StepRecord, compare, record_step
 from curry_train.gates.sac import torch_sac
-from curry_train.plan.strategies import STRATEGIES, SelectiveCheckpointer
+from curry_train.plan.profiler import SelectiveCheckpointer
 from curry_train.primitives import POLICIES, CheckpointConfig, sac
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.sac import (
@@ -34,6 +34,7 @@ from curry_train.primitives.sac import (
     make_policy,
     remove_sac,
 )
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 

@@ -21,7 +21,6 @@ from curry_train.core.measure import LiveStorages, count_flops, measure_memory
 from curry_train.core.parity import compare, record, record_step
 from curry_train.core.random import seeded
 from curry_train.gates.same_training import sample_of
-from curry_train.plan.strategies import STRATEGIES
 from curry_train.primitives import snn_timesteps
 from curry_train.primitives.snn_timesteps import (
     checkpoint_timesteps,
@@ -29,6 +28,7 @@ from curry_train.primitives.snn_timesteps import (
     recompute_timesteps,
     remove_timesteps,
 )
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.primitives.time_loop import (
     OUTPUT_MODES,
     Costs,

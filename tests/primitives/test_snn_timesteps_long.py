@@ -9,7 +9,7 @@ from curry_train.core.measure import FlopCount, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.core.random import untouched
 from curry_train.gates.same_training import sample_of
-from curry_train.plan.strategies import STRATEGIES
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import snn_long
 from curry_train.workloads.workload import Case

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from curry_train.gates.memory_plan import measured_peak
 from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
-from curry_train.plan.strategies import SelectiveCheckpointer
+from curry_train.plan.profiler import SelectiveCheckpointer
 from curry_train.plan.whole_step import Sharding
 from curry_train.primitives import (
     CheckpointConfig,

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import (
 from curry_train.bench.machine import python_calls
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
-from curry_train.plan.strategies import STRATEGIES, Sample
 from curry_train.primitives.regions import apply_regions, report_regions
 from curry_train.primitives.sac import PolicyError, apply_sac
+from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 

@@ -20,9 +20,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColu
 
 from ..core.random import seeded
 from ..core.wording import provenance, write_json
-from ..plan.strategies import STRATEGIES, Sample
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
 from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, LayerFlow, StepFlow, ValueSpread
+from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
 from .console import require_matplotlib
@@ -35,6 +35,7 @@ from .options import (
     run_options,
     samples_of,
 )
+from .screen import ScreenCommand
 
 # ------------------------------------------------------------------------------
 # Plot of grad-flow: layers by probed steps, with panels per quantity.
@@ -195,7 +196,7 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------
 
 
-@click.command("grad-flow")
+@click.command("grad-flow", cls=ScreenCommand, example="--model transformer --plot flow.png")
 @model_option("spec", required=True)
 @run_options
 @click.option(
@@ -220,11 +221,17 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     help="Microbatches per step.",
 )
 @click.option(
-    "--learning-rate", default=1e-3, type=click.FloatRange(0, min_open=True), show_default=True
+    "--learning-rate",
+    default=1e-3,
+    type=click.FloatRange(0, min_open=True),
+    metavar="RATE",
+    show_default=True,
+    help="Constant learning rate.",
 )
 @click.option(
     "--clip-norm",
     type=click.FloatRange(0, min_open=True),
+    metavar="NORM",
     help="Clip gradients to this norm, after the probe.",
 )
 @click.option(
@@ -237,15 +244,16 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     "--strategy",
     default="none",
     type=click.Choice(list(STRATEGIES)),
+    metavar="NAME",
     show_default=True,
-    help="Strategy that saves memory.",
+    help=f"Strategy that saves memory: {', '.join(STRATEGIES)}.",
 )
 @click.option(
     "--recompute",
     default="filter",
     type=click.Choice(RECOMPUTE_MODES),
     show_default=True,
-    help="In probed steps: skip the recomputed forward (filter), or recompute nothing (off).",
+    help="In probed steps: skip the second forward, or recompute nothing.",
 )
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
@@ -266,12 +274,12 @@ def grad_flow_command(
     recompute: str,
     plot_path: str | None,
 ) -> None:
-    """Train and report unhealthy layers.
+    """Train a few steps and report unhealthy layers.
 
-    Trains with AdamW and reports layers that are not finite, dead, or without gradient.
+    Reports layers that are not finite, dead or without gradient, under AdamW.
 
     Exit status: 0 all values finite, 1 some were not (the first layer is named), 2 wrong usage,
-    3 device not available. Findings such as a dead layer are reported but are no failure.
+    3 device not available. A dead layer is reported but is no failure.
     """
     place = choose_device(device)
     try:

@@ -12,11 +12,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         "measure": (
             "Flops",
             "Memory",
-            "StepTime",
             "count_flops",
             "measure_memory",
             "recompute_flops",
-            "time_step",
         ),
         "parity": (
             "Parity",

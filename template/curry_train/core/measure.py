@@ -7,11 +7,10 @@ instrument keeps tensors alive that another one would count.
 Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 """
 
+import contextlib
 import gc
 import resource
-import statistics
 import sys
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,11 +25,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from .blocks import find_blocks
-from .random import seeded, untouched
+from .random import buffers_kept, seeded, untouched
 
-# ------------------------------------------------------------------------------
 # FLOPs of single operations: torch's formulas, attention and grouped matrix products.
-# ------------------------------------------------------------------------------
 
 
 def _packets(*names: str) -> set[Any]:
@@ -86,9 +83,7 @@ def _grouped_flops(a: Tensor, b: Tensor) -> int:
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-# ------------------------------------------------------------------------------
 # Measure a training step on CPU or CUDA: held and peak bytes, FLOPs, seconds.
-# ------------------------------------------------------------------------------
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -114,15 +109,6 @@ class Flops:
     @property
     def total(self) -> int:
         return self.forward + self.backward
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a forward and backward over several runs."""
-
-    median: float
-    fastest: float
-    slowest: float
 
 
 @dataclass(eq=False)
@@ -288,36 +274,11 @@ def recompute_flops(plain: Flops, technique: Flops) -> int:
     return technique.backward - plain.backward
 
 
-def time_step(
-    module: nn.Module, batch: Any, loss: Loss, *, repeats: int = 5, warmup: int = 1
-) -> StepTime:
-    """Measure the wall time of a forward and backward, synchronized with the device."""
-    device = _device(module)
-    seconds = []
-    with untouched(module):
-        for _ in range(warmup + repeats):
-            module.zero_grad(set_to_none=True)
-            _wait(device)
-            start = time.perf_counter()
-            loss(module, batch).backward()
-            _wait(device)
-            seconds.append(time.perf_counter() - start)
-    seconds = seconds[warmup:]
-    return StepTime(statistics.median(seconds), min(seconds), max(seconds))
-
-
 def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# ------------------------------------------------------------------------------
 # Divide a model into layers, and follow with hooks which layer is running.
-# ------------------------------------------------------------------------------
 
 # Stands for everything outside the layers: the model's own forward between them, and the loss.
 REST_LAYER = "(rest)"
@@ -453,6 +414,88 @@ class Boundaries(RunningLayers):
         return sum(life.nbytes for life in freed_inputs | own)
 
 
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes that one layer holds for backward."""
+
+    name: str
+    class_name: str
+
+    # Storages alive after forward that were made while the layer ran, and no other layer inside it.
+    bytes: int
+
+    # What remains if the layer is recomputed: its inputs, and its outputs that are alive. All of
+    # `bytes` if `calls` is 0, because the layer is never called as a whole.
+    boundary_bytes: int
+
+    calls: int
+
+    @property
+    def megabytes(self) -> float:
+        return self.bytes / 2**20
+
+    @property
+    def saving_bytes(self) -> int:
+        """Bytes that recomputing the layer frees; negative if it would hold more than before."""
+        return self.bytes - self.boundary_bytes
+
+
+def measure_layers(
+    model: nn.Module, batch: Any, loss: Loss, layers: Mapping[str, nn.Module]
+) -> list[LayerMemory]:
+    """Measure what each layer holds after one forward, and in a last row what is in no layer.
+
+    Each storage belongs to the layer that ran when it was made.
+    """
+    device = _device(model)
+    cuda = device.type == "cuda"
+    before = 0
+    if cuda:
+        gc.collect()  # garbage that is freed during the run would be subtracted
+        before = torch.cuda.memory_allocated(device)
+
+    running = Boundaries(model, layers)
+    storages = LiveStorages(owner=lambda: running.current, device=device)
+    running.lives_of = storages.lives_of
+    with seeded(0), torch.enable_grad(), running, storages:
+        value = loss(model, batch)
+        gc.collect()  # what only a reference cycle holds is not held for backward
+        held = dict.fromkeys([*layers, REST_LAYER], 0)
+        for life in storages.lives:
+            held[life.owner] += life.nbytes if life.died is None else 0
+        if cuda:
+            # The allocator's rounding and the libraries' workspaces belong to no layer.
+            held[REST_LAYER] += torch.cuda.memory_allocated(device) - before - sum(held.values())
+        stays = {
+            name: running.stays(name) if running.calls[name] else held[name] for name in layers
+        }
+    del value
+
+    report = [
+        LayerMemory(name, type(layer).__name__, held[name], stays[name], running.calls[name])
+        for name, layer in layers.items()
+    ]
+    outside = held[REST_LAYER]
+    return [*report, LayerMemory(REST_LAYER, type(model).__name__, outside, outside, 0)]
+
+
+@contextlib.contextmanager
+def as_trained(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode into training mode; restore modes and buffers at the end.
+
+    A model in training mode is not changed, so that norms frozen by `eval()` stay frozen.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        if not model.training:
+            model.train()
+        with buffers_kept(model):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested containers and dataclasses, which may refer to each other."""
     return _tensors_in(value, set())
@@ -490,9 +533,7 @@ def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> di
     return spent
 
 
-# ------------------------------------------------------------------------------
 # Peak memory of the training process so far, for a run's journal and progress bar.
-# ------------------------------------------------------------------------------
 
 _STATUS_FILE = Path("/proc/self/status")
 
@@ -513,9 +554,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# ------------------------------------------------------------------------------
 # Recognize errors that mean that the device is out of memory.
-# ------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -523,9 +562,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-# ------------------------------------------------------------------------------
 # Measure the peak memory of a whole training step, with the tensors that stay through it.
-# ------------------------------------------------------------------------------
 
 # CUDA's allocator hands out memory in multiples of this many bytes.
 ALLOCATION_BLOCK_BYTES = 512

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# ------------------------------------------------------------------------------
 # Parse and format memory sizes such as `24GiB` or `512MB`.
-# ------------------------------------------------------------------------------
 
 SIZE_UNITS = {
     "B": 1,
@@ -77,9 +75,7 @@ def format_bytes(size: int) -> str:
     return f"{number:.{digits}f} {unit}"
 
 
-# ------------------------------------------------------------------------------
 # Suggest the closest known name for a misspelled one.
-# ------------------------------------------------------------------------------
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -105,9 +101,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "-").replace(" ", "-")
 
 
-# ------------------------------------------------------------------------------
 # Temporarily silence loggers.
-# ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -124,9 +118,7 @@ def unheard(*names: str) -> Iterator[None]:
             logger.disabled = was_disabled
 
 
-# ------------------------------------------------------------------------------
 # Provenance of recorded figures: command, date, device and versions, for each JSON file.
-# ------------------------------------------------------------------------------
 
 
 def provenance(device: "torch.device") -> dict[str, Any]:

@@ -31,10 +31,10 @@ from ..core.measure import (
     recompute_flops,
 )
 from ..core.random import seeded, untouched
-from ..plan.strategies import STRATEGIES, Apply
 from ..primitives import sac
 from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
+from ..primitives.strategies import STRATEGIES, Apply
 from ..workloads.workload import Case
 from .same_training import same_training
 from .verdict import Gate, NotApplicable, Verdict, not_applicable

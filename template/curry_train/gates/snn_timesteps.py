@@ -20,8 +20,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..core.blocks import NoBlocks
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
 from ..core.random import seeded, untouched
-from ..plan.strategies import STRATEGIES, Apply
 from ..primitives.hidden_state import HiddenState, check_step
+from ..primitives.strategies import STRATEGIES, Apply
 from ..primitives.time_loop import (
     ChunkSchedule,
     Costs,

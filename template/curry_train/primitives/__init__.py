@@ -32,10 +32,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "remove_offload",
         ),
         "recompute": (
-            "CheckpointConfig",
             "CheckpointWrapper",
             "Recompute",
-            "choose_segments",
             "recompute_blocks",
             "recompute_segments",
             "remove_recompute",
@@ -50,6 +48,15 @@ __getattr__, __dir__, __all__ = lazy_names(
             "POLICIES",
             "apply_sac",
             "remove_sac",
+        ),
+        "strategies": (
+            "ALL_STRATEGIES",
+            "CheckpointConfig",
+            "STRATEGIES",
+            "Sample",
+            "Strategy",
+            "apply_config",
+            "choose_segments",
         ),
         "snn_timesteps": (
             "HiddenState",

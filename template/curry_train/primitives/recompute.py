@@ -10,8 +10,8 @@ Proof: `python -m pytest tests/gates/test_recompute.py tests/primitives/test_rec
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..core.blocks import Derived, become, derive, find_blocks, restore
-from ..core.measure import measure_memory
-from ..core.wording import did_you_mean, nearest
 from .checkpointed import RecomputeOptions, run_checkpointed
 
-# ------------------------------------------------------------------------------
 # Recompute a block's activations in backward instead of keeping them.
-# ------------------------------------------------------------------------------
 
 RECOMPUTE_ATTRIBUTE = "_recompute"
 
@@ -100,9 +96,7 @@ def remove_recompute(model: nn.Module) -> list[str]:
     return names
 
 
-# ------------------------------------------------------------------------------
 # Recompute segments of consecutive blocks without editing the loop that calls them.
-# ------------------------------------------------------------------------------
 
 SEGMENT_ATTRIBUTE = "_segment"
 
@@ -194,14 +188,14 @@ def recompute_segments(
         )
     found = find_blocks(model, blocks)
     recomputed = []
-    longest = max(len(chain) for chain in _chains(list(found)))
+    longest = max(len(chain) for chain in chains_of(list(found)))
     if num_segments > longest:
         raise ValueError(
             f"{num_segments} segments are more than the {longest} blocks of the longest chain"
         )
 
     options = RecomputeOptions(preserve_rng_state=preserve_rng_state)
-    for chain in _chains(list(found)):
+    for chain in chains_of(list(found)):
         for names in _split(chain, num_segments)[:-1]:
             segment = Segment(names, [found[name] for name in names], options)
             for block in segment.blocks:
@@ -217,32 +211,7 @@ def remove_segments(model: nn.Module) -> None:
             restore(module, SEGMENT_ATTRIBUTE)
 
 
-def choose_segments(
-    model: nn.Module,
-    batch: Any,
-    loss: Callable[[nn.Module, Any], Tensor],
-    *,
-    blocks: str | Sequence[str] | None = None,
-) -> int:
-    """Measure which number of segments has the lowest peak.
-
-    Of several with the same peak the smallest number is returned, which recomputes least.
-    """
-    longest = max(len(chain) for chain in _chains(list(find_blocks(model, blocks))))
-    peaks = {}
-    for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
-        recompute_segments(model, count, blocks=blocks)
-        try:
-            peaks[count] = measure_memory(model, batch, loss).peak_bytes
-        except ChainBroken:
-            # Segments of one block never break the chain, and a single segment is not recomputed.
-            continue
-        finally:
-            remove_segments(model)
-    return min(peaks, key=lambda count: (peaks[count], count))
-
-
-def _chains(names: list[str]) -> list[list[str]]:
+def chains_of(names: Sequence[str]) -> list[list[str]]:
     """Group block names by their container, in order."""
     chains: dict[str, list[str]] = {}
     for name in names:
@@ -284,131 +253,3 @@ def _is_the_same(value: Any, other: Any) -> bool:
             and value.stride() == other.stride()
         )
     return value is other or bool(value == other)
-
-
-# ------------------------------------------------------------------------------
-# Configuration of recompute, validated when it is created.
-# ------------------------------------------------------------------------------
-
-STRATEGY_NAMES = (
-    "none",
-    "full",
-    "selective",
-    "sequential",
-    "sac",
-    "offload",
-    "memory_budget",
-    "plan",
-)
-
-
-@dataclass
-class CheckpointConfig:
-    """Settings that select what to recompute and how."""
-
-    # `strategy` is used only when this is True.
-    enabled: bool = False
-    strategy: str = "selective"
-    memory_threshold_mb: float = 50.0
-    use_reentrant: bool = False
-    preserve_rng_state: bool = True
-    # Replaces `strategy`: recompute of layers and of chunks of timesteps cannot be combined.
-    snn_timestep_checkpoint: bool = False
-    snn_chunk_size: int | None = 1
-    sequential_segments: int | None = None
-    profile_before_apply: bool = True
-    profile_num_runs: int = 3
-    # Globs over module names.
-    exclude_patterns: tuple[str, ...] = ()
-    include_patterns: tuple[str, ...] = ()
-    # The file that strategy `plan` applies, as written by `plan_memory.py --out`.
-    plan: str | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.type is bool:
-                value = getattr(self, field.name)
-                _require(isinstance(value, bool), field.name, value, "True or False")
-
-        closest = nearest(str(self.strategy), STRATEGY_NAMES)
-        known = f"one of {', '.join(STRATEGY_NAMES)}"
-        if closest:
-            known += f"; did you mean {closest!r}?"
-        _require(self.strategy in STRATEGY_NAMES, "strategy", self.strategy, known)
-
-        threshold = self.memory_threshold_mb
-        _require(
-            _is_number(threshold) and threshold >= 0,
-            "memory_threshold_mb",
-            threshold,
-            "a number of MB from 0 up",
-        )
-        chunk_size = self.snn_chunk_size
-        _require(
-            chunk_size is None or _is_count(chunk_size),
-            "snn_chunk_size",
-            chunk_size,
-            "a whole number from 1 up, or None to take the size from measured bytes",
-        )
-
-        num_runs = self.profile_num_runs
-        _require(_is_count(num_runs), "profile_num_runs", num_runs, "a whole number from 1 up")
-
-        segments = self.sequential_segments
-        _require(
-            segments is None or _is_count(segments),
-            "sequential_segments",
-            segments,
-            "a whole number from 1 up, or None to choose the one with the lowest measured peak",
-        )
-        for name in ("exclude_patterns", "include_patterns"):
-            patterns = getattr(self, name)
-            is_list_of_globs = isinstance(patterns, list | tuple) and all(
-                isinstance(pattern, str) and pattern for pattern in patterns
-            )
-            _require(
-                is_list_of_globs,
-                name,
-                patterns,
-                "a list of globs over module names, such as ['layers.*']",
-            )
-            setattr(self, name, tuple(patterns))
-
-        wanted = "the path of a plan with strategy 'plan', None with others"
-        _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)
-
-        _require(
-            not (self.use_reentrant and self.strategy == "sequential"),
-            "use_reentrant",
-            True,
-            "False with strategy 'sequential', whose segments pass more than positional tensors",
-        )
-
-    @classmethod
-    def from_config(cls, config: Any) -> "CheckpointConfig":
-        """Build from a mapping (unknown keys are errors) or from an object's attributes."""
-        names = [field.name for field in fields(cls)]
-        if not isinstance(config, Mapping):
-            return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
-        for key in config:
-            if key not in names:
-                raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
-
-        values = {str(key): config[key] for key in config}
-        for name in ("exclude_patterns", "include_patterns"):
-            if name in values and not isinstance(values[name], str):
-                values[name] = tuple(values[name])
-        return cls(**values)
-
-
-def _require(is_valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{name} must be {wanted}; got {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

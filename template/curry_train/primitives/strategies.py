@@ -1,0 +1,570 @@
+"""The registry of strategies: each way to use less memory, by name.
+
+    STRATEGIES["sac"].apply(model, Sample(batch, loss))
+    apply_config(model, CheckpointConfig(enabled=True, strategy="full"))
+
+Commands list `STRATEGIES`; the options of a plan's blocks, the levers of a benchmark and
+`CheckpointConfig.strategy` are views of `ALL_STRATEGIES`.
+
+Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from ..core.blocks import find_blocks, match_names
+from ..core.measure import (
+    LayerMemory,
+    Loss,
+    as_trained,
+    divide,
+    measure_layers,
+    measure_memory,
+)
+from ..core.measure_compiled import CompileFailed
+from ..core.wording import did_you_mean, nearest
+from .offload import NothingToMove, offload_blocks, offload_report
+from .recompute import ChainBroken, chains_of, recompute_blocks, recompute_segments, remove_segments
+from .regions import apply_regions, remove_regions
+from .sac import POLICIES, Policy, apply_sac
+from .snn_timesteps import recompute_timesteps
+
+# Strategy: a named way to use less memory, with functions that apply it to a model.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs that a strategy may use to measure a model before it chooses."""
+
+    batch: Any
+    loss: Loss
+    blocks: str | Sequence[str] | None = None  # names or globs; None for the repeated blocks
+
+    # For strategy `plan`: applies a plan that was read from a file.
+    apply_plan: Callable[[nn.Module], list[str]] | None = None
+
+
+Apply = Callable[[nn.Module, Sample], list[str]]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A named way to use less memory."""
+
+    name: str
+    summary: str  # one line for the commands
+
+    # Changes a model in place, and returns the names of the modules that it changed.
+    apply: Apply
+
+    # Returns extra figures, such as bytes moved, of a changed model that has run a step.
+    facts: Callable[[nn.Module], dict[str, float]] | None = None
+
+    # Other forms, by the word that follows the name in a lever: `sac:save_matmuls`.
+    variants: Mapping[str, Apply] = field(default_factory=lambda: MappingProxyType({}))
+
+    # Changes the named blocks as one option of a plan; None if no plan chooses this strategy.
+    on_blocks: Callable[[nn.Module, list[str], Any], Any] | None = None
+
+    # Whether `CheckpointConfig.strategy` may be this name.
+    configurable: bool = True
+
+
+# Recompute: none, full, sequential and selective.
+
+# Fraction of the held bytes to keep, for the example in the commands; users set a threshold or a
+# budget instead.
+SELECTIVE_SHARE = 0.6
+
+
+def _none(model: nn.Module, sample: Sample) -> list[str]:
+    return []
+
+
+def _full(model: nn.Module, sample: Sample) -> list[str]:
+    return recompute_blocks(model, blocks=sample.blocks)
+
+
+def _sequential(model: nn.Module, sample: Sample) -> list[str]:
+    count = choose_segments(model, sample.batch, sample.loss, blocks=sample.blocks)
+    return recompute_segments(model, count, blocks=sample.blocks)
+
+
+def _selective(model: nn.Module, sample: Sample) -> list[str]:
+    layers = profile_layers(model, sample)
+    held = sum(layer.bytes for layer in layers)
+    savings = sum(max(0, layer.saving_bytes) for layer in layers)
+    target = max(SELECTIVE_SHARE * held, held - savings)
+    chosen, _ = choose_largest(layers, held - round(target + 1))
+    names = [layer.name for layer in layers if layer.name in chosen]
+    return recompute_blocks(model, blocks=names) if names else []
+
+
+def profile_layers(model: nn.Module, sample: Sample) -> list[LayerMemory]:
+    """Measure what the layers of a model hold for backward, most bytes first, after a warm-up."""
+    layers = divide(model, blocks=sample.blocks)
+    with as_trained(model):
+        measure_layers(model, sample.batch, sample.loss, layers)
+        measured = measure_layers(model, sample.batch, sample.loss, layers)
+    return sorted(measured, key=lambda layer: -layer.bytes)
+
+
+def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], int]:
+    """Choose layers to recompute that free `gap` bytes; return them and the bytes still lacking.
+
+    The choice is greedy: take the largest saving until a single layer can close the gap, then the
+    smallest saving that closes it. Of equal layers the first is taken, because the last ones would
+    be recomputed while most bytes are held.
+    """
+    chosen: list[str] = []
+    left = sorted(
+        (layer for layer in layers if layer.saving_bytes > 0),
+        key=lambda layer: layer.saving_bytes,
+    )
+    while gap > 0 and left:
+        enough = [layer.saving_bytes for layer in left if layer.saving_bytes >= gap]
+        wanted = min(enough, default=left[-1].saving_bytes)
+        layer = next(layer for layer in left if layer.saving_bytes == wanted)
+        left.remove(layer)
+        chosen.append(layer.name)
+        gap -= layer.saving_bytes
+    return chosen, max(0, gap)
+
+
+def choose_segments(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    *,
+    blocks: str | Sequence[str] | None = None,
+) -> int:
+    """Measure which number of segments has the lowest peak.
+
+    Of several with the same peak the smallest number is returned, which recomputes least.
+    """
+    longest = max(len(chain) for chain in chains_of(list(find_blocks(model, blocks))))
+    peaks = {}
+    for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
+        recompute_segments(model, count, blocks=blocks)
+        try:
+            peaks[count] = measure_memory(model, batch, loss).peak_bytes
+        except ChainBroken:
+            # Segments of one block never break the chain, and a single segment is not recomputed.
+            continue
+        finally:
+            remove_segments(model)
+    return min(peaks, key=lambda count: (peaks[count], count))
+
+
+# Selective recompute by policy, and regions.
+
+
+def _sac(model: nn.Module, sample: Sample, *, policy: str = "save_expensive") -> list[str]:
+    return apply_sac(model, policy, blocks=sample.blocks)
+
+
+def _sac_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
+    apply_sac(model, Policy(str(option), calls=option.keep), blocks=names)
+
+
+def _regions(model: nn.Module, sample: Sample) -> list[str]:
+    """Apply regions; undo them and return no names if they free nothing."""
+    if sample.batch is None:
+        return apply_regions(model, blocks=sample.blocks)
+    before = measure_memory(model, sample.batch, sample.loss)
+    names = apply_regions(model, blocks=sample.blocks)
+    if measure_memory(model, sample.batch, sample.loss).held_bytes < before.held_bytes:
+        return names
+    remove_regions(model)
+    return []
+
+
+def _regions_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
+    also = [f"{name}.{path}" for name in names for path in option.also]
+    apply_regions(model, blocks=names, also=also)
+
+
+# Offload of the activations of blocks to host memory.
+
+
+def _offload(model: nn.Module, sample: Sample) -> list[str]:
+    """Offload all blocks but the last; a single block is offloaded itself."""
+    several = len(find_blocks(model, sample.blocks)) > 1
+    return offload_blocks(
+        model,
+        blocks=sample.blocks,
+        keep_last=1 if several else 0,
+        batch=sample.batch,
+        loss=sample.loss,
+    )
+
+
+def offload_one(model: nn.Module, sample: Sample) -> list[str]:
+    """Offload all blocks, the last one too; return no names if they hold nothing to move."""
+    try:
+        return offload_blocks(
+            model, blocks=sample.blocks, keep_last=0, batch=sample.batch, loss=sample.loss
+        )
+    except NothingToMove:
+        return []
+
+
+def moved_bytes(model: nn.Module) -> dict[str, float]:
+    """Report the bytes that the last step moved, next to what `save_on_cpu` would have copied.
+
+    `save_on_cpu` copies every tensor that autograd saves in the blocks.
+    """
+    report = offload_report(model)
+    everything = report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values())
+    return {
+        "moved_bytes": report.moved_bytes,
+        "brought_back_bytes": report.brought_back_bytes,
+        "host_bytes": report.reserved_bytes,
+        "save_on_cpu_bytes": everything,
+        "of_save_on_cpu": report.moved_bytes / everything if everything else 0.0,
+    }
+
+
+# The compiler's memory budget, loops over time, and plans.
+
+MEMORY_BUDGET_SHARE = 0.5  # of the bytes that compiled code saves for backward
+
+
+def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
+    # Imported here because this imports the compiler, which takes seconds.
+    from .compile_budget import memory_budget
+
+    cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    options: dict[str, Any] = {
+        "blocks": sample.blocks,
+        "backend": "inductor" if cuda else "aot_eager",
+    }
+    if sample.batch is not None:
+        options |= {"batch": sample.batch, "loss": sample.loss}
+    try:
+        return memory_budget(model, MEMORY_BUDGET_SHARE, **options)
+    except CompileFailed as failure:
+        raise ValueError(str(failure)) from failure
+
+
+def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str]:
+    if sample.blocks is not None:
+        raise ValueError(
+            f"timesteps are recomputed for the whole loop, not for single blocks, "
+            f"got blocks {sample.blocks!r}: leave out --blocks"
+        )
+    return recompute_timesteps(model, levels=levels)
+
+
+def _plan(model: nn.Module, sample: Sample) -> list[str]:
+    if sample.apply_plan is None:
+        raise ValueError("strategy 'plan' needs a plan: give Sample(..., apply_plan=plan.apply)")
+    return sample.apply_plan(model)
+
+
+# The registry. Nothing and whole blocks come first: the others are read against them.
+
+ALL_STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy(
+            "none", "keep every activation", _none, on_blocks=lambda model, names, option: None
+        ),
+        Strategy(
+            "full",
+            "recompute every block",
+            _full,
+            on_blocks=lambda model, names, option: recompute_blocks(model, blocks=names),
+        ),
+        Strategy(
+            "sequential", "recompute runs of blocks, the count with the lowest peak", _sequential
+        ),
+        Strategy(
+            "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
+        ),
+        Strategy(
+            "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
+        ),
+        Strategy(
+            "offload",
+            "move what the blocks hold to CPU memory",
+            _offload,
+            facts=moved_bytes,
+            on_blocks=lambda model, names, option: offload_blocks(model, blocks=names, keep_last=0),
+        ),
+        Strategy(
+            "sac",
+            "keep products, attention and convolutions, by operation",
+            _sac,
+            variants={policy: partial(_sac, policy=policy) for policy in POLICIES},
+            on_blocks=_sac_on_blocks,
+        ),
+        Strategy(
+            "sac_matmuls",
+            "keep matrix products alone, by operation",
+            partial(_sac, policy="save_matmuls"),
+            configurable=False,
+        ),
+        Strategy(
+            "sac_attention",
+            "keep attention alone, by operation",
+            partial(_sac, policy="save_attention"),
+            configurable=False,
+        ),
+        Strategy(
+            "sac_every_second",
+            "keep attention and every second matrix product, by operation",
+            partial(_sac, policy="every_second_matmul"),
+            configurable=False,
+        ),
+        Strategy(
+            "regions",
+            "keep products and attention, without a dispatch mode",
+            _regions,
+            on_blocks=_regions_on_blocks,
+        ),
+        Strategy(
+            "timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False
+        ),
+        Strategy(
+            "timesteps_nested",
+            "the same with chunks inside larger chunks",
+            partial(_timesteps, levels=2),
+            configurable=False,
+        ),
+        Strategy("plan", "what a plan from a file says", _plan),
+    )
+}
+
+# What commands list and run on any model; strategy `plan` needs a file.
+STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
+
+# The options that a plan chooses from for each block.
+BLOCK_STRATEGIES = {name: found.on_blocks for name, found in STRATEGIES.items() if found.on_blocks}
+
+# The values of `CheckpointConfig.strategy`.
+CONFIGURED_STRATEGIES = tuple(name for name, found in ALL_STRATEGIES.items() if found.configurable)
+
+
+# Configuration of recompute, validated when it is created, and applied to a model.
+
+
+@dataclass
+class CheckpointConfig:
+    """Settings that select what to recompute and how."""
+
+    # `strategy` is used only when this is True.
+    enabled: bool = False
+    strategy: str = "selective"
+    memory_threshold_mb: float = 50.0
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    # Replaces `strategy`: recompute of layers and of chunks of timesteps cannot be combined.
+    snn_timestep_checkpoint: bool = False
+    snn_chunk_size: int | None = 1
+    sequential_segments: int | None = None
+    profile_before_apply: bool = True
+    profile_num_runs: int = 3
+    # Globs over module names.
+    exclude_patterns: tuple[str, ...] = ()
+    include_patterns: tuple[str, ...] = ()
+    # The file that strategy `plan` applies, as written by `plan_memory.py --out`.
+    plan: str | None = None
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            if setting.type is bool:
+                value = getattr(self, setting.name)
+                _require(isinstance(value, bool), setting.name, value, "True or False")
+
+        closest = nearest(str(self.strategy), CONFIGURED_STRATEGIES)
+        known = f"one of {', '.join(CONFIGURED_STRATEGIES)}"
+        if closest:
+            known += f"; did you mean {closest!r}?"
+        _require(self.strategy in CONFIGURED_STRATEGIES, "strategy", self.strategy, known)
+
+        threshold = self.memory_threshold_mb
+        _require(
+            _is_number(threshold) and threshold >= 0,
+            "memory_threshold_mb",
+            threshold,
+            "a number of MB from 0 up",
+        )
+        chunk_size = self.snn_chunk_size
+        _require(
+            chunk_size is None or _is_count(chunk_size),
+            "snn_chunk_size",
+            chunk_size,
+            "a whole number from 1 up, or None to take the size from measured bytes",
+        )
+
+        num_runs = self.profile_num_runs
+        _require(_is_count(num_runs), "profile_num_runs", num_runs, "a whole number from 1 up")
+
+        segments = self.sequential_segments
+        _require(
+            segments is None or _is_count(segments),
+            "sequential_segments",
+            segments,
+            "a whole number from 1 up, or None to choose the one with the lowest measured peak",
+        )
+        for name in ("exclude_patterns", "include_patterns"):
+            patterns = getattr(self, name)
+            is_list_of_globs = isinstance(patterns, list | tuple) and all(
+                isinstance(pattern, str) and pattern for pattern in patterns
+            )
+            _require(
+                is_list_of_globs,
+                name,
+                patterns,
+                "a list of globs over module names, such as ['layers.*']",
+            )
+            setattr(self, name, tuple(patterns))
+
+        wanted = "the path of a plan with strategy 'plan', None with others"
+        _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)
+
+        _require(
+            not (self.use_reentrant and self.strategy == "sequential"),
+            "use_reentrant",
+            True,
+            "False with strategy 'sequential', whose segments pass more than positional tensors",
+        )
+
+    @classmethod
+    def from_config(cls, config: Any) -> "CheckpointConfig":
+        """Build from a mapping (unknown keys are errors) or from an object's attributes."""
+        names = [setting.name for setting in fields(cls)]
+        if not isinstance(config, Mapping):
+            return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+        for key in config:
+            if key not in names:
+                raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
+
+        values = {str(key): config[key] for key in config}
+        for name in ("exclude_patterns", "include_patterns"):
+            if name in values and not isinstance(values[name], str):
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _require(is_valid: bool, name: str, value: Any, wanted: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} must be {wanted}; got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def apply_config(
+    model: nn.Module,
+    config: CheckpointConfig,
+    *,
+    batch: Any = None,
+    loss: Loss | None = None,
+    layers: Sequence[LayerMemory] | None = None,
+    apply_plan: Callable[[nn.Module], list[str]] | None = None,
+) -> list[str]:
+    """Apply a configuration to a model in place, and return the names of the changed modules.
+
+    Strategy `selective` chooses by the bytes of `layers`, or measures them on `batch`; the others
+    measure on `batch` too. Strategy `plan` calls `apply_plan`, the method of a plan that was loaded
+    from `config.plan`. Call this before DDP, `fully_shard` and `torch.compile`.
+    """
+    if not config.enabled:
+        return []
+    if config.snn_timestep_checkpoint:
+        return recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+    if config.strategy == "full":
+        return _recompute_named(model, config, _filtered(config, list(find_blocks(model))))
+    if config.strategy == "sequential":
+        return _segment_named(model, config, batch, loss)
+    if config.strategy == "selective":
+        return _recompute_largest(model, config, batch, loss, layers)
+    names = None
+    if config.strategy not in ("none", "plan"):
+        names = _filtered(config, list(find_blocks(model)))
+    if batch is not None and loss is None:
+        raise ValueError("batch is given and loss is not: measuring a step needs both")
+    sample = Sample(batch, loss or _no_loss, names, apply_plan)
+    return ALL_STRATEGIES[config.strategy].apply(model, sample)
+
+
+def _no_loss(model: nn.Module, batch: Any) -> Any:
+    raise ValueError("this strategy measures the model: give batch and loss")
+
+
+def _recompute_named(model: nn.Module, config: CheckpointConfig, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    return recompute_blocks(
+        model,
+        blocks=names,
+        use_reentrant=config.use_reentrant,
+        preserve_rng_state=config.preserve_rng_state,
+    )
+
+
+def _segment_named(
+    model: nn.Module, config: CheckpointConfig, batch: Any, loss: Loss | None
+) -> list[str]:
+    names = _filtered(config, list(find_blocks(model)))
+    count = config.sequential_segments
+    if count is None:
+        if batch is None or loss is None:
+            raise ValueError(
+                "sequential_segments=None measures the peak of each count and needs a batch: "
+                "call apply(model, batch=..., loss=...), or set a number"
+            )
+        count = choose_segments(model, batch, loss, blocks=names)
+    return recompute_segments(
+        model, count, blocks=names, preserve_rng_state=config.preserve_rng_state
+    )
+
+
+def _recompute_largest(
+    model: nn.Module,
+    config: CheckpointConfig,
+    batch: Any,
+    loss: Loss | None,
+    layers: Sequence[LayerMemory] | None,
+) -> list[str]:
+    """Recompute layers that hold at least the threshold, and would hold less if recomputed."""
+    if layers is None:
+        if batch is None or loss is None or not config.profile_before_apply:
+            raise ValueError(
+                "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
+                "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
+            )
+        layers = profile_layers(model, Sample(batch, loss))
+    large = {
+        layer.name
+        for layer in layers
+        if layer.megabytes >= config.memory_threshold_mb and layer.saving_bytes > 0
+    }
+    names = _filtered(config, [layer.name for layer in layers])
+    return _recompute_named(model, config, [name for name in names if name in large])
+
+
+def _filtered(config: CheckpointConfig, names: list[str]) -> list[str]:
+    """Keep the included names that are not excluded; a pattern without a match is an error."""
+    included = _names_matching(names, config.include_patterns, option="include_patterns")
+    excluded = _names_matching(names, config.exclude_patterns, option="exclude_patterns")
+    if not config.include_patterns:
+        included = set(names)
+    return [name for name in names if name in included - excluded]
+
+
+def _names_matching(names: list[str], patterns: Sequence[str], *, option: str) -> set[str]:
+    """Return the names that any of the patterns matches."""
+    return {name for pattern in patterns for name in match_names(names, pattern, option=option)}

@@ -1,0 +1,108 @@
+"""One registry of strategies: commands, plans, levers and configurations are views of it.
+
+python -m pytest tests/primitives/test_strategies.py
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.bench.steps import find_lever, list_levers
+from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
+from curry_train.plan.saved import OPTION_KINDS, Option
+from curry_train.primitives.strategies import (
+    ALL_STRATEGIES,
+    CONFIGURED_STRATEGIES,
+    STRATEGIES,
+    CheckpointConfig,
+    Sample,
+    apply_config,
+    profile_layers,
+)
+
+
+def chain(depth=4):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth)]
+    return nn.Sequential(*blocks)
+
+
+def loss(model, batch):
+    return model(batch).square().sum()
+
+
+BATCH = torch.randn(256, 8)
+
+
+def test_the_configuration_takes_the_nine_names_of_the_contract():
+    assert set(CONFIGURED_STRATEGIES) == {
+        *("none", "full", "selective", "sequential", "sac"),
+        *("regions", "offload", "memory_budget", "plan"),
+    }
+    for name in CONFIGURED_STRATEGIES:
+        plan = "plan.json" if name == "plan" else None
+        assert CheckpointConfig(strategy=name, plan=plan).strategy == name
+    with pytest.raises(ValueError, match="did you mean 'regions'"):
+        CheckpointConfig(strategy="region")
+
+
+def test_commands_list_all_but_the_one_that_needs_a_file():
+    assert set(ALL_STRATEGIES) - set(STRATEGIES) == {"plan"}
+    assert all(name == strategy.name for name, strategy in ALL_STRATEGIES.items())
+    assert set(STRATEGIES) <= set(list_levers())
+
+
+def test_options_of_a_plan_are_the_strategies_of_single_blocks():
+    assert set(OPTION_KINDS) == {"none", "full", "offload", "sac", "regions"}
+    with pytest.raises(ValueError, match="a block is run as one of none, full"):
+        Option("sequential")
+
+
+@pytest.mark.parametrize("policy", ["save_matmuls", "every_second_matmul"])
+def test_a_lever_with_a_value_is_a_variant_of_its_strategy(policy):
+    (change,) = find_lever(f"sac:{policy}").changes
+    assert change is STRATEGIES["sac"].variants[policy]
+    model = chain()
+    assert change(model, Sample(BATCH, loss)) == ["0", "1", "2", "3"]
+    with pytest.raises(ValueError, match="sac has no policy 'save_matmul'; did you mean"):
+        find_lever("sac:save_matmul")
+    with pytest.raises(ValueError, match="the lever 'full' takes no value"):
+        find_lever("full:2")
+
+
+def test_selective_recomputes_what_the_profiler_recommends():
+    model = chain()
+    names = STRATEGIES["selective"].apply(model, Sample(BATCH, loss))
+    report = MemoryProfiler(chain()).profile(BATCH, 1, loss=loss)
+    savings = sum(max(0, layer.saving_bytes) for layer in report.layers)
+    target = max(0.6 * report.held_bytes, report.held_bytes - savings)
+    assert names == report.recommend_layers((target + 1) / 2**20) != []
+
+
+def test_layers_are_measured_as_the_profiler_measures_them():
+    layers = profile_layers(chain(), Sample(BATCH, loss))
+    assert tuple(layers) == MemoryProfiler(chain()).profile(BATCH, loss=loss).layers
+
+
+@pytest.mark.parametrize("strategy", ["full", "selective", "sequential", "regions", "offload"])
+def test_a_configuration_is_applied_without_the_planner_as_with_it(strategy):
+    config = CheckpointConfig(enabled=True, strategy=strategy, memory_threshold_mb=0)
+    names = apply_config(chain(), config, batch=BATCH, loss=loss)
+    checkpointer = SelectiveCheckpointer(config)
+    checkpointer.apply(chain(), batch=BATCH, loss=loss)
+    assert names == checkpointer.get_checkpointed_layers() != []
+
+
+def test_a_plan_is_applied_by_the_function_that_is_passed_in():
+    config = CheckpointConfig(enabled=True, strategy="plan", plan="plan.json")
+    assert apply_config(chain(), config, apply_plan=lambda model: ["1"]) == ["1"]
+    with pytest.raises(ValueError, match="strategy 'plan' needs a plan"):
+        apply_config(chain(), config)
+    assert apply_config(chain(), CheckpointConfig(strategy="full")) == []
+
+
+@pytest.mark.parametrize("strategy", ["regions", "selective", "sequential"])
+def test_a_strategy_that_measures_needs_a_loss_with_the_batch(strategy):
+    config = CheckpointConfig(enabled=True, strategy=strategy)
+    with pytest.raises(ValueError, match=r"needs a (profile|batch)|needs both|loss is not"):
+        apply_config(chain(), config, batch=BATCH)
