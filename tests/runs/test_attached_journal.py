@@ -18,7 +18,7 @@ from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.cli.main import main
-from curry_train.core.measure import peak_bytes
+from curry_train.core.timing import peak_bytes
 from curry_train.runs import saving
 from curry_train.runs.comparison import difference
 from curry_train.runs.history import read_history
@@ -129,7 +129,7 @@ def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
 
 
 def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
-    call = "from curry_train.core.measure import peak_bytes; import torch; print(peak_bytes(torch.device('cpu')))"
+    call = "from curry_train.core.timing import peak_bytes; import torch; print(peak_bytes(torch.device('cpu')))"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
     held = torch.ones(2**28, dtype=torch.uint8)
     told = subprocess.run(

@@ -9,13 +9,10 @@ Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 
 import contextlib
 import gc
-import resource
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -531,27 +528,6 @@ def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> di
         for handle in handles:
             handle.remove()
     return spent
-
-
-# Peak memory of the training process so far, for a run's journal and progress bar.
-
-_STATUS_FILE = Path("/proc/self/status")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-
-    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
-    # VmHWM.
-    if _STATUS_FILE.is_file():
-        for line in _STATUS_FILE.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # Recognize errors that mean that the device is out of memory.

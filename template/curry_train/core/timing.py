@@ -10,10 +10,13 @@ Proof: `python -m pytest tests/core/test_timing.py`.
 """
 
 import math
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -36,6 +39,27 @@ def find_device(name: str) -> torch.device:
             f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu"
         )
     return torch.device(name)
+
+
+# Peak memory of the training process so far, for a run's journal and progress bar.
+
+_STATUS_FILE = Path("/proc/self/status")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+
+    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
+    # VmHWM.
+    if _STATUS_FILE.is_file():
+        for line in _STATUS_FILE.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # ------------------------------------------------------------------------------
