@@ -1,88 +1,148 @@
-"""A small bundle to scaffold from, and what the scaffold's tests share: running the command, hashing a tree."""
+"""A small bundle without torch to copy from, and what the scaffold's tests share."""
 
+import contextlib
 import os
-import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
+
+from click.testing import CliRunner
+
+from curry_train.cli import scaffold as command
+from curry_train.cli.ownership import TECHNIQUES, Bundle
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON_FIRST = (
-    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # so that `python` is this one
-)
+PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+REAL = command.find_bundle()
 
-INIT = '''"""A package."""
-
-from {core}lazy import lazy_names
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, {names})
-'''
-FILES = {
-    "curry_train/__init__.py": '"""The package."""\n\n__version__ = "0.1.0"\n',
-    "curry_train/py.typed": "",
-    "curry_train/benchmark.py": '"""Times a step."""\n\nfrom .core.timing import SECONDS\n\nSTEP = SECONDS\n',
-    "curry_train/core/__init__.py": INIT.format(
-        core=".", names='{"verdict": ("HELD",), "unused": ("NEVER",)}'
+PACKAGE = {
+    "__init__.py": '"""The package."""\n\n__version__ = "0.2.0"\n',
+    "py.typed": "",
+    "loop.py": (
+        "from .primitives import train_window\nfrom .core.measure import PEAK\n\n"
+        "LOOP = train_window, PEAK\n"
     ),
-    "curry_train/core/lazy.py": (ROOT / "template/curry_train/core/lazy.py").read_text(),
-    "curry_train/core/wording.py": (
-        ROOT / "template/curry_train/core/wording.py"
-    ).read_text(),  # of scaffold.py
-    "curry_train/gates/verdict.py": "HELD = True\n",
-    "curry_train/core/timing.py": "SECONDS = 1\n",
-    "curry_train/core/unused.py": "NEVER = 0\n",
-    "curry_train/core/tables/costs.json": "{}\n",
-    "curry_train/primitives/__init__.py": INIT.format(
-        core="..core.",
-        names='{"grad_accum": ("Accumulation",), "recompute": ("Recompute", "Region")}',
+    "core/__init__.py": (
+        "from .lazy import lazy_names\n\n"
+        '__getattr__, __dir__, __all__ = lazy_names(__name__, {"measure": ("PEAK",)})\n'
     ),
-    "curry_train/primitives/grad_accum.py": "class Accumulation:\n    steps = 4\n",
-    "curry_train/primitives/recompute.py": "class Region: ...\n\n\nclass Recompute: ...\n",
-    "curry_train/primitives/offload.py": "from .recompute import Region\n\nOFFLOAD = Region\n",
-    "curry_train/gates/run.py": '"""Claims."""\n',
-    "curry_train/gates/grad_accum.py": (
-        "from ..core import HELD\nfrom ..primitives import grad_accum\n\nGATES = HELD, grad_accum\n"
+    "core/lazy.py": (ROOT / "template/curry_train/core/lazy.py").read_text(),
+    "core/blocks.py": "def find_blocks():\n    return ['block']\n",
+    "core/measure.py": "import math\n\nPEAK = math.pi\n",
+    "primitives/__init__.py": (
+        "from ..core.lazy import lazy_names\n\n"
+        "__getattr__, __dir__, __all__ = lazy_names(\n    __name__,\n"
+        '    {"grad_accum": ("train_window",), "sac": ("apply_sac", "remove_sac")},\n)\n'
     ),
-    "curry_train/gates/recompute.py": "from ..core.verdict import HELD\n\nGATES = HELD\n",
-    "tests/gates/test_grad_accum.py": (
-        "from curry_train.gates.grad_accum import GATES\nfrom curry_train.primitives import Accumulation\n\n\n"
-        "def test_steps() -> None:\n    assert GATES and Accumulation.steps == 4  # curry_train stays in comments\n"
+    "primitives/grad_accum.py": (
+        '"""Accumulate.\n\nProof: `python -m pytest tests/gates/test_grad_accum.py`.\n"""\n\n\n'
+        "def train_window():\n    return 4\n"
     ),
-    "tests/gates/test_recompute.py": (
-        "import curry_train.gates.recompute as gate\nfrom curry_train.primitives.offload import OFFLOAD\n\n\n"
-        "def test_region() -> None:\n    assert gate.GATES and OFFLOAD\n"
+    "primitives/checkpointed.py": (
+        "def run_checkpointed():\n    from ..core import blocks\n\n"
+        "    return blocks.find_blocks()\n"
     ),
-    "README.md.jinja": "# {{ name }}\n",
-    "pyproject.toml.jinja": '[project]\nname = "{{ distribution }}"\nversion = "0"\n',
-    "train.py.jinja": "from curry_train.primitives import Accumulation\n\nprint('{{ name }}', Accumulation.steps)\n",
+    "primitives/sac.py": (
+        "from typing import TYPE_CHECKING\n\nfrom ..core.blocks import (\n    find_blocks,\n)\n"
+        "from .checkpointed import run_checkpointed as run  # curry_train stays in comments\n\n"
+        "if TYPE_CHECKING:\n    from ..plan.profiler import Report\n\n\n"
+        "def apply_sac(report: 'Report | None' = None):\n    return run(), find_blocks()\n\n\n"
+        "def remove_sac():\n    pass\n"
+    ),
+    "plan/__init__.py": "",
+    "plan/profiler.py": "class Report: ...\n",
+    "plan/planner.py": "from .profiler import Report\n\nPLAN = Report\n",
+    "runs/__init__.py": (
+        "from ..core.lazy import lazy_names\n\n"
+        '__getattr__, __dir__, __all__ = lazy_names(__name__, {"attach": ("saving",)})\n'
+    ),
+    "runs/attach.py": (
+        "from ..core.measure import PEAK\nfrom . import spike\n\n\n"
+        "def saving():\n    return PEAK, spike.SPIKE\n"
+    ),
+    "runs/spike.py": "SPIKE = 3\n",
 }
-SKILL = """---
-name: {name}
-description: Decides {what}. Use when memory is short.
-license: MIT
-metadata: {{module: "{module}"}}
----
-# Body
+PROJECT = {
+    "README.md": "# my_project\n\nRead train.py.\n",
+    "pyproject.toml": (
+        '[project]\nname = "my_project"\nversion = "0"\ndependencies = [\n'
+        '    "curry-train==0.0.0",\n    "pyyaml>=6",\n]\n'
+    ),
+    "train.py": (
+        '"""Train my_project."""\n\nfrom curry_train.loop import LOOP\n'
+        "from curry_train.runs import saving\n\n\n"
+        "def main():\n    print('my_project', LOOP, saving)\n\n\n"
+        "if __name__ == '__main__':\n    main()\n"
+    ),
+    ".gitignore": "/runs/\n",
+    "tests/test_project.py": "def test_project():\n    import train\n\n    assert train.LOOP\n",
+}
+TESTS = {
+    "test_grad_accum.py": (
+        "from curry_train.primitives import train_window\n\n\n"
+        "def test_steps():\n    assert train_window() == 4  # curry_train stays in comments\n"
+    ),
+    "test_sac.py": (
+        "from curry_train.core.blocks import find_blocks\n"
+        "from curry_train.primitives import apply_sac, remove_sac\n\n\n"
+        "def test_blocks():\n    assert apply_sac() == (find_blocks(), ['block'])\n"
+        "    remove_sac()\n"
+    ),
+}
+PYPROJECT = """[project]
+name = "curry-train"
+version = "0.2.0"
+description = "A summary."
+requires-python = ">=3.11"
+license = "MIT"
+dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "pyyaml>=6"]
+
+[project.optional-dependencies]
+plots = ["matplotlib>=3.8"]
+dev = ["pytest>=8.4"]
+
+[project.scripts]
+curry-train = "curry_train.cli.main:main"
 """
+SMALL_TECHNIQUES = {"grad-accum", "sac", "memory-plan", "loss-spike"}
 
 
-def make_bundle(root: Path) -> Path:
-    """A bundle with two techniques and no torch, under the real scripts."""
-    for path, text in FILES.items():
-        write(root / "template" / path, text)
-    for name, modules in {
-        "grad-accum": "grad_accum.py",
-        "recompute": "recompute.py offload.py",
-    }.items():
-        module = " ".join(f"curry_train/primitives/{file}" for file in modules.split())
-        write(
-            root / f"skills/{name}/SKILL.md",
-            SKILL.format(name=name, what=f"about {name}", module=module),
-        )
-    shutil.copytree(ROOT / "scripts/scaffolding", root / "scripts/scaffolding")
-    for script in ("scaffold.py", "environment.py"):
-        shutil.copy(ROOT / "scripts" / script, root / "scripts" / script)
-    return root
+@dataclass(frozen=True)
+class Ran:
+    """What one command did."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def make_bundle(root: Path) -> Bundle:
+    """Make a clone with four techniques and no torch."""
+    template = root / "template"
+    for folder, files in (("curry_train", PACKAGE), ("project", PROJECT), ("tests", TESTS)):
+        for path, text in files.items():
+            write(template / folder / path, text)
+    write(root / "pyproject.toml", PYPROJECT)
+    write(root / "LICENSE", "Permission is granted.\n")
+    techniques = tuple(entry for entry in TECHNIQUES if entry.name in SMALL_TECHNIQUES)
+    return Bundle(template / "curry_train", template / "project", template / "tests", techniques)
+
+
+def release(bundle: Bundle, version: str) -> None:
+    """Give the bundle another version."""
+    place = bundle.package.parents[1] / "pyproject.toml"
+    old = place.read_text()
+    start = old.index('version = "') + len('version = "')
+    place.write_text(old[:start] + version + old[old.index('"', start) :])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Replace a text that is in a file once."""
+    text = path.read_text()
+    assert text.count(old) == 1, (path, old)
+    path.write_text(text.replace(old, new))
 
 
 def write(path: Path, text: str) -> Path:
@@ -91,25 +151,26 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def scaffold(bundle: Path, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the bundle's command."""
-    command = [sys.executable, str(bundle / "scripts/scaffold.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+def scaffold(bundle: Bundle, *arguments: object, cwd: Path) -> Ran:
+    """Run the command of a bundle in this process."""
+    with contextlib.chdir(cwd), mock.patch.object(command, "find_bundle", return_value=bundle):
+        result = CliRunner().invoke(command.scaffold_group, list(map(str, arguments)))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
 
 
 def shell(command: str, *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run what a user would type, with this Python as `python` and no path of ours."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment = (
-        inherited | {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1"} | variables
-    )  # small models: threads wait
+    environment = inherited | {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1"} | variables
     return subprocess.run(
         command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Every file below `root`."""
+    """Return every file below `root`."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in root.rglob("*")
@@ -118,7 +179,7 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 def times(root: Path) -> dict[str, int]:
-    """When every file and folder was last changed."""
+    """Return when each file and folder was last changed."""
     return {
         path.relative_to(root).as_posix(): path.stat().st_mtime_ns
         for path in [root, *root.rglob("*")]
@@ -126,6 +187,6 @@ def times(root: Path) -> dict[str, int]:
 
 
 def after(output: str, heading: str) -> str:
-    """The indented line below `heading`."""
+    """Return the indented line below `heading`."""
     lines = output.splitlines()
     return lines[lines.index(heading) + 1].strip()

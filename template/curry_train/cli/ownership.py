@@ -303,7 +303,7 @@ def retarget_test(package: Path, source: bytes, *, target: str, copied: Iterable
     here = set(copied)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and _is_ours(node.module or "") and not node.level:
-            homes = _homes(package, "", _without_root(node))
+            homes = _homes(package, "the test", _without_root(node))
             missing = [home or "curry_train itself" for home, _ in homes if home not in here]
             if missing:
                 raise ScaffoldError(f"the test imports {missing[0]}, which is not copied with it")
@@ -502,7 +502,9 @@ def _own_text(
         for requirement in metadata.requires
         if ";" not in requirement and _distribution_of(requirement) in needed - here
     ]
-    return content.replace(pin, ", ".join(missing).encode())
+    if missing:
+        return content.replace(pin, ", ".join(missing).encode())
+    return re.sub(re.escape(pin) + rb",?\s*", b"", content)
 
 
 def _own_rooms(bundle: Bundle, name: str) -> dict[str, SourceFile]:
