@@ -54,6 +54,19 @@ SOUND: dict[str, list[Plant]] = {
         append(f"{RUNS}/attach.py", "def f():\n    import xxhash\n"),
         append(f"{CLI}/main.py", "import click\n"),
     ],
+    "picture_shows_the_imports": [
+        append(f"{CLI}/main.py", "from ..core import blocks\n"),  # cli --> plan --> core
+        append("AGENTS.md", "```mermaid\nflowchart LR\n    core --> cli\n```\n"),  # a second one
+    ],
+    "imports_keep_names": [
+        append(
+            f"{PLAN}/planner.py",
+            "import numpy as np\nfrom torch.nn import functional as F\nfrom . import planner\n",
+        ),
+    ],
+    "sections_open_with_one_line": [
+        append(f"{PLAN}/planner.py", "# Solve.\n# - one\n# --- two\n"),
+    ],
     "packages_hand_names_on_lazily": [
         append(
             f"{RUNS}/__init__.py",

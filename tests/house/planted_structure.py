@@ -190,6 +190,28 @@ IMPORTS = {
             "3 modules of core",
         ),
     ],
+    "picture_shows_the_imports": [
+        (
+            append(f"{PACKAGE}/loop.py", "def f():\n    from .runs import saving\n"),
+            "draws no arrow from trainer to runs, and trainer imports runs",
+        ),
+        (
+            replace("AGENTS.md", "primitives --> core", "primitives --> core\n    runs --> core"),
+            "draws an arrow from runs to core; runs does not import core",
+        ),
+        (
+            replace("AGENTS.md", "primitives --> core", "primitives --> core\n    cli --> core"),
+            "draws an arrow from cli to core; cli does not import core",
+        ),
+        (
+            both(
+                append(f"{CLI}/main.py", "from ..core import blocks\n"),
+                replace("AGENTS.md", "cli --> plan", "cli --> core\n    cli --> plan"),
+            ),
+            "draws an arrow from cli to core; a longer path implies it",
+        ),
+        (replace("AGENTS.md", "mermaid", "text"), "has no picture of the rooms"),
+    ],
     "packages_hand_names_on_lazily": [
         (
             append(f"{PRIMITIVES}/__init__.py", "from .grad_accum import train_window\n"),
@@ -259,6 +281,16 @@ NAMES = {
         (append(f"{CORE}/blocks.py", "_FOUND = ()\n"), "calls a constant _FOUND"),
         (append(f"{CORE}/blocks.py", 'A, NAMES = (1, 2), "x"\n'), "calls a constant NAMES"),
         (append(f"{CORE}/blocks.py", 'NAMES = re.compile("x")\n'), "calls a constant NAMES"),
+    ],
+    "imports_keep_names": [
+        (
+            append(f"{PLAN}/planner.py", "from ..core.blocks import find_blocks as find\n"),
+            "imports find_blocks as find",
+        ),
+        (
+            append(f"{CLI}/plan.py", "def f():\n    from ..plan import planner as _p\n"),
+            "imports planner as _p",
+        ),
     ],
     "classes_take_no_name_of_torch": [
         (

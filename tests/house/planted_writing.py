@@ -81,8 +81,15 @@ TEXT = {
         ),
         (write("tests/x.py", '"""Name a thing that is typed that is none."""\n'), "two clauses"),
     ],
+    "sections_open_with_one_line": [
+        (
+            append(f"{PLAN}/planner.py", f"# {'-' * 78}\n# Solve.\n# {'-' * 78}\n"),
+            "draws a line with a comment",
+        ),
+        (module("tests/x.py", "    #=======\nx = 1\n"), "tests/x.py:2 draws a line"),
+    ],
     "mentioned_paths_exist": [
-        (append("AGENTS.md", "run scripts/gone.py\n"), "AGENTS.md:4 names scripts/gone.py"),
+        (append("AGENTS.md", "run scripts/gone.py\n"), "AGENTS.md:12 names scripts/gone.py"),
         (append(SKILL, "see curry_train/core/gone.py\n"), "names curry_train/core/gone.py"),
         (append("README.md", "`template/gone`\n"), "names template/gone"),
         (append("README.md", "template/<any>.gone\n"), "names template/<any>.gone"),
@@ -103,7 +110,7 @@ TEXT = {
     "pages_set_no_python_path": [
         (append("README.md", "    PYTHONPATH=template python x\n"), "README.md:4 sets PYTHONPATH"),
         (append(SKILL, '`PYTHONPATH="ROOT/template" python x`\n'), "SKILL.md:10 sets PYTHONPATH"),
-        (append("AGENTS.md", "`env PYTHONPATH=. python`\n"), "AGENTS.md:4 sets PYTHONPATH"),
+        (append("AGENTS.md", "`env PYTHONPATH=. python`\n"), "AGENTS.md:12 sets PYTHONPATH"),
     ],
     "template_runs_where_it_is_written": [
         (write("template/{{ name }}/x.py", ""), "Jinja in its path"),

@@ -6,10 +6,11 @@ those for types alone. Run: `python tests/house/rules.py`.
 
 import ast
 import graphlib
+import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tree import (
@@ -29,6 +30,7 @@ from tree import (
     nodes,
     parse,
     reached,
+    read,
     relative,
 )
 
@@ -60,6 +62,7 @@ DISTRIBUTIONS_IN_FUNCTIONS = {
     "bench": {"pynvml"},
 }
 
+PICTURE_PAGE = "AGENTS.md"
 MOST_CORE_MODULES_OF_RUNS = 2  # `add checkpoint-policy --own` copies the room and these
 
 # Names that users rely on; they do not move.
@@ -182,6 +185,67 @@ def runs_stands_on_few_modules_of_core(root: Path) -> list[str]:
         f"runs stands on {len(needed)} modules of core ({', '.join(needed)}), and "
         f"{MOST_CORE_MODULES_OF_RUNS} is the most: move what runs alone needs into runs"
     ]
+
+
+def picture_shows_the_imports(root: Path) -> list[str]:
+    """The picture of the rooms in AGENTS.md has an arrow for each import between two rooms.
+
+    An arrow that a longer path implies is not drawn.
+    """
+    page = root / PICTURE_PAGE
+    drawn = drawn_arrows(read(page)) if page.is_file() else None
+    if not drawn:
+        return [f"{PICTURE_PAGE} has no picture of the rooms: draw it as a mermaid flowchart"]
+    arrows = room_imports(root)
+    needed = {(start, end) for start, ends in without_shortcuts(arrows).items() for end in ends}
+    missing = [
+        f"{PICTURE_PAGE} draws no arrow from {start} to {end}, and {start} imports {end}: draw it"
+        for start, end in sorted(needed - drawn)
+    ]
+    superfluous = [
+        f"{PICTURE_PAGE} draws an arrow from {start} to {end}; {_why_no_arrow(start, end, arrows)}"
+        for start, end in sorted(drawn - needed)
+    ]
+    return missing + superfluous
+
+
+def _why_no_arrow(start: str, end: str, arrows: Mapping[str, set[str]]) -> str:
+    if end in arrows.get(start, set()):
+        return "a longer path implies it: remove the arrow"
+    return f"{start} does not import {end}: remove the arrow"
+
+
+def drawn_arrows(text: str) -> set[tuple[str, str]]:
+    """Return the arrows of the first mermaid flowchart of a page; `a --> b --> c` has two."""
+    found = re.search(r"^```mermaid\nflowchart .*\n(?P<lines>(?:.*\n)*?)```$", text, re.MULTILINE)
+    arrows = set()
+    for line in found["lines"].splitlines() if found else []:
+        ends = [end.strip() for end in line.split("-->")]
+        arrows.update(itertools.pairwise(ends))
+    return arrows
+
+
+def room_imports(root: Path) -> dict[str, set[str]]:
+    """Return the rooms that each room imports; every package has `core.lazy` in it."""
+    known = all_modules(root)
+    found: dict[str, set[str]] = {module.room: set() for module in known.values() if module.room}
+    for name, targets in import_graph(root).items():
+        room = known[name].room
+        rooms = {known[target].room for target in targets if target != "core.lazy"}
+        if room:
+            found[room] |= rooms - {room, ""}
+    return found
+
+
+def without_shortcuts(arrows: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return the arrows that no longer path implies."""
+    found = {}
+    for start, ends in arrows.items():
+        implied = set()
+        for end in ends:
+            implied |= reached(arrows, end) - {end}
+        found[start] = ends - implied
+    return found
 
 
 def packages_hand_names_on_lazily(root: Path) -> list[str]:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tree import FUNCTIONS, Module, modules, python_files, read, relative, skills, top_level
+from tree import FUNCTIONS, Module, modules, nodes, python_files, read, relative, skills, top_level
 
 TAKEN_CLASS_NAMES = {"CheckpointPolicy": "torch has one, and it means something else"}
 
@@ -112,6 +112,19 @@ def _is_number_or_text(value: ast.expr | None) -> bool:
     if isinstance(value, ast.UnaryOp):
         return _is_number_or_text(value.operand)
     return isinstance(value, ast.Constant | ast.JoinedStr)
+
+
+def imports_keep_names(root: Path) -> list[str]:
+    """A name of ours is imported under its own name, so that a search finds all its uses."""
+    return [
+        f"{relative(module.path, root)}:{node.lineno} imports {alias.name} as {alias.asname}: "
+        "import it under its own name, or rename it where it is defined"
+        for module in modules(root).values()
+        for node in nodes(module.path, ast.ImportFrom)
+        if node.level
+        for alias in node.names
+        if alias.asname and alias.asname != alias.name
+    ]
 
 
 def classes_take_no_name_of_torch(root: Path) -> list[str]:

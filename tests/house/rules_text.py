@@ -16,6 +16,8 @@ SUMMARY_START = re.compile(r"[A-Z`]")
 RIDDLE_START = re.compile(r"(?:What|That|Those|Who|Whom|Whose|Whether|Which|How)\b")
 RIDDLE = re.compile(r"\bthat is\b.*\bthat is\b", re.IGNORECASE)
 
+FRAME = re.compile(r"#+ ?[-=#*_~]{4,}")
+
 JINJA_MARK = re.compile(r"\{\{|\{%|\{#")
 WORKPLACE_WORD = re.compile(
     r"[/]work/|[/]tmp/w/|[/]farm/|[.][.]/shared|this[ ]session|developer[ ]session", re.IGNORECASE
@@ -78,6 +80,16 @@ def summary_problem(first: str) -> str | None:
     if RIDDLE.search(first):
         return "opens a docstring with two clauses of 'that is': name the thing in one word"
     return None
+
+
+def sections_open_with_one_line(root: Path) -> list[str]:
+    """A comment that opens a section is one line of words, with no frame around it."""
+    return [
+        f"{relative(path, root)}:{number} draws a line with a comment: write the heading alone"
+        for path in python_files(root)
+        for number, line in enumerate(read(path).splitlines(), start=1)
+        if FRAME.fullmatch(line.strip())
+    ]
 
 
 def pages(root: Path) -> list[Path]:

@@ -46,6 +46,10 @@ _TECHNIQUES = {
 _NAMED = {name for names in _TECHNIQUES.values() for name in names}
 _TECHNIQUES["recompute"] = tuple(name for name in PUBLIC_NAMES["primitives"] if name not in _NAMED)
 
+_PICTURE = (
+    '    core["core: shared"]\n    cli --> plan --> core\n    primitives --> core\n    trainer\n'
+)
+
 _MANIFEST = '{\n  "name": "small",\n  "version": "1.2.3"\n}\n'
 
 FILES = {
@@ -98,7 +102,10 @@ FILES = {
     "gemini-extension.json": _MANIFEST,
     "CHANGELOG.md": "# Changelog\n\n## 1.2.3\n\n- See [the skill](skills/grad-accum/SKILL.md).\n",
     "README.md": "# Small\n\nRun `python scripts/scaffold.py`, see [rules](AGENTS.md#rules).\n",
-    "AGENTS.md": "# For agents\n\n`template/curry_train/` and curry_train/loop.py.\n",
+    "AGENTS.md": (
+        "# For agents\n\n`template/curry_train/` and curry_train/loop.py.\n\n"
+        f"```mermaid\nflowchart TD\n{_PICTURE}```\n"
+    ),
     "Makefile": "test:\n\tpytest tests/gates/test_grad_accum.py\n",
     ".ci/run": "make test\n",
     "LICENSE": "MIT\n",
