@@ -5,7 +5,7 @@ Proof: `python -m pytest tests/trainer`.
 
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,14 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .config import DataConfig
-from .core.random import seeded
-from .workloads.load import load_object
-from .workloads.workload import IGNORED_TARGET, Batch, Case, WorkloadError
+from .primitives.cross_entropy import IGNORED_TARGET
 
-# ------------------------------------------------------------------------------
 # The dataset interface: a length, and batches of chosen samples.
-# ------------------------------------------------------------------------------
 
 
 class Dataset(Protocol):
@@ -69,9 +64,20 @@ class DatasetSlice:
         return self.dataset.batch([self.start + int(sample) for sample in samples])
 
 
-# ------------------------------------------------------------------------------
+def split_dev(dataset: Dataset, dev_fraction: float) -> tuple[Dataset, Dataset | None]:
+    """Return the training samples, and the dev samples at the end (None without any)."""
+    num_dev = round(len(dataset) * dev_fraction)
+    if dev_fraction and not 0 < num_dev < len(dataset):
+        raise ValueError(
+            f"data.dev_fraction={dev_fraction} of {len(dataset)} samples leaves none to train on "
+            "or to measure: use more data, shorter samples (data.length), or data.dev_fraction=0"
+        )
+    num_trained = len(dataset) - num_dev
+    dev = DatasetSlice(dataset, num_trained, len(dataset)) if num_dev else None
+    return DatasetSlice(dataset, 0, num_trained), dev
+
+
 # Lay out tokens and targets as the batch that a model takes, copied from an example batch.
-# ------------------------------------------------------------------------------
 
 # Makes a batch from tokens, targets, and a mask of the tokens that are not padding.
 Layout = Callable[[Tensor, Tensor, Tensor], Any]
@@ -113,9 +119,7 @@ def layout_of(example: Any) -> tuple[Layout, int]:
     return hugging_face, example["input_ids"].shape[1]
 
 
-# ------------------------------------------------------------------------------
 # Training text without a download: the sources of Python's standard library, as bytes.
-# ------------------------------------------------------------------------------
 
 
 def read_library_text(folder: Path | None = None) -> NDArray[numpy.uint8]:
@@ -134,9 +138,11 @@ def read_library_text(folder: Path | None = None) -> NDArray[numpy.uint8]:
     return numpy.frombuffer(text, dtype=numpy.uint8)
 
 
-# ------------------------------------------------------------------------------
+# Vocabulary of text, where each byte is a token.
+BYTE_VOCABULARY_SIZE = 256
+
+
 # Sample order: a pure function of seed and position, reshuffled each epoch.
-# ------------------------------------------------------------------------------
 
 # Three rounds are the least that mix in a Feistel network; a test measures the order after four.
 FEISTEL_ROUNDS = 4
@@ -213,9 +219,7 @@ def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
     return values ^ (values >> numpy.uint64(31))
 
 
-# ------------------------------------------------------------------------------
 # The stream of microbatches on one rank, which resumes from one integer position.
-# ------------------------------------------------------------------------------
 
 # The positions from the first one up to, but not including, the second.
 Range = tuple[int, int]
@@ -340,9 +344,7 @@ def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(merged)
 
 
-# ------------------------------------------------------------------------------
 # Token datasets: fixed-length stretches of text, or documents, from memory or files.
-# ------------------------------------------------------------------------------
 
 Array = NDArray[Any]
 # The dtype of a .bin file; an .npy file records its own.
@@ -520,70 +522,3 @@ def _mapped(path: Path) -> Array:
             f"array of whole numbers"
         )
     return array
-
-
-# ------------------------------------------------------------------------------
-# Open the configured data and split it into training and dev samples.
-# ------------------------------------------------------------------------------
-
-BYTE_VOCABULARY_SIZE = 256  # vocabulary of text, where each byte is a token
-DRAWN_DATASET_LENGTH = 1 << 20  # length of a dataset whose batches the workload draws itself
-
-
-@dataclass(frozen=True)
-class MadeSamples:
-    """Batches drawn by a workload, the same batch for the same first sample."""
-
-    case: Case
-
-    def __len__(self) -> int:
-        return DRAWN_DATASET_LENGTH
-
-    def batch(self, samples: Any) -> Batch:
-        first = int(samples[0])
-        return replace(self.case, seed=self.case.seed + first).batch(len(samples))
-
-
-def open_datasets(
-    config: DataConfig, case: Case, *, vocabulary: int | None = None
-) -> tuple[Dataset, Dataset | None]:
-    """Return the training samples, and the dev samples at the end (None without any)."""
-    whole = _open(config, case, vocabulary)
-    num_dev = round(len(whole) * config.dev_fraction)
-    if config.dev_fraction and not 0 < num_dev < len(whole):
-        raise ValueError(
-            f"data.dev_fraction={config.dev_fraction} of {len(whole)} samples leaves none to train "
-            "on or to measure: use more data, shorter samples (data.length), or data.dev_fraction=0"
-        )
-    num_trained = len(whole) - num_dev
-    dev = DatasetSlice(whole, num_trained, len(whole)) if num_dev else None
-    return DatasetSlice(whole, 0, num_trained), dev
-
-
-def _open(config: DataConfig, case: Case, vocabulary: int | None) -> Dataset:
-    if config.source == "workload":
-        return MadeSamples(case)
-    if ":" in config.source:
-        dataset = load_object(config.source)
-        return dataset if hasattr(dataset, "batch") else Samples(dataset)
-
-    with seeded(case.seed):
-        layout, own_length = layout_of(case.workload.batch(1))
-    length = config.length or own_length
-    if config.source == "tokens":
-        assert config.path is not None
-        return open_tokens(
-            config.path,
-            length=length,
-            layout=layout,
-            vocabulary=vocabulary,
-            documents=config.documents,
-            mask=config.mask,
-        )
-    if vocabulary is not None and vocabulary < BYTE_VOCABULARY_SIZE:
-        raise WorkloadError(
-            f"text needs a vocabulary of {BYTE_VOCABULARY_SIZE} bytes, and {case.workload.name} has {vocabulary} "
-            "tokens"
-        )
-    text: numpy.ndarray[Any, Any] = read_library_text()
-    return Tokens([text], length=length, layout=layout, names=["the library's text"])

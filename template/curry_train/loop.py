@@ -1,35 +1,37 @@
 """Training loop: steps, learning rate schedule, evaluation, saving and stopping.
 
-    with stop_on_signals() as stop:
+    with saving(model, optimizer, runs="runs/mine", stream=stream, journal=True) as run:
         report = run_training_steps(
-            model, optimizer, microbatches, loss, steps=1000,
+            model, optimizer, stream, loss, steps=1000, run=run,
             accumulation=GradientAccumulation(4), count=count,
-            schedule=factor, clip_norm=1.0, save=save, save_every=100, after_step=[show], stop=stop,
+            schedule=factor, clip_norm=1.0, evaluate=dev_loss, evaluate_every=100,
         )
 
-`train_window` runs a single step; this module does what happens between steps, the same on every
-rank. Proof: `python -m pytest tests/trainer/test_loop.py`.
+Without `run` nothing is saved, unless `save` does it. `train_window` runs a single step; this
+module does what happens between steps, the same on every rank.
+
+Proof: `python -m pytest tests/trainer/test_loop.py tests/trainer/test_evaluation.py`.
 """
 
-import contextlib
 import functools
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .core.random import buffers_kept, generators_kept
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
+from .runs.attach import STOP_SIGNALS, AttachedRun, Stop
 from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
+from .runs.ranks import Ranks
 from .runs.state import TrainingState
 
 MOST_SKIPPED = 25  # after this many halvings the loss scale is not the cause of the overflow
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,12 @@ class RunReport:
         return self.ended_by == "steps"
 
 
-class Stop:
-    """Request to end the loop after the current step; the first reason counts."""
+def stop_on_signals() -> Stop:
+    """End the run after the current step on SIGTERM or SIGINT; a second SIGINT ends it at once.
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-
-    def ask(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[Stop]:
-    """End the run after the current step on SIGTERM or SIGINT; a second SIGINT ends it at once."""
-    stop = Stop()
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.reason and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.ask(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    Use the result in a `with` statement, and pass it to `run_training_steps` as `stop`.
+    """
+    return Stop(STOP_SIGNALS)
 
 
 def run_training_steps(
@@ -113,6 +95,7 @@ def run_training_steps(
     save_every: int | None = None,
     after_step: Sequence[Callable[[StepReport], Any]] = (),
     stop: Stop | None = None,
+    run: AttachedRun | None = None,
 ) -> RunReport:
     """Train until `steps` steps are done, counting `first_step` steps done before.
 
@@ -122,8 +105,18 @@ def run_training_steps(
     number of steps done, every `save_every` steps and, if steps were done since, when the loop
     ends for any reason but an error. `NonFiniteWindow` leaves the weights as they were before the
     step, on every rank.
+
+    `run` is what `saving(..., stream=microbatches)` returned: training continues from its step, it
+    saves, writes the journal, rolls back from loss spikes, and ends the loop on a signal. `save`,
+    `save_every`, `stop` and `first_step` are then its part.
     """
-    _check(steps, first_step, {"evaluate": (evaluate, evaluate_every), "save": (save, save_every)})
+    pairs = {"evaluate": (evaluate, evaluate_every), "save": (save, save_every)}
+    _check(steps, first_step, pairs)
+    if run is not None and (save is not None or stop is not None or first_step):
+        raise ValueError(
+            "run= saves, stops and knows its first step: leave out save, save_every, stop and "
+            "first_step"
+        )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
 
@@ -144,6 +137,8 @@ def run_training_steps(
         after_step=after_step,
         stop=stop or Stop(),
     )
+    if run is not None:
+        return loop.continue_run(windows, run)
     return loop.run(windows, first_step=first_step)
 
 
@@ -164,7 +159,40 @@ class _StepLoop:
     stop: Stop
     num_skipped: int = 0
 
+    def continue_run(self, windows: Iterator[Any], run: AttachedRun) -> RunReport:
+        """Train what is left of a run that `saving` made; after a rollback steps are done again."""
+        report = None
+        while run.continues(until=self.steps):
+            began = time.perf_counter()
+            window = next(windows, None)
+            if window is None:
+                run.ended_by = "data"
+                break
+            try:
+                factor = run.learning_rate_factor()
+                report = self._step(window, run.steps, began, factor=factor)
+            except NonFiniteWindow as error:
+                run.not_finite(error)
+                continue
+
+            metrics = {}
+            if self.evaluate is not None and _due(report.step, self.evaluate_every, self.steps):
+                report = replace(report, dev_loss=self.evaluate())
+                metrics["dev_loss"] = report.dev_loss
+            figures = {
+                "grad_norm": report.grad_norm,
+                "terms": report.num_terms,
+                "learning_rate": report.learning_rate,
+                "seconds": report.seconds,
+            }
+            run.step(loss=report.loss, stepped=report.stepped, figures=figures, **metrics)
+            for hook in self.after_step:
+                hook(report)
+        return RunReport(run.steps, run.ended_by or "stopped", report)
+
     def run(self, windows: Iterator[Any], *, first_step: int) -> RunReport:
+        """Train without `saving`: call `save` where it is due, and end where `stop` asks for it."""
+        ranks = Ranks.on_the_host()
         done = first_step
         saved = first_step
         report = None
@@ -187,7 +215,7 @@ class _StepLoop:
                 saved = done
 
             began = time.perf_counter()
-            if reason := _agreed(self.stop.reason):
+            if reason := self.stop.agreed(ranks):
                 ended_by = reason if done < self.steps else "steps"
                 break
 
@@ -195,10 +223,11 @@ class _StepLoop:
             self.save(done)
         return RunReport(done, ended_by, report)
 
-    def _step(self, window: Any, done: int, began: float) -> StepReport:
+    def _step(self, window: Any, done: int, began: float, *, factor: float = 1.0) -> StepReport:
         """Train one window with its learning rate; `done` steps were done before it."""
+        if self.schedule is not None:
+            factor *= self.schedule(done)
         for group in self.optimizer.param_groups:
-            factor = 1.0 if self.schedule is None else self.schedule(done)
             group["lr"] = group["initial_lr"] * factor
         try:
             result = self.train(window)
@@ -233,17 +262,6 @@ def _due(done: int, every: int | None, steps: int) -> bool:
     return every is not None and (done % every == 0 or done == steps)
 
 
-def _agreed(reason: str | None) -> str | None:
-    """Give every rank the reason to stop of any rank, or None if there is none."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return reason
-    reasons = [None, *(number.name for number in SIGNALS), "asked"]
-    index = reasons.index(reason if reason in reasons else "asked")
-    highest = torch.tensor(index, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return reasons[int(highest)]
-
-
 def _check(steps: int, first_step: int, pairs: dict[str, tuple[Any, int | None]]) -> None:
     if steps < 1 or first_step < 0:
         raise ValueError(
@@ -253,3 +271,52 @@ def _check(steps: int, first_step: int, pairs: dict[str, tuple[Any, int | None]]
         if every is not None and (function is None or every < 1):
             wanted = "at least 1" if function is not None else f"None without {name}="
             raise ValueError(f"{name}_every must be {wanted}, got {every}")
+
+
+# Mean loss over dev samples, the same samples for any number of ranks.
+
+
+class DevSamples(Protocol):
+    """Samples to evaluate on: a number of them, and batches of any of them."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, samples: Sequence[int]) -> Any: ...
+
+
+def mean_loss(
+    model: nn.Module,
+    dataset: DevSamples,
+    loss: Callable[[nn.Module, Any], Tensor],
+    count: Callable[[Any], int],
+    *,
+    samples: int,
+    microbatch: int,
+    rank: int = 0,
+    ranks: int = 1,
+) -> float:
+    """Return the mean loss over the first `samples` samples, in eval mode.
+
+    The model and every random generator are left unchanged. A rank without samples left evaluates
+    the last sample with no weight, because FSDP2 needs every rank in each forward.
+    """
+    samples = min(samples, len(dataset))
+    sums = torch.zeros(2, dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), generators_kept(), buffers_kept(model):
+            for start in range(0, samples, microbatch * ranks):
+                first = start + rank * microbatch
+                own = range(first, min(samples, first + microbatch))
+                batch = dataset.batch(own or [samples - 1])
+                value = loss(model, batch)
+                if own:
+                    sums += torch.tensor([value.item(), count(batch)], dtype=torch.float64)
+    finally:
+        model.train(was_training)
+    if ranks > 1:
+        sums = sums.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(sums)
+    total, terms = sums.tolist()
+    return total / terms if terms else float("nan")

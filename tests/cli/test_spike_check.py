@@ -11,11 +11,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from curry_train import trainer
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
 from curry_train.cli.spike_check import PlantedSpike, missed_spike, spike_check
 from curry_train.data import Samples
+from curry_train.runs import spike as spike_module
 from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.ranks import RunError
 
@@ -79,7 +79,7 @@ def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
 
 def no_rollback(run, monkeypatch):
     """Says that it went back, and stays."""
-    original = trainer.recover
+    original = spike_module.recover
 
     def stays(*args, load, state, **facts):
         kept = {name: held.clone() for name, held in state.model.state_dict().items()}
@@ -87,13 +87,13 @@ def no_rollback(run, monkeypatch):
         state.model.load_state_dict(kept)
         return done
 
-    monkeypatch.setattr(trainer, "recover", stays)
+    monkeypatch.setattr(spike_module, "recover", stays)
 
 
 def other_samples(run, monkeypatch):
     """Skips a window more than it says."""
-    original = run.parts.stream.skip
-    monkeypatch.setattr(run.parts.stream, "skip", lambda start, stop: original(start, stop + 16))
+    original = run.stream.skip
+    monkeypatch.setattr(run.stream, "skip", lambda start, stop: original(start, stop + 16))
 
 
 @pytest.mark.parametrize("fault", [no_rollback, other_samples])

@@ -47,7 +47,8 @@ def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
 
 
 def killed_at(step, folder, **more):
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    folders = ("template", "tests/runs", "tests/house")
+    paths = os.pathsep.join(str(ROOT / name) for name in folders)
     call = f"import test_attached_journal as own; own.train({str(folder)!r}, die_at={step}, **{more!r})"
     ended = subprocess.run([warm_python(), "-c", call], env=os.environ | {"PYTHONPATH": paths})
     assert ended.returncode == -signal.SIGKILL

@@ -94,7 +94,7 @@ def started_again(folder, **how):
 
 def events(folder):
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] not in {"step", "save"}]
+    return [line for line in lines if line["kind"] not in {"step", "save", "prune"}]
 
 
 def equal(a, b):

@@ -6,8 +6,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.core.timing import NoSuchDevice
-from curry_train.distribute import TrainingRanks, WrongLaunch, share, start_ranks
+from curry_train.distribute import WrongLaunch, share, start_ranks
 from curry_train.gates.fixtures import run_on_ranks
+from curry_train.runs.ranks import Ranks
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case
 
@@ -73,9 +74,9 @@ def test_more_ranks_than_gpus_is_told(monkeypatch):
 
 def test_one_process_alone_shares_nothing():
     module = Case(load_workload("mlp")).build()
-    with start_ranks() as ranks:
-        assert (ranks.first, ranks.size, ranks.agree("x")) == (True, 1, "x")
-        assert share(module, ranks, parallel="none", precision=torch.float32) is module
+    with start_ranks() as (ranks, device):
+        assert (ranks.first, ranks.size, ranks.agree(lambda: "x")) == (True, 1, "x")
+        assert share(module, device, parallel="none", precision=torch.float32) is module
     assert not torch.distributed.is_initialized()
 
 
@@ -95,11 +96,11 @@ def test_blocks_are_shards_of_their_own_and_ranks_agree_with_the_first():
 
 
 def shared_by_two():
-    rank = torch.distributed.get_rank()
-    ranks = TrainingRanks(torch.device("cpu"), rank, 2)
+    ranks = Ranks()
+    device = torch.device("cpu")
     build = Case(load_workload("transformer")).build
-    ddp = share(build(), ranks, parallel="ddp", precision=torch.float32)
-    sharded = share(build(), ranks, parallel="fsdp2", precision=torch.bfloat16)
+    ddp = share(build(), device, parallel="ddp", precision=torch.float32)
+    sharded = share(build(), device, parallel="fsdp2", precision=torch.bfloat16)
     shards = [name for name, module in sharded.named_modules() if isinstance(module, FSDPModule)]
-    agreed = ranks.agree([rank, rank])
+    agreed = ranks.agree(lambda: [ranks.rank, ranks.rank])
     return {"ddp": isinstance(ddp, DistributedDataParallel), "shards": shards, "agreed": agreed}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from curry_train.gates.fixtures import run_on_ranks
-from curry_train.trainer import mean_loss
+from curry_train.loop import mean_loss
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case
 

@@ -3,11 +3,11 @@
 import pytest
 from journals import lines_of
 
+from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
 from curry_train.runs.history import read_history
-from curry_train.runs.layout import SavedCheckpoint
 from curry_train.runs.ranks import LockedRun
-from curry_train.trainer import open_run, train_run, write_journal
+from curry_train.trainer import train_run
 
 WORDS = (
     "model=training_models:tiny",
@@ -19,7 +19,7 @@ WORDS = (
 
 
 def trained(runs, *words, resume=None, watch=()):
-    with open_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
+    with open_named_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
         return train_run(run, watch=watch)
 
 
@@ -86,49 +86,37 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
     )
 
 
-def test_what_else_happens_is_told_through_the_hook(tmp_path):
-    with open_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
-        with write_journal(run) as hook:
-            hook.step = 30
-            hook.saved(
-                SavedCheckpoint(
-                    "recovery", 30, "recovery/step-00000030.dcp", "elsewhere", None, 512
-                )
-            )
-            hook.pruned(10, "recovery/step-00000010.dcp")
-            hook.journal.write("spike", step=31, reason="9.1 after 4.0")
-            hook.ended("SIGTERM")
-        with write_journal(run):
-            pass
-    save, prune, spike, stop = lines_of(run.folder)[1:5]
-    assert (save["step"], save["checkpoint"], save["num_bytes"]) == (
-        30,
-        "recovery/step-00000030.dcp",
-        512,
-    )
-    assert (prune["step"], prune["of_step"], spike["kind"], stop["reason"]) == (
-        30,
-        10,
-        "spike",
-        "SIGTERM",
-    )
-    assert lines_of(run.folder)[-1]["reason"] == "before its last step"
+def test_saves_and_what_the_retention_deletes_are_in_the_journal(tmp_path):
+    policy = "checkpoint={rollback_every: 1, recovery_every: null, best_k: 0, retention: {rollback_keep: 2, recovery_keep: 1}}"
+    folder = trained(tmp_path, "steps=6", "evaluate.every=null", policy).folder
+    lines = lines_of(folder)
+    saves = [line for line in lines if line["kind"] == "save"]
+    assert [line["step"] for line in saves] == [1, 2, 3, 4, 5, 6]
+    assert all(line["num_bytes"] > 2**17 for line in saves)
+    prunes = [(line["of_step"], line["checkpoint"]) for line in lines if line["kind"] == "prune"]
+    assert prunes == [(step, f"rollback/step-{step:08d}.dcp") for step in range(1, 5)]
+    left = sorted(path.name for path in (folder / "rollback").iterdir())
+    assert left == ["step-00000005.dcp", "step-00000006.dcp"]
 
 
-def test_a_skipped_step_is_said(tmp_path):
-    from curry_train.loop import StepReport
+def test_a_run_that_is_opened_and_not_trained_is_closed(tmp_path):
+    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
+        pass
+    assert [line["kind"] for line in lines_of(run.folder)] == ["start", "stop"]
+    assert lines_of(run.folder)[-1]["reason"] == "closed"
 
-    with (
-        open_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run,
-        write_journal(run) as hook,
-    ):
-        hook(StepReport(1, 300, 4.0, float("inf"), 8, 1e-3, 0.1, stepped=False))
+
+def test_a_step_that_the_scaler_skipped_is_in_the_journal(tmp_path):
+    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
+        figures = {"grad_norm": float("inf"), "terms": 8}
+        run.attached.step(loss=4.0, stepped=False, figures=figures)
     step, skip = lines_of(run.folder)[1:3]
     assert (step["grad_norm"], skip["kind"], skip["step"]) == ("inf", "skip", 1)
 
 
 def test_a_run_that_is_trained_twice_at_once_is_refused(tmp_path):
-    opened = open_run(load_config(None, [f"runs={tmp_path}", *WORDS]))
-    locked = pytest.raises(LockedRun, match="is being written by process")
-    with opened as run, write_journal(run), locked, write_journal(run):
+    config = load_config(None, [f"runs={tmp_path}", "steps=1", *WORDS])
+    trained(tmp_path, "steps=1")
+    locked = pytest.raises(LockedRun, match="is held by process .*: end it, or give this run another folder")
+    with open_named_run(config, resume="latest"), locked, open_named_run(config, resume="latest"):
         pass

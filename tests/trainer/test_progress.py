@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from curry_train.cli.console import clock, short, show_progress, write_tensorboard
+from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
-from curry_train.trainer import open_run, train_run
+from curry_train.trainer import train_run
 
 WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2", "device=cpu")
 
@@ -17,7 +18,7 @@ def shown(runs, *words, terminal=False, resume=None):
     """All that was printed."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
-    with open_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
+    with open_named_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
         train_run(run, watch=[lambda run: show_progress(run, console=console)])
     return out.getvalue()
 
@@ -63,7 +64,7 @@ def test_tensorboard_gets_the_figures(tmp_path):
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="not installed"
     )
-    with open_run(load_config(None, [f"runs={tmp_path}", *WORDS, "steps=3"])) as run:
+    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS, "steps=3"])) as run:
         trained = train_run(run, watch=[write_tensorboard])
     read = events.EventAccumulator(str(run.folder / "tensorboard"))
     read.Reload()

@@ -14,12 +14,13 @@ import torch
 from journals import lines_of
 
 from curry_train.cli.resume_check import final_tensors
+from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.primitives.grad_accum import NonFiniteWindow
 from curry_train.runs.ranks import RunError
 from curry_train.runs.spike import RECOVERIES_FILE_NAME, SpikeNotRecovered
-from curry_train.trainer import open_run, train_run
+from curry_train.trainer import train_run
 
 WORDS = (
     "model=training_models:with_dropout", "device=cpu", "steps=48", "batch_size=4", "microbatch=2",
@@ -31,13 +32,11 @@ BAD = (34, 36)  # steps
 
 def plant(run, steps=BAD, times=20.0):
     """The samples of these steps, wherever they are met, have so many times the loss, and the gradient of it."""
-    stream, workload = run.parts.stream, run.parts.case.workload
+    stream = run.stream
     places = range((steps[0] - 1) * stream.batch_size, steps[1] * stream.batch_size)
     stream.dataset = Marked(stream.dataset, {int(one) for one in stream.order(list(places))}, times)
-    sound = workload.loss
-    object.__setattr__(
-        workload, "loss", lambda module, batch: sound(module, batch) * batch["times"]
-    )
+    sound = run.task.loss
+    run.task.loss = lambda module, batch: sound(module, batch) * batch["times"]
 
 
 class Marked:
@@ -60,7 +59,7 @@ def trained(runs, *words, resume=None, steps=BAD, at_step=None, planted=True):
         yield at_step or (lambda report: None)
 
     config = load_config(None, [*WORDS, f"runs={runs}", *words])
-    with open_run(config, resume=resume) as run:
+    with open_named_run(config, resume=resume) as run:
         if planted:
             plant(run, steps)
         return train_run(run, watch=[watch])
@@ -152,7 +151,7 @@ def test_stopped_and_resumed_it_is_the_same_to_the_bit(recovered, tmp_path, stop
 
 
 def test_a_loss_that_is_not_finite_is_gone_back_from_at_once(tmp_path):
-    with open_run(load_config(None, [*WORDS, f"runs={tmp_path}"])) as run:
+    with open_named_run(load_config(None, [*WORDS, f"runs={tmp_path}"])) as run:
         plant(run, (34, 34), float("nan"))
         folder = train_run(run).folder
     spike, rollback = told(folder, "spike", "rollback")
@@ -162,7 +161,9 @@ def test_a_loss_that_is_not_finite_is_gone_back_from_at_once(tmp_path):
 
 
 def test_without_rollback_it_ends_the_run_as_before(tmp_path):
-    with open_run(load_config(None, [*WORDS, f"runs={tmp_path}", "spike.action=warn"])) as run:
+    with open_named_run(
+        load_config(None, [*WORDS, f"runs={tmp_path}", "spike.action=warn"])
+    ) as run:
         plant(run, (34, 34), float("nan"))
         with pytest.raises(NonFiniteWindow, match="step 34"):
             train_run(run)
@@ -215,7 +216,7 @@ def test_the_learning_rate_is_lower_for_a_while(tmp_path):
 def on_ranks(runs, parallel):
     """What one rank knows at its end, under torchrun's variables."""
     words = [f"parallel={parallel}", f"runs={runs}", "microbatch=1"]
-    with open_run(load_config(None, [*WORDS, *words])) as run:
+    with open_named_run(load_config(None, [*WORDS, *words])) as run:
         plant(run)
         losses = []
 
@@ -224,11 +225,13 @@ def on_ranks(runs, parallel):
             yield lambda report: losses.append(report.loss)
 
         trained = train_run(run, watch=[watch])
-        told = [[one.spike, one.back_to, one.start, one.stop] for one in run.recoveries.done]
+        told = [
+            [one.spike, one.back_to, one.start, one.stop] for one in run.attached.recoveries.done
+        ]
         return {
             "step": trained.report.step,
             "told": told,
-            "skipped": list(run.parts.stream.skipped),
+            "skipped": list(run.stream.skipped),
         }
 
 

@@ -11,11 +11,12 @@ import numpy
 import pytest
 import torch
 
+from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.loop import RunReport
 from curry_train.plan import Infeasible, plan
-from curry_train.trainer import open_run, train, train_run
+from curry_train.trainer import train_run
 
 TINY = (
     "model=training_models:tiny",
@@ -36,7 +37,7 @@ def losses(runs, *words, resume=None, stop_after=None):
             os.kill(os.getpid(), signal.SIGTERM)
 
     config = load_config(None, [f"runs={runs}", "device=cpu", *TINY, *words])
-    with open_run(config, resume=resume) as run:
+    with open_named_run(config, resume=resume) as run:
         trained = train_run(run, watch=[lambda run: _hooked(hook)])
     return told, trained
 
@@ -60,7 +61,8 @@ def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
     config = load_config(
         None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"]
     )
-    report = train(config).report
+    with open_named_run(config) as run:
+        report = train_run(run).report
     assert report.last.dev_loss < 2.75
 
 
@@ -153,7 +155,7 @@ def ranked(tmp_path_factory, stopped, documents):
 def on_ranks(runs, kinds, saved):
     found = {kind: losses(runs, *words) for kind, words in kinds.items()}
     found["resumed"] = losses(runs, "parallel=fsdp2", resume=saved)
-    with open_run(load_config(None, [f"runs={runs}", *TINY, "parallel=ddp"])):
+    with open_named_run(load_config(None, [f"runs={runs}", *TINY, "parallel=ddp"])):
         drawn = torch.rand(4).tolist()
     answers = {
         kind: {"losses": told, "folder": str(trained.folder)}
@@ -240,14 +242,12 @@ def test_data_and_model_of_ones_own_train(tmp_path):
 
 
 def test_matrices_decay_and_vectors_do_not(tmp_path):
-    with open_run(load_config(None, [f"runs={tmp_path}", *TINY])) as run:
-        groups = run.parts.optimizer.param_groups
+    with open_named_run(load_config(None, [f"runs={tmp_path}", *TINY])) as run:
+        groups = run.optimizer.param_groups
         assert {group["weight_decay"] for group in groups if group["params"][0].dim() >= 2} == {0.1}
         assert all(parameter.dim() < 2 for group in groups[1:] for parameter in group["params"])
         assert groups[1]["weight_decay"] == 0.0
-        assert sum(len(group["params"]) for group in groups) == len(
-            list(run.parts.model.parameters())
-        )
+        assert sum(len(group["params"]) for group in groups) == len(list(run.model.parameters()))
 
 
 def test_samples_longer_than_the_model_takes_are_refused(tmp_path):

@@ -4,16 +4,17 @@ import numpy
 import pytest
 import torch
 
+from curry_train.cli.train import open_named_data
 from curry_train.config import load_config
-from curry_train.data import open_datasets
+from curry_train.data import split_dev
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case, WorkloadError
 
 
 def opened(model, *words, vocabulary=None):
-    return open_datasets(
-        load_config(None, words).data, Case(load_workload(model)), vocabulary=vocabulary
-    )
+    config = load_config(None, words).data
+    whole = open_named_data(config, Case(load_workload(model)), vocabulary=vocabulary)
+    return split_dev(whole, config.dev_fraction)
 
 
 def test_dev_samples_are_the_last_ones_and_are_not_trained_on():

@@ -14,14 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..core.measure import peak_bytes
+from ..core.timing import peak_bytes
 from ..core.wording import format_bytes
 from ..loop import StepReport
 from ..trainer import Hook, TrainingRun
 
-# ------------------------------------------------------------------------------
 # Progress of a run: a bar or lines on the console, and TensorBoard.
-# ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -63,9 +61,7 @@ def show_progress(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(
-            "the first step", total=run.parts.config.steps, completed=run.first_step
-        )
+        task = progress.add_task("the first step", total=run.config.steps, completed=run.first_step)
 
         def advance(report: StepReport) -> None:
             progress.update(task, completed=report.step, description=figures(report, run))
@@ -104,31 +100,31 @@ def require_tensorboard() -> Any:
 
 def describe_training(run: TrainingRun) -> str:
     """Describe model, data and settings, and the damaged states that a resume passed over."""
-    parts = run.parts
-    config = parts.config
+    config = run.config
     started = f", from step {run.first_step}" if run.first_step else ""
     ranks = ""
-    if parts.ranks.size > 1:
-        ranks = f" on each of {parts.ranks.size} ranks ({config.parallel})"
+    if run.ranks.size > 1:
+        ranks = f" on each of {run.ranks.size} ranks ({config.parallel})"
     recompute = ""
-    if parts.changed:
-        recompute = f", {config.recomputation().strategy} on {len(parts.changed)} layers"
-    resumed = f"\n{run.resumed.words}" if run.resumed and run.resumed.damaged else ""
+    if run.changed:
+        recompute = f", {config.recomputation().strategy} on {len(run.changed)} layers"
+    resumed = run.attached.resumed
+    damaged = f"\n{resumed.words}" if resumed and resumed.damaged else ""
     return (
-        f"{run.folder}: {parts.case.workload.name}, {parts.num_parameters / 1e6:.2f}M parameters, "
-        f"{len(parts.stream.dataset):,} samples{started}\n"
-        f"{parts.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
-        f"{config.precision} on {parts.ranks.device.type}{recompute}{resumed}"
+        f"{run.folder}: {run.task.name}, {run.num_parameters / 1e6:.2f}M parameters, "
+        f"{len(run.stream.dataset):,} samples{started}\n"
+        f"{run.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
+        f"{config.precision} on {run.device.type}{recompute}{damaged}"
     )
 
 
 def figures(report: StepReport, run: TrainingRun) -> str:
     """Summarize a step: loss, throughput and peak memory."""
-    unit = "tokens" if run.parts.config.data.source in ("text", "tokens") else "terms"
+    unit = "tokens" if run.config.data.source in ("text", "tokens") else "terms"
     dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
     skipped = "" if report.stepped else "  skipped"
     rate = short(report.num_terms / report.seconds)
-    memory = format_bytes(peak_bytes(run.parts.ranks.device))
+    memory = format_bytes(peak_bytes(run.device))
     return f"loss {report.loss:.4f}{dev}{skipped}  {rate} {unit}/s  {memory}"
 
 
@@ -145,9 +141,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-# ------------------------------------------------------------------------------
 # Plot of a memory timeline, and the check that matplotlib is installed.
-# ------------------------------------------------------------------------------
 
 
 def require_matplotlib() -> None:

@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +25,17 @@ from torch import Tensor
 
 from ..config import load_config
 from ..core.wording import provenance
-from ..loop import StepReport
 from ..runs.format import facts_of, read_metadata, read_tensors
 from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
 from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
-from ..trainer import Hook, TrainingRun, train
+from ..trainer import train_run
 from .options import UnusableInput, choose_device, model_option
 from .runs import JSON_OPTION, console_for, end, progress_of
+from .screen import ScreenCommand
+from .train import open_named_run
 
-# ------------------------------------------------------------------------------
 # Check that a resumed run equals an uninterrupted one to the bit.
-# ------------------------------------------------------------------------------
 
 COMPARED_FIGURES = ("loss", "dev_loss", "grad_norm", "learning_rate")
 STRAIGHT_RUN_NAME = "straight"
@@ -86,10 +84,10 @@ def resume_check(
     _train([*given, f"name={KILLED_RUN_NAME}"], config=config, kill_at=kill_at)
     killed_run = folder / f"{KILLED_RUN_NAME}-001"
     last_step = max(step for step, _ in _metrics(killed_run))
-    if last_step != kill_at:
+    if last_step != kill_at - 1:
         raise ValueError(
-            f"the run was to be killed at step {kill_at} and ended at {last_step}: this is a bug "
-            "of the check"
+            f"the run was to be killed in step {kill_at} and ended after step {last_step}: this is "
+            "a bug of the check"
         )
 
     _train([*given, f"name={KILLED_RUN_NAME}"], config=config, resume=killed_run.name)
@@ -102,7 +100,7 @@ def resume_check(
     return ResumeCheck(
         steps=steps,
         killed_at=kill_at,
-        resumed_from=_resumed_from([step for step, _ in resumed]),
+        resumed_from=_resumed_from(killed_run),
         figures=sum(len(figures) for _, figures in resumed),
         tensors=len(straight_state),
         difference=difference or _different_tensor(straight_state, resumed_state),
@@ -139,10 +137,10 @@ def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
     return steps
 
 
-def _resumed_from(steps: Sequence[int]) -> int:
-    """Return the step before the first repeated one, or the last step if none was repeated."""
+def _resumed_from(run: Path) -> int:
+    """Return the step of the state that the killed run continued from."""
     return next(
-        (after - 1 for before, after in itertools.pairwise(steps) if after <= before), max(steps)
+        event.step for event in JournalReading(run / JOURNAL_FILE_NAME) if event.kind == "resume"
     )
 
 
@@ -207,26 +205,24 @@ def _train(
 def _train_here(order: dict[str, Any]) -> None:
     """Train one run in this process, and kill it at the step `kill_at`."""
 
-    @contextlib.contextmanager
-    def kill_at_step(run: TrainingRun) -> Iterator[Hook]:
-        def after_step(report: StepReport) -> None:
-            if report.step == order["kill_at"]:
+    config = load_config(order["config"], order["words"])
+    with open_named_run(config, resume=order["resume"]) as run:
+
+        def kill(*_: Any) -> None:
+            # The step that is running now is not in `attached.steps` yet.
+            if run.attached.steps + 1 == order["kill_at"]:
                 # Finish saves first, so that the resume step does not depend on disk speed.
-                run.policy.finish()
+                run.attached.policy.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        yield after_step
-
-    config = load_config(order["config"], order["words"])
-    train(config, resume=order["resume"], watch=[kill_at_step])
+        run.optimizer.register_step_post_hook(kill)
+        train_run(run)
 
 
-# ------------------------------------------------------------------------------
 # Command `runs resume-check`: check that a killed and resumed run is bit-equal.
-# ------------------------------------------------------------------------------
 
 
-@click.command("resume-check")
+@click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
 @model_option("model", more="Same as model=.")
 @click.option(
     "--config", type=click.Path(dir_okay=False, exists=True), help="YAML configuration file."

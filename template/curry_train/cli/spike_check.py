@@ -34,22 +34,22 @@ from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
 from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.spike import Limit, SpikeWatchdog
-from ..trainer import Hook, TrainingRun, Watch, open_run, train_run
+from ..trainer import Hook, TrainingRun, Watch, train_run
 from ..workloads.load import load_workload
 from ..workloads.workload import map_tensors
 from .console import clock, require_matplotlib
 from .options import UnusableInput, choose_device, json_option, model_option, plot_option
 from .resume_check import final_tensors
 from .runs_plot import plot_runs
+from .screen import ScreenCommand
+from .train import open_named_run
 
-# ------------------------------------------------------------------------------
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
-# ------------------------------------------------------------------------------
 
 LEAST_THRESHOLD = 3.0  # a lower threshold raises alarms on healthy losses
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
 # Silenced loggers; the result has the same information.
-SILENCED_LOGGERS = ("curry_train.trainer", "curry_train.runs.policy")
+SILENCED_LOGGERS = ("curry_train.runs.spike", "curry_train.runs.policy")
 RECOVERED_RUN_NAME = "recovered"
 WITHOUT_RUN_NAME = "without"
 THROUGH_RUN_NAME = "through"
@@ -287,8 +287,8 @@ class _Plant:
 
 
 def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> None:
-    with open_run(config) as run:
-        plant(run.parts.stream, config.seed)
+    with open_named_run(config) as run:
+        plant(run.stream, config.seed)
         trained = train_run(run, watch=watch)
     report = trained.report
     if not report.finished:
@@ -332,15 +332,13 @@ def _difference(folder: Path, recovered: dict[int, float], without: dict[int, fl
     return None
 
 
-# ------------------------------------------------------------------------------
 # Command `runs spike-check`: plant bad samples and check the recovery from the spike.
-# ------------------------------------------------------------------------------
 
 NUM_TIMED_STEPS = 5  # steps to time before the total time is estimated
 MOST_RISES = 6  # rises of the loss to print
 
 
-@click.command("spike-check")
+@click.command("spike-check", cls=ScreenCommand, example="--steps 18 batch_size=4")
 @model_option("model", more="Same as model=.")
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."

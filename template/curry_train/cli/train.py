@@ -9,21 +9,47 @@ Proof: `python -m pytest tests/cli/test_train_command.py`.
 import contextlib
 import functools
 import os
-import sys
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
+from torch import nn
 
-from ..config import Config, load_config
+from ..config import Config, DataConfig, load_config
 from ..core.lazy import MissingTechnique
+from ..core.random import seeded
 from ..core.timing import NoSuchDevice
 from ..core.wording import provenance, write_json
-from ..loop import SIGNALS
+from ..data import (
+    BYTE_VOCABULARY_SIZE,
+    Dataset,
+    Samples,
+    Tokens,
+    layout_of,
+    open_tokens,
+    read_library_text,
+    split_dev,
+)
+from ..distribute import leave, start_ranks
+from ..plan.saved import Plan
 from ..primitives.grad_accum import NonFiniteWindow
+from ..runs.attach import STOP_SIGNALS
 from ..runs.ranks import RunError
-from ..trainer import Trained, Watch, open_run, train_run
+from ..trainer import (
+    TRAINING_DTYPES,
+    Trained,
+    TrainingRun,
+    TrainingTask,
+    Watch,
+    open_run,
+    train_run,
+)
+from ..workloads.load import load_object, load_workload
+from ..workloads.workload import Batch, Case, WorkloadError
 from .console import require_tensorboard, show_progress, write_tensorboard
 from .options import (
     DTYPES,
@@ -33,9 +59,104 @@ from .options import (
     json_option,
     model_option,
 )
+from .screen import ScreenCommand
+
+# Resolve the names of a configuration: the model, its loss, and its data.
+
+# Length of a dataset whose batches the workload draws itself.
+DRAWN_DATASET_LENGTH = 1 << 20
 
 
-@click.command("train", context_settings={"help_option_names": ["-h", "--help"]})
+@dataclass(frozen=True)
+class DrawnSamples:
+    """Batches drawn by a workload, the same batch for the same first sample."""
+
+    case: Case
+
+    def __len__(self) -> int:
+        return DRAWN_DATASET_LENGTH
+
+    def batch(self, samples: Any) -> Batch:
+        first = int(samples[0])
+        return replace(self.case, seed=self.case.seed + first).batch(len(samples))
+
+
+@contextlib.contextmanager
+def open_named_run(config: Config, *, resume: str | None = None) -> Iterator[TrainingRun]:
+    """Join the ranks and open the run of a configuration that names its model and its data.
+
+    `resume` is `latest`, the name of a run, or a saved state.
+    """
+    started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
+    with started as (ranks, device):
+        workload = load_workload(config.model)
+        dtype = TRAINING_DTYPES[config.dtype]
+        case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
+        task = named_task(config, case)
+        opened = open_run(
+            config, task, ranks=ranks, device=device, resume=resume, load_plan=Plan.load
+        )
+        with opened as run:
+            yield run
+
+
+def named_task(config: Config, case: Case) -> TrainingTask:
+    """Build the model of a workload, and open the configured data for it."""
+    workload = case.workload
+    module = case.build()
+    samples = open_named_data(config.data, case, vocabulary=_vocabulary(module))
+    dataset, dev = split_dev(samples, config.data.dev_fraction)
+    return TrainingTask(
+        workload.name,
+        module,
+        workload.loss,
+        count=workload.count,
+        dataset=dataset,
+        dev=dev,
+        place=case.place,
+    )
+
+
+def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = None) -> Dataset:
+    """Open the data that `data.source` names, with batches for the model of `case`."""
+    if config.source == "workload":
+        return DrawnSamples(case)
+    if ":" in config.source:
+        dataset = load_object(config.source)
+        return dataset if hasattr(dataset, "batch") else Samples(dataset)
+
+    with seeded(case.seed):
+        layout, own_length = layout_of(case.workload.batch(1))
+    length = config.length or own_length
+    if config.source == "tokens":
+        assert config.path is not None
+        return open_tokens(
+            config.path,
+            length=length,
+            layout=layout,
+            vocabulary=vocabulary,
+            documents=config.documents,
+            mask=config.mask,
+        )
+    if vocabulary is not None and vocabulary < BYTE_VOCABULARY_SIZE:
+        raise WorkloadError(
+            f"text needs a vocabulary of {BYTE_VOCABULARY_SIZE} bytes, and {case.workload.name} "
+            f"has {vocabulary} tokens: use data.source=tokens, or a model with more tokens"
+        )
+    text = read_library_text()
+    return Tokens([text], length=length, layout=layout, names=["the library's text"])
+
+
+def _vocabulary(module: nn.Module) -> int | None:
+    """Return the vocabulary size of the model's first embedding, None without one."""
+    tables = (layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding))
+    return next(tables, None)
+
+
+# The command.
+
+
+@click.command("train", cls=ScreenCommand, example="steps=20 batch_size=8 microbatch=4")
 @click.option(
     "--config",
     "path",
@@ -52,7 +173,7 @@ from .options import (
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @click.option("--batch-size", type=click.IntRange(1), help="Samples per step; same as batch_size=.")
 @click.option("--seed", type=click.IntRange(0), help="Same as seed=.")
-@json_option("Write how the run ended; - is standard output.")
+@json_option()
 @click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
@@ -95,7 +216,7 @@ def train_command(
                 ]
                 if config.log.tensorboard:
                     watch.append(write_tensorboard)
-                run = opened.enter_context(open_run(config, resume=resume))
+                run = opened.enter_context(open_named_run(config, resume=resume))
             except NoSuchDevice as error:
                 raise DeviceMissing(str(error)) from error
             except (ValueError, RuntimeError, MissingTechnique) as error:
@@ -108,9 +229,9 @@ def train_command(
         click.echo(
             "\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True
         )
-        _leave(1)
+        leave(1)
     _tell(config, trained, json_path)
-    _leave(_status(trained))
+    leave(_status(trained))
 
 
 def _here() -> str | None:
@@ -150,17 +271,5 @@ def _rank() -> int:
 
 
 def _status(trained: Trained) -> int:
-    numbers = {number.name: 128 + number for number in SIGNALS}
+    numbers = {number.name: 128 + number for number in STOP_SIGNALS}
     return numbers.get(trained.report.ended_by, 0)
-
-
-def _leave(status: int) -> None:
-    """Exit; with several ranks at once, without Python's clean-up.
-
-    On gloo, torch 2.13 aborts in about one of four exits of a process that used DDP.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)

@@ -21,6 +21,8 @@ CHUNK_BYTES = 64 * 2**20
 REDUCTIONS = ("mean", "sum")
 # Dtypes of class indices that F.cross_entropy accepts.
 TARGET_DTYPES = (torch.int64, torch.uint8)
+# The target that cross_entropy and Hugging Face models leave out of the loss.
+IGNORED_TARGET = -100
 
 # Whether backward was called with retain_graph. Private in torch, and used by AOTAutograd.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -51,7 +53,7 @@ def chunked_cross_entropy(
     *,
     bias: Tensor | None = None,
     chunk_tokens: int | None = 1024,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORED_TARGET,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:

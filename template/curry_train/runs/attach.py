@@ -1,6 +1,6 @@
-"""Attach saving, resume, journal and spike recovery to a training loop that is not ours.
+"""Attach saving, resume, journal and spike recovery to any training loop.
 
-# Resumes if the folder already holds a saved state.
+    # Resumes if the folder already holds a saved state.
     run = saving(model, optimizer, scheduler, runs="runs/mine", rollback_every=100)
     for epoch in run.epochs(range(10)):
         for batch in run.batches(loader):
@@ -8,48 +8,73 @@
             run.step(loss=loss)
     run.close()
 
-A save happens when the loop requests the next batch, after its whole body has run. The saved state
-therefore always lies between two steps, wherever the loop steps its schedule. On SIGTERM the run
-finishes the step, saves and exits with status 143; after rolling back from a loss spike it exits
-with status 75. Restart the process to continue the run.
+With a DataLoader a save happens when the loop requests the next batch, after its whole body has
+run. The saved state therefore always lies between two steps, wherever the loop steps its schedule.
+On SIGTERM the run finishes the step, saves and exits with status 143; after rolling back from a
+loss spike it exits with status 75. Restart the process to continue the run.
+
+With data that resume from one integer the loop stays in charge: `run.step` saves at once, a spike
+is rolled back in the same process, and a signal ends the loop instead of the process.
+
+    with saving(model, optimizer, runs="runs/mine", stream=stream, journal=True) as run:
+        windows = accumulation.windows(stream, count=num_tokens)
+        while run.continues(until=1000):
+            result = train_window(model, next(windows), summed_loss, optimizer)
+            run.step(loss=result.loss)
+    sys.exit(run.exit_status)
 
 Proof: `python -m pytest tests/runs`.
+
+Why so long: the object that a loop uses stands beside the journal that it writes and the signals
+that end it, so that everything that `saving` adds to a loop is read in one file.
 """
 
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.measure import peak_bytes
+from ..core.timing import peak_bytes
 from .background import BackgroundSaver
+from .comparison import run_facts
 from .files import Files, LocalFiles
-from .history import run_facts
 from .journal import Journal
-from .layout import SavedCheckpoint
+from .layout import RESUMABLE_KINDS, SavedCheckpoint
 from .policy import SavingPolicy, number_of
 from .policy_config import PolicyConfig, SpikeConfig
-from .random_state import RandomState, restore_random_state, take_random_state
+from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks
 from .resume import Resumed
-from .spike import Recovered, Recoveries, Spike, SpikeWatchdog, recover
+from .spike import AttachedWatch, Recovered, Recoveries, SampleStream, Spike
 from .state import TrainingState, no_schedule_forgotten
 from .store import Store
 
-# ------------------------------------------------------------------------------
-# Write the journal of a training run made by `saving`.
-# ------------------------------------------------------------------------------
+# What the loop reports of a step, and the journal of it.
+
+
+@dataclass
+class StepNotes:
+    """What the loop reported since the last save."""
+
+    # Figures that the policy may compare and save by: numbers or tensors.
+    metrics: dict[str, Any] = field(default_factory=dict)
+    # Figures for the journal only, which may be infinite in sound training.
+    figures: dict[str, Any] = field(default_factory=dict)
+    # Whether a step was done, and not only measured.
+    is_step: bool = False
+    # False if a gradient scaler skipped the step.
+    stepped: bool = True
 
 
 def require_disk(files: Files, runs: str | os.PathLike[str]) -> None:
@@ -58,6 +83,10 @@ def require_disk(files: Files, runs: str | os.PathLike[str]) -> None:
         raise ValueError(
             f"a journal needs a folder on a disk, and {runs} is not one: leave journal out"
         )
+
+
+# The journal lists skipped samples up to this number.
+MOST_LISTED_SAMPLES = 4096
 
 
 class AttachedJournal:
@@ -69,22 +98,19 @@ class AttachedJournal:
         state: TrainingState,
         resumed: Resumed | None,
         *,
-        config: PolicyConfig,
+        config: Mapping[str, Any],
         ranks: Ranks,
+        stream: SampleStream | None,
     ) -> None:
         self._state = state
-        self._config = config
+        self._stream = stream
         self._journal = Journal(folder, rank=ranks.rank)
-        self._step = state.step
-        self._since = time.perf_counter()
-        self.before_step()
+        self.begin_step()
 
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
         )
-        facts = run_facts(
-            {"checkpoint": asdict(config)}, device=self._device, world_size=ranks.size
-        )
+        facts = run_facts(config, device=self._device, world_size=ranks.size)
         if resumed is None and self._journal.empty:
             self._journal.start(facts=facts)
         else:
@@ -92,7 +118,12 @@ class AttachedJournal:
                 state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None
             )
 
-    def before_step(self) -> None:
+    def begin_step(self) -> None:
+        """Start the time of the next step, so that saves do not count as training."""
+        self._since = time.perf_counter()
+        self.read_rate()
+
+    def read_rate(self) -> None:
         """Read the learning rate, because the loop may step its schedule before `after_step`."""
         rates = [
             float(group["lr"])
@@ -101,48 +132,49 @@ class AttachedJournal:
         ]
         self._rate = rates[0] if rates else 0.0
 
-    def after_step(self, metrics: Mapping[str, Any]) -> None:
+    def after_step(self, notes: StepNotes) -> None:
         """Write the step and the evaluation that happened since the last call."""
         step = self._state.step
-        now = time.perf_counter()
-        name = self._config.best_k_metric
-
-        if step > self._step:
-            if metrics.get("loss") is None:
+        if notes.is_step:
+            if notes.metrics.get("loss") is None:
                 raise ValueError(
                     "a journal needs the loss of each step: "
                     "call run.step(loss=loss), or leave journal out"
                 )
-            self._journal.step(
-                step,
-                loss=number_of(metrics["loss"]),
-                learning_rate=self._rate,
-                seconds=now - self._since,
-                peak_bytes=peak_bytes(self._device),
+            figures = {
+                "learning_rate": self._rate,
+                "seconds": time.perf_counter() - self._since,
+                "peak_bytes": peak_bytes(self._device),
+            }
+            if hasattr(self._stream, "epoch"):
+                figures["epoch"] = self._stream.epoch
+            figures |= notes.figures
+            self._journal.step(step, loss=number_of(notes.metrics["loss"]), **figures)
+        if not notes.stepped:
+            self._journal.write(
+                "skip", step=step, reason="a gradient was not finite, and the scale is lowered"
             )
-            self._step = step
-            self._since = now
-            # A loop that does not take its batches from `run.batches` never calls `before_step`.
-            self.before_step()
+        for name, value in notes.metrics.items():
+            if name != "loss" and value is not None:
+                self._journal.write("eval", step=step, metric=name, value=number_of(value))
 
-        if metrics.get(name) is not None:
-            self._journal.write("eval", step=step, metric=name, value=number_of(metrics[name]))
+    def spiked(self, spike: Spike, *, why: str | None = None) -> None:
+        """Write a spike that the watchdog found; call after the journal has its step.
 
-    def spiked(self, spike: Spike) -> None:
-        """Write a spike that the watchdog found; call after the journal has its step."""
+        `why` describes a step that was not finite, and so has no loss.
+        """
         self._journal.write(
             "spike",
             step=spike.step,
-            reason=spike.words,
-            loss=spike.loss,
+            reason=why or spike.words,
+            loss=None if why else spike.loss,
             first=spike.first,
             baseline=spike.baseline,
             limit=spike.limit,
         )
 
-    def went_back(self, spike: Spike, done: Recovered, saved: Iterable[SavedCheckpoint]) -> None:
-        """Write the rollback and the skipped batches, and end the journal of this process."""
-        self.saved(saved)
+    def went_back(self, spike: Spike, done: Recovered) -> None:
+        """Write the rollback, and the samples or batches that are skipped from now on."""
         recovery = done.recovery
         self._journal.rollback(
             recovery.back_to,
@@ -151,19 +183,25 @@ class AttachedJournal:
             checkpoint=done.resumed.saved.folder,
             number=recovery.attempt,
         )
+        what = "batches"
+        facts: dict[str, Any] = {}
+        if done.samples is not None:
+            what = "positions"
+            facts["num_samples"] = len(done.samples)
+            if len(done.samples) <= MOST_LISTED_SAMPLES:
+                facts["samples"] = list(done.samples)
         self._journal.write(
             "skip",
             step=recovery.back_to,
-            reason=f"batches {recovery.start} to {recovery.stop - 1} of the run, "
+            reason=f"{what} {recovery.start} to {recovery.stop - 1} of the run, "
             f"around the spike of step {spike.step}",
             start=recovery.start,
             stop=recovery.stop,
+            **facts,
         )
-        self.ended("spike")
 
-    def ended(self, reason: str, saved: Iterable[SavedCheckpoint] = ()) -> None:
+    def ended(self, reason: str) -> None:
         """Write the last event and close the journal."""
-        self.saved(saved)
         self._journal.write("stop", step=self._state.step, reason=reason[:1000])
         self._journal.close()
 
@@ -177,249 +215,79 @@ class AttachedJournal:
                 num_bytes=checkpoint.num_bytes,
             )
 
+    def pruned(self, pruned: Iterable[SavedCheckpoint]) -> None:
+        """Write an event for every checkpoint that the retention deleted."""
+        for checkpoint in pruned:
+            self._journal.write(
+                "prune",
+                step=self._state.step,
+                checkpoint=checkpoint.folder,
+                of_step=checkpoint.step,
+            )
 
-# ------------------------------------------------------------------------------
-# Save and restore the position in the training data, with any DataLoader.
-# ------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
-# Prefix of the names under which the generators of a loader are saved.
-DATA_PREFIX = "data-"
-BatchT = TypeVar("BatchT")
-_NO_BATCH: Any = object()
+# End a training loop between two steps, on a signal or on request.
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Stands for a request that is no signal, where the ranks exchange the reason as a number.
+ASKED_NUMBER = 255
 
 
-class DataPosition:
-    """The position in the training data.
+class Stop:
+    """A request to end the training after the current step; the first reason counts.
 
-    `epoch` counts passes from 0, `batch` the batches taken in the current pass.
+    It handles `signals` until `release` or the end of a `with` statement; a second SIGINT
+    interrupts at once. Only the main thread can handle signals.
     """
 
-    # Saved separately for every rank, because the generators of the ranks differ.
-    of_each_rank = True
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.batch = 0
-        self.began: RandomState | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        began = None
-        if self.began is not None:
-            began = {"tensors": dict(self.began.tensors), "values": dict(self.began.values)}
-        return {"epoch": self.epoch, "batch": self.batch, "began": began}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        began = state["began"]
-        self.epoch = state["epoch"]
-        self.batch = state["batch"]
-        self.began = None if began is None else RandomState(began["tensors"], began["values"])
-
-    def begin_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.batch = 0
-        self.began = None
-
-    def iterator(
-        self, loader: Iterable[BatchT], generators: dict[str, torch.Generator]
-    ) -> Iterator[BatchT]:
-        """Return an iterator over the remaining batches of this pass.
-
-        On a resume the caller still has to restore the generators to their saved states.
-        """
-        if self.began is None:
-            self.batch = 0
-            self.began = take_random_state(generators)
-        else:
-            restore_random_state(self.began, generators)
-        iterator = iter(loader)
-        for number in range(self.batch):
-            if next(iterator, _NO_BATCH) is _NO_BATCH:
-                raise ValueError(
-                    f"{self.batch} batches of epoch {self.epoch} were taken before the save, and "
-                    f"the loader now has only {number}: use the data and the batch size of the "
-                    f"saved run, or start a new run"
-                )
-        return iterator
-
-
-def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that belong to a loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch-sampler": batch_sampler,
-        "inner-sampler": getattr(batch_sampler, "sampler", None),
-    }
-    found: dict[str, torch.Generator] = {}
-    for name, owner in owners.items():
-        generator = getattr(owner, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            continue
-        if all(generator is not other for other in found.values()):
-            found[name] = generator
-    return found
-
-
-def inexact(loader: Any) -> str | None:
-    """Return why a resume in the middle of a pass may not be exact; None if it is exact."""
-    if getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False):
-        return (
-            "persistent_workers keep their generators from epoch to epoch, and a resumed run has "
-            "new workers: random augmentation in them will differ; the order of the samples "
-            "will not"
-        )
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
-        return (
-            "in_order=False yields batches in the order in which the workers finish them, so a "
-            "resumed run may skip other batches than those that were taken"
-        )
-    return None
-
-
-# ------------------------------------------------------------------------------
-# Detect loss spikes for `saving(spike=...)`, roll back and skip the batches around them.
-# ------------------------------------------------------------------------------
-
-
-class AttachedWatch:
-    """The spike watchdog of a run made by `saving`; call its methods on all ranks together.
-
-    `watchdog` exists and is saved even when nothing is watched, so that a later start can watch.
-    """
-
-    def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None) -> None:
-        if not isinstance(spike, SpikeConfig):
-            spike = SpikeConfig(action="none") if spike is None else SpikeConfig.from_config(spike)
-        if spike.lower_rate is not None:
-            raise ValueError(
-                "spike.lower_rate works only in the training project, because `saving` does not "
-                "control the schedule of this loop: leave it out"
-            )
-        self.config = spike
-        self.ranks = Ranks.on_the_host()
-        group = None
-        if self.ranks.size > 1:
-            group = self.ranks.group or dist.group.WORLD
-        self.watchdog = SpikeWatchdog(spike, group=group)
-        self._judged = 0
-
-    def begin(self, state: TrainingState, store: Store) -> None:
-        """Read the step that the run resumes from, and the batches that it skips."""
-        self._judged = state.step
-        self._recoveries = Recoveries(store.files)
-
-    def skips(self, position: int) -> bool:
-        """Whether to skip the batch at this position, because it lies around an earlier spike."""
-        return any(recovery.start <= position < recovery.stop for recovery in self._recoveries.done)
-
-    def judge(self, step: int, loss: Any) -> Spike | None:
-        """Return the spike that this step's loss completes, or None."""
-        if self.config.action == "none" or step == self._judged:
-            return None
-        if loss is None:
-            raise ValueError(
-                "the watchdog needs the loss of each step: "
-                "call run.step(loss=loss), or leave spike out"
-            )
-        self._judged = step
-        spike = self.watchdog.observe(step, loss)
-        if spike is not None and not self.config.rolls_back:
-            self._warn(
-                "spike: %s; with spike={'action': 'rollback'} the run rolls back", spike.words
-            )
-        return spike
-
-    def go_back(
-        self, spike: Spike, state: TrainingState, policy: SavingPolicy, data: DataPosition
-    ) -> Recovered:
-        """Load a state from before the spike and skip its batches from then on.
-
-        Raises SpikeNotRecovered.
-        """
-        step = state.step
-        position = state.position
-        epoch = data.epoch
-
-        def after(start: int, windows: int) -> int:
-            """Return the position that lies so many windows of trained batches after `start`."""
-            trained = sum(not self.skips(place) for place in range(state.position, position))
-            remaining = round(windows * trained / (step - state.step))
-            place = start
-            while remaining or self.skips(place):
-                remaining -= not self.skips(place)
-                place += 1
-            return place
-
-        done = recover(
-            spike,
-            self.config,
-            state=state,
-            load=lambda what: policy.resume(state, what),
-            after=after,
-            recoveries=self._recoveries,
-            write=self.ranks.first,
-            go_on='saving(..., resume="{}") once, and without it afterwards',
-        )
-        if data.epoch < epoch and not any(
-            name.startswith(DATA_PREFIX) for name in state.generators
-        ):
-            self._warn(
-                "epoch %d will be shuffled again, in an order that depends on the model's random "
-                "draws before it: give the loader a generator of its own, "
-                "DataLoader(..., generator=torch.Generator())",
-                epoch,
-            )
-        recovery = done.recovery
-        self._warn(
-            "spike: %s. Rolled back to %s: start again to go on without batches %d to %d "
-            "(attempt %d of %d)",
-            spike.words,
-            done.resumed.saved.folder,
-            recovery.start,
-            recovery.stop - 1,
-            recovery.attempt,
-            self.config.attempts,
-        )
-        return done
-
-    def _warn(self, message: str, *values: object) -> None:
-        if self.ranks.first:
-            logger.warning(message, *values)
-
-
-# ------------------------------------------------------------------------------
-# Record SIGTERM, so that a training loop can stop between two steps.
-# ------------------------------------------------------------------------------
-
-
-class Termination:
-    """Sets `signal` to SIGTERM's number when it arrives; 0 until then.
-
-    Only the main thread can handle signals; in another thread `signal` stays 0.
-    """
-
-    def __init__(self) -> None:
-        self.signal = 0
-        self._before = None
+    def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
+        self.reason: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            for number in signals:
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def __enter__(self) -> "Stop":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+    @property
+    def number(self) -> int:
+        """The reason as a number: 0 for none, the signal's number, or `ASKED_NUMBER`."""
+        if self.reason is None:
+            return 0
+        numbers = {each.name: int(each) for each in STOP_SIGNALS}
+        return numbers.get(self.reason, ASKED_NUMBER)
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def agreed(self, ranks: Ranks) -> str | None:
+        """Give every rank the reason to stop of any rank, or None if there is none."""
+        if ranks.size == 1:
+            return self.reason
+        number = ranks.highest([self.number])[0]
+        if number == ASKED_NUMBER:
+            return "asked"
+        return signal.Signals(number).name if number else None
 
     def release(self) -> None:
-        """Restore the previous SIGTERM handler."""
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
-    def _note(self, number: int, frame: Any) -> None:
-        self.signal = number
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.reason and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.ask(signal.Signals(number).name)
 
 
-# ------------------------------------------------------------------------------
-# Save and resume an existing training loop with a few added lines.
-# ------------------------------------------------------------------------------
+# Save and resume a training loop with a few added lines.
 
+logger = logging.getLogger(__name__)
 ItemT = TypeVar("ItemT")
 # Exit status 75 after a rollback: start the process again to continue the run.
 RESTART_EXIT_STATUS = os.EX_TEMPFAIL
@@ -436,9 +304,13 @@ def saving(
     scaler: Any = None,
     extra: Mapping[str, Any] | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
+    stream: SampleStream | None = None,
     resume: str | int | None = "latest",
+    keep_settings: bool = False,
+    resume_hint: str | None = None,
     in_background: bool = False,
     journal: bool = False,
+    config: Mapping[str, Any] | None = None,
     spike: SpikeConfig | Mapping[str, Any] | None = None,
     **policy: Any,
 ) -> "AttachedRun":
@@ -448,41 +320,76 @@ def saving(
 
     `policy` takes the keys of the config block `checkpoint:`. `extra` maps names to any other
     objects that have a `state_dict`. `resume=None` starts a new run and needs an empty folder.
-    `journal` reads and records the loss of every step for `runs show`, `diff` and `plot`. `spike`
-    takes the keys of the config block `spike:` and checks the loss of every step for spikes.
+    `journal` reads and records the loss of every step for `runs show`, `diff` and `plot`; `config`
+    is recorded with it and with every state. `spike` takes the keys of the config block `spike:`
+    and checks the loss of every step for spikes.
+
+    `stream` is data that resume from one integer, such as a `curry_train.data.Stream`; the loop
+    then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
+    keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
+    differ. `resume_hint` is the command that resumes from a state, for messages, with `{}` for the
+    state.
     """
     no_schedule_forgotten(optimizer, scheduler, extra or {})
-    config = PolicyConfig.from_config(policy)
+    policy_config = PolicyConfig.from_config(policy)
     position = DataPosition()
-    watch = AttachedWatch(spike)
+    watch = AttachedWatch(spike, stream=stream, resume_hint=resume_hint)
 
-    saved_objects = {**(extra or {}), "data-position": position, "spike-watchdog": watch.watchdog}
+    saved_objects = {**(extra or {}), "spike-watchdog": watch.watchdog}
+    if stream is None:
+        saved_objects["data-position"] = position
     state = TrainingState(
-        model, optimizer, scheduler, scaler, extra=saved_objects, generators=generators
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        config=config,
+        extra=saved_objects,
+        generators=generators,
     )
-    return AttachedRun(state, position, watch, runs, config, resume, in_background, journal)
+    return AttachedRun(
+        state,
+        policy_config,
+        runs=runs,
+        watch=watch,
+        position=position,
+        stream=stream,
+        resume=resume,
+        keep_settings=keep_settings,
+        in_background=in_background,
+        journal=journal,
+    )
 
 
 class AttachedRun:
     """A training run made by `saving`; close it, or use it as a context manager.
 
     `resumed` describes what was loaded, or is None. `steps` counts the optimizer steps done.
+    `ended_by` is None until the loop ends: "steps", "data" or the name of a signal.
     """
 
     def __init__(
         self,
         state: TrainingState,
-        position: DataPosition,
-        watch: AttachedWatch,
-        runs: str | os.PathLike[str],
         config: PolicyConfig,
+        *,
+        runs: str | os.PathLike[str],
+        watch: AttachedWatch,
+        position: DataPosition,
+        stream: SampleStream | None,
         resume: str | int | None,
+        keep_settings: bool,
         in_background: bool,
         journal: bool,
     ) -> None:
         self.state = state
-        self._position = position
+        self.ended_by: str | None = None
         self._watch = watch
+        self._position = position
+        self._stream = stream
+        self._keep_settings = keep_settings
+        if stream is not None:
+            state.position = stream.position
 
         self.store = Store(runs)
         if journal:
@@ -493,8 +400,8 @@ class AttachedRun:
 
         self.resumed: Resumed | None = None
         if resume is not None:
-            self.resumed = self.policy.resume(state, resume)
-        self._resuming = self.resumed is not None
+            self.resumed = self._load(resume)
+        self._resuming = self.resumed is not None and self.resumed.saved.kind in RESUMABLE_KINDS
         if self.resumed is not None:
             # Loaders register their generators later, in `batches`: drop the notes about those.
             notes = self.resumed.report.notes
@@ -505,17 +412,24 @@ class AttachedRun:
         self._by_epochs = False
         self._in_epoch = False
         self._iterating = False
-        self._metrics: dict[str, Any] | None = None
+        self._rate_was_read = False
+        self._notes: StepNotes | None = None
         self._ranks = watch.ranks
         self._open = True
-        watch.begin(state, self.store)
+        watch.begin(state, self.store.files)
 
         self._journal: AttachedJournal | None = None
         if journal:
             self._journal = AttachedJournal(
-                runs, state, self.resumed, config=config, ranks=watch.ranks
+                runs,
+                state,
+                self.resumed,
+                config=state.config or {"checkpoint": asdict(config)},
+                ranks=watch.ranks,
+                stream=stream,
             )
-        self._termination = Termination()
+        # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
+        self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -538,11 +452,45 @@ class AttachedRun:
     def steps(self) -> int:
         return self.state.step
 
+    @property
+    def recoveries(self) -> Recoveries:
+        """The rollbacks of this run, with the samples that each of them skips."""
+        return self._watch.recoveries
+
+    @property
+    def exit_status(self) -> int:
+        """The status for `sys.exit`: 128 plus the signal that ended the loop, else 0."""
+        numbers = {number.name: 128 + number for number in STOP_SIGNALS}
+        return numbers.get(self.ended_by or "", 0)
+
+    def continues(self, *, until: int) -> bool:
+        """Whether to train another step; call it on every rank before each step.
+
+        False once `until` steps are done, or a signal has reached any rank.
+        """
+        self._require_stream("run.continues(until=...)")
+        if self._resuming:
+            # Code between `saving` and the first step may have drawn random numbers.
+            self.state.restore_random()
+            self._resuming = False
+        reason = self._stop.agreed(self._ranks)
+        if self.steps >= until:
+            self.ended_by = "steps"
+        elif reason is not None:
+            self.ended_by = reason
+        return self.ended_by is None
+
+    def learning_rate_factor(self) -> float:
+        """Return the factor of `spike.lower_rate` on the learning rate of the next step."""
+        self._rate_was_read = True
+        return self._watch.recoveries.factor(self.steps)
+
     def epochs(self, epochs: Iterable[ItemT]) -> Iterator[ItemT]:
         """Iterate over the epochs that are not finished yet.
 
         Code after the loop over batches still belongs to its epoch.
         """
+        self._require_no_stream("run.epochs")
         self._by_epochs = True
         first = self._position.epoch
         for number, epoch in enumerate(epochs):
@@ -558,6 +506,7 @@ class AttachedRun:
 
     def batches(self, loader: Iterable[ItemT]) -> Iterator[ItemT]:
         """Iterate over the remaining batches of this pass over the loader."""
+        self._require_no_stream("run.batches")
         self._check_loop_over_batches()
         if self._position.batch == 0 and (why := inexact(loader)):
             logger.warning("%s", why)
@@ -573,7 +522,7 @@ class AttachedRun:
                 if self._watch.skips(self.state.position - 1):
                     continue
                 if self._journal is not None:
-                    self._journal.before_step()
+                    self._journal.read_rate()
                 yield batch
                 self._save()
         finally:
@@ -609,94 +558,194 @@ class AttachedRun:
         self._resuming = False
         return iterator
 
-    def step(self, loss: Any = None, **metrics: Any) -> None:
+    def step(
+        self,
+        loss: Any = None,
+        *,
+        stepped: bool = True,
+        figures: Mapping[str, Any] | None = None,
+        **metrics: Any,
+    ) -> bool:
         """Call after the optimizer's step, on every rank.
 
         The loss and metrics are numbers or tensors; they are read only when a save, the journal or
-        the spike watchdog needs them.
+        the spike watchdog needs them. `figures` go to the journal only, such as the norm of the
+        gradients. `stepped=False` is for a step that a gradient scaler skipped. Returns False if
+        the run was rolled back to before this step.
         """
-        if self._watch.config.rolls_back and not self.state.position:
+        if self._stream is None and self._watch.config.rolls_back and not self.state.position:
             raise ValueError(
                 "spike.action=rollback has to skip batches: take them from run.batches(loader)"
             )
+        if self._watch.config.lower_rate is not None and not self._rate_was_read:
+            raise ValueError(
+                "spike.lower_rate has no effect on this loop: multiply the learning rate of each "
+                "step by run.learning_rate_factor(), or leave lower_rate out"
+            )
+        self._rate_was_read = False
         self.state.step += 1
-        self._metrics = (self._metrics or {}) | metrics | ({} if loss is None else {"loss": loss})
-        self._save_between()
+        if self._stream is not None:
+            self.state.position = self._stream.position
+
+        notes = self._noted()
+        notes.is_step = True
+        notes.stepped = stepped
+        notes.figures |= figures or {}
+        notes.metrics |= metrics
+        if loss is not None:
+            notes.metrics["loss"] = loss
+        return self._save_between()
 
     def measured(self, **metrics: Any) -> None:
         """Record metrics measured after the step, such as `dev_loss` at the end of an epoch.
 
         Inside a loop over epochs or batches it is enough to call this on one rank.
         """
-        self._metrics = (self._metrics or {}) | metrics
+        self._noted().metrics.update(metrics)
         self._save_between()
+
+    def not_finite(self, error: ArithmeticError) -> None:
+        """Roll back from a step that was not taken because a loss or gradient was not finite.
+
+        Raises the error again unless `spike.action` is rollback. `train_window` raises it on every
+        rank.
+        """
+        spike = None
+        if self._watch.config.rolls_back:
+            spike = self._watch.judge(self.state.step + 1, math.nan)
+        if spike is None:
+            raise error
+        if self._journal is not None:
+            self._journal.spiked(spike, why=str(error))
+        self._roll_back(spike)
 
     def close(self) -> None:
         """Save the final state, wait for the save and release the folder."""
         if self._open:
-            self._close("closed")
+            self._close(self.ended_by or "closed")
 
     def _close(self, reason: str) -> None:
         try:
             self._save()
-            saved = self.policy.save_now(self.state.step, self.state) if self.state.step else []
+            if self.state.step:
+                self._record(self.policy.save_now(self.state.step, self.state))
             if self._journal is not None:
-                self._journal.ended(reason, saved)
+                self._journal.ended(reason)
         finally:
             self._release()
 
-    def _save_between(self) -> None:
-        if not self._iterating and not self._in_epoch:
-            self._save()
+    def _load(self, what: str | int) -> Resumed | None:
+        """Load a saved state into the training, and its position into the stream."""
+        settings = [
+            (group, dict(group))
+            for optimizer in self.state.optimizers
+            for group in optimizer.param_groups
+        ]
+        resumed = self.policy.resume(self.state, what)
+        if self._keep_settings:
+            for group, before in settings:
+                group.clear()
+                group.update(before)
+        if self._stream is not None:
+            self._stream.position = self.state.position
+        return resumed
 
-    def _save(self) -> None:
-        metrics = self._metrics
-        self._metrics = None
+    def _noted(self) -> StepNotes:
+        self._notes = self._notes or StepNotes()
+        return self._notes
+
+    def _save_between(self) -> bool:
+        return True if self._iterating or self._in_epoch else self._save()
+
+    def _save(self) -> bool:
+        """Save what is due; return False if the run was rolled back instead.
+
+        Without a stream a signal ends the process here.
+        """
+        notes = self._notes
+        self._notes = None
         name = self.policy.config.best_k_metric
-        measured_here = metrics is not None and metrics.get(name) is not None
-        stop, stepped, measured_anywhere = self._ranks.highest(
-            [self._termination.signal, metrics is not None, measured_here]
+        measured_here = notes is not None and notes.metrics.get(name) is not None
+        asked = self._stop.number if self._stream is None else 0
+        stop, noted, measured_anywhere = self._ranks.highest(
+            [asked, notes is not None, measured_here]
         )
 
-        if stepped:
-            metrics = metrics or {}
+        stands = True
+        if noted:
+            notes = notes or StepNotes()
             if measured_anywhere and self._ranks.size > 1:
                 # Evaluation often runs on rank 0 alone, so every rank needs its result.
-                metrics[name] = self._ranks.exchange(
-                    lambda: number_of(metrics[name]) if measured_here else None, _first
-                )
-            if self._journal is not None:
-                self._journal.after_step(metrics)
-            self._judge(metrics.get("loss"), stop)
-            saved = self.policy.after_step(self.state.step, self.state, metrics)
-            if self._journal is not None:
-                self._journal.saved(saved)
+                own = number_of(notes.metrics[name]) if measured_here else None
+                notes.metrics[name] = self._ranks.exchange(lambda: own, _first)
+            stands = self._save_noted(notes, stop)
 
         if stop:
-            self._termination.signal = 0
+            self._stop.reason = None  # `_close` calls this method once more
             self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
+        return stands
 
-    def _judge(self, loss: Any, stop: int) -> None:
-        """Check the loss for a spike before this step is saved.
-
-        A rollback ends the process, because it cannot send the caller's loop back to an earlier
-        epoch.
-        """
-        spike = self._watch.judge(self.state.step, loss)
+    def _save_noted(self, notes: StepNotes, stop: int) -> bool:
+        """Write the journal, check the loss for a spike, and only then save."""
+        if self._journal is not None:
+            self._journal.after_step(notes)
+        spike = None
+        if notes.is_step and notes.stepped:
+            spike = self._watch.judge(self.state.step, notes.metrics.get("loss"))
         if spike is not None and self._journal is not None:
             self._journal.spiked(spike)
         if spike is not None and self._watch.config.rolls_back:
-            saved = self.policy.finish()
-            back = self._watch.go_back(spike, self.state, self.policy, self._position)
+            self._roll_back(spike, stop=stop)
+            return False
+
+        self._record(self.policy.after_step(self.state.step, self.state, notes.metrics))
+        if self._journal is not None:
+            self._journal.begin_step()
+        return True
+
+    def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:
+        """Load a state from before the spike, without whose samples the run goes on.
+
+        Without a stream this ends the process, because a rollback cannot send the caller's loop
+        back to an earlier epoch.
+        """
+        self._record(self.policy.finish())
+        done = self._watch.go_back(spike, self.state, load=self._load, data=self._position)
+        if self._journal is not None:
+            self._journal.went_back(spike, done)
+            self._journal.begin_step()
+        if self._stream is None:
             if self._journal is not None:
-                self._journal.went_back(spike, back, saved)
+                self._journal.ended("spike")
             self._release()
             sys.exit(128 + stop if stop else RESTART_EXIT_STATUS)
 
+    def _record(self, saved: Iterable[SavedCheckpoint]) -> None:
+        """Write what was saved to the journal, and what the retention deleted after it."""
+        pruned = self.policy.pruned
+        self.policy.pruned = []
+        if self._journal is not None:
+            self._journal.saved(saved)
+            self._journal.pruned(pruned)
+
+    def _require_stream(self, call: str) -> None:
+        if self._stream is None:
+            raise ValueError(
+                f"{call} needs data that resume from one integer: call saving(..., stream=stream), "
+                "or take the batches of a DataLoader from run.batches(loader)"
+            )
+
+    def _require_no_stream(self, call: str) -> None:
+        if self._stream is not None:
+            raise ValueError(
+                f"{call} is for a DataLoader, and this run has a stream: iterate over the stream "
+                "inside `while run.continues(until=...)`"
+            )
+
     def _release(self, *raised: Any) -> None:
         self._open = False
-        self._termination.release()
+        self._stop.release()
         if self._saver is not None:
             # With an exception the saver closes without communicating with other ranks.
             self._saver.__exit__(*(raised or (None, None, None)))

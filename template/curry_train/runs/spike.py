@@ -16,11 +16,12 @@ Proof: `python -m pytest tests/runs/test_spike.py tests/runs/test_spike_recovery
 """
 
 import json
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -29,8 +30,10 @@ import torch.distributed as dist
 from .files import Files, LocalFiles
 from .policy import number_of
 from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig
-from .ranks import RunError
+from .random_state import DATA_PREFIX, DataPosition
+from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
+from .state import TrainingState
 
 # Loss spike detection against a baseline that warm-up, drift and spikes do not distort.
 
@@ -274,8 +277,8 @@ def _read(files: Files) -> list[Recovery]:
         return [_checked(entry) for entry in json.loads(files.read(RECOVERIES_FILE_NAME))]
     except (ValueError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't be read "
-            f"({error}): restore it, or remove it to train on those samples again"
+            f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't "
+            f"be read ({error}): restore it, or remove it to train on those samples again"
         ) from error
 
 
@@ -311,6 +314,8 @@ class Recovered:
 
     resumed: Resumed
     recovery: Recovery
+    # The samples at the skipped positions; None where only the loader could name them.
+    samples: Sequence[int] | None = None
 
 
 def recover(
@@ -379,3 +384,189 @@ def _given_up(spike: Spike, recoveries: Recoveries, number: int, go_on: str) -> 
         f"spike (python -m curry_train grad-flow), lower optimizer.learning_rate, and go on with "
         f"{go_on}"
     )
+
+
+# The watchdog of a run made by `saving`: judge each step, roll back, and skip the samples.
+
+logger = logging.getLogger(__name__)
+DEFAULT_RESUME_HINT = 'saving(..., resume="{}") once, and without it afterwards'
+
+
+class SampleStream(Protocol):
+    """Data that resume from one integer and can leave samples out: `curry_train.data.Stream`.
+
+    `position` is where the next window of samples begins. `after` returns the position of the
+    window that is `windows` windows later.
+    """
+
+    position: int
+
+    def after(self, position: int, *, windows: int) -> int: ...
+
+    def skip(self, start: int, stop: int) -> None: ...
+
+    def samples_between(self, start: int, stop: int) -> list[int]: ...
+
+
+class AttachedWatch:
+    """The spike watchdog of a run made by `saving`; call its methods on all ranks together.
+
+    `watchdog` exists and is saved even when nothing is watched, so that a later start can watch.
+    With a stream a rollback goes on in this process; without one the process has to start again.
+    """
+
+    def __init__(
+        self,
+        spike: SpikeConfig | Mapping[str, Any] | None,
+        *,
+        stream: SampleStream | None = None,
+        resume_hint: str | None = None,
+    ) -> None:
+        if not isinstance(spike, SpikeConfig):
+            spike = SpikeConfig(action="none") if spike is None else SpikeConfig.from_config(spike)
+        if spike.lower_rate is not None and stream is None:
+            raise ValueError(
+                "spike.lower_rate needs stream=, because `saving` does not control the schedule "
+                "of this loop: pass a stream and multiply the learning rate by "
+                "run.learning_rate_factor(), or leave it out"
+            )
+        self.config = spike
+        self.ranks = Ranks.on_the_host()
+        group = None
+        if self.ranks.size > 1:
+            group = self.ranks.group or dist.group.WORLD
+        self.watchdog = SpikeWatchdog(spike, group=group)
+        self._stream = stream
+        self._resume_hint = (
+            resume_hint or 'saving(..., resume="{}") once, and without it afterwards'
+        )
+        self._judged = 0
+
+    def begin(self, state: TrainingState, files: Files) -> None:
+        """Read the step that the run resumes from, and the samples that it skips."""
+        self._judged = state.step
+        self.recoveries = Recoveries(files)
+        if self._stream is not None:
+            for recovery in self.recoveries.done:
+                self._stream.skip(recovery.start, recovery.stop)
+
+    def skips(self, position: int) -> bool:
+        """Whether to skip the batch at this position, because it lies around an earlier spike."""
+        return any(recovery.start <= position < recovery.stop for recovery in self.recoveries.done)
+
+    def judge(self, step: int, loss: Any) -> Spike | None:
+        """Return the spike that this step's loss completes, or None."""
+        if self.config.action == "none" or step == self._judged:
+            return None
+        if loss is None:
+            raise ValueError(
+                "the watchdog needs the loss of each step: "
+                "call run.step(loss=loss), or leave spike out"
+            )
+        self._judged = step
+        spike = self.watchdog.observe(step, loss)
+        if spike is not None and not self.config.rolls_back:
+            self._warn(
+                "spike: %s; with spike.action=rollback the run rolls back and skips its samples",
+                spike.words,
+            )
+        return spike
+
+    def go_back(
+        self,
+        spike: Spike,
+        state: TrainingState,
+        *,
+        load: Callable[[str], Resumed | None],
+        data: DataPosition,
+    ) -> Recovered:
+        """Load a state from before the spike and skip its samples from then on.
+
+        `load` restores the state, and the position of the stream. Raises SpikeNotRecovered.
+        """
+        position = state.position
+        epoch = data.epoch
+        stream = self._stream
+
+        def after_batches(start: int, windows: int) -> int:
+            """Return the position that lies so many windows of trained batches after `start`."""
+            trained = sum(not self.skips(place) for place in range(state.position, position))
+            remaining = round(windows * trained / (spike.step - state.step))
+            place = start
+            while remaining or self.skips(place):
+                remaining -= not self.skips(place)
+                place += 1
+            return place
+
+        def after_windows(start: int, windows: int) -> int:
+            assert stream is not None
+            return stream.after(start, windows=windows)
+
+        done = recover(
+            spike,
+            self.config,
+            state=state,
+            load=load,
+            after=after_batches if stream is None else after_windows,
+            recoveries=self.recoveries,
+            write=self.ranks.first,
+            go_on=self._resume_hint,
+        )
+        self._judged = state.step
+        if stream is None:
+            self._warn_of_restart(spike, done, state, data, epoch)
+            return done
+
+        recovery = done.recovery
+        samples = stream.samples_between(recovery.start, recovery.stop)
+        stream.skip(recovery.start, recovery.stop)
+        slower = ""
+        if recovery.slower_until:
+            rate = f"{recovery.learning_rate:g} of the learning rate"
+            slower = f", at {rate} until step {recovery.slower_until}"
+        self._warn(
+            "spike: %s. Rolled back to %s: training goes on without the %d samples at positions "
+            "%d to %d%s (attempt %d of %d)",
+            spike.words,
+            done.resumed.saved.folder,
+            len(samples),
+            recovery.start,
+            recovery.stop - 1,
+            slower,
+            recovery.attempt,
+            self.config.attempts,
+        )
+        return replace(done, samples=samples)
+
+    def _warn_of_restart(
+        self,
+        spike: Spike,
+        done: Recovered,
+        state: TrainingState,
+        data: DataPosition,
+        epoch: int,
+    ) -> None:
+        """Log what was rolled back, and that the process has to start again."""
+        own_generator = any(name.startswith(DATA_PREFIX) for name in state.generators)
+        if data.epoch < epoch and not own_generator:
+            self._warn(
+                "epoch %d will be shuffled again, in an order that depends on the model's random "
+                "draws before it: give the loader a generator of its own, "
+                "DataLoader(..., generator=torch.Generator())",
+                epoch,
+            )
+        recovery = done.recovery
+        self._warn(
+            "spike: %s. Rolled back to %s: start again to go on without batches %d to %d "
+            "(attempt %d of %d)",
+            spike.words,
+            done.resumed.saved.folder,
+            recovery.start,
+            recovery.stop - 1,
+            recovery.attempt,
+            self.config.attempts,
+        )
+
+    def _warn(self, message: str, *values: object) -> None:
+        if self.ranks.first:
+            logger.warning(message, *values)

@@ -6,6 +6,7 @@ the built-in workloads, and makes one from a user's own model.
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.hugging_face import no_cache_please
+from ..core.blocks import class_as_written
 from ..core.random import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 
@@ -197,6 +198,31 @@ def call(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return module(*batch, **options)
     return module(batch, **options)
+
+
+def without_cache(module: nn.Module) -> nn.Module:
+    """Switch the cache off in the configuration of every submodule, and return the module."""
+    for submodule in module.modules():
+        if _caches(submodule):
+            config: Any = submodule.config
+            config.use_cache = False
+    return module
+
+
+def no_cache_please(module: nn.Module) -> dict[str, bool]:
+    """Return the keyword argument that switches the cache off for one call, if there is one."""
+    if not _caches(module):
+        return {}
+    written: Any = class_as_written(module)
+    accepted = inspect.signature(written.forward).parameters
+    return {"use_cache": False} if "use_cache" in accepted else {}
+
+
+def _caches(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    bases = type(config).__mro__
+    is_hugging_face = any(base.__module__.startswith("transformers.") for base in bases)
+    return is_hugging_face and getattr(config, "use_cache", None) is True
 
 
 def _output_loss(module: nn.Module, batch: Any) -> Tensor:
