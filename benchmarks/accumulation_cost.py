@@ -1,6 +1,6 @@
 """Overhead of `run_accumulated_step` over the same loop written by hand.
 
-    python -m benchmarks.accumulation_cost --json evidence/grad_accum.json
+    python benchmarks/accumulation_cost.py --json evidence/grad_accum.json
 
 The two loops run in turns in one process, so that machine drift affects both alike.
 Proof: `python -m pytest tests/trainer/test_benchmark.py`.
@@ -13,9 +13,9 @@ import click
 import torch
 from torch import Tensor, nn
 
-from curry_train.core.timing import time_in_turns
 from curry_train.benchmark import run_accumulated_step
 from curry_train.cli.options import json_option
+from curry_train.core.timing import time_in_turns
 from curry_train.core.wording import provenance, write_json
 
 

@@ -1,7 +1,7 @@
 """Benchmark of the automatic save cadence: does it keep its overhead bound?
 
 Trains for real, saves as the policy decides, and checks the overhead after every save.
-`python -m benchmarks.cadence_benchmark --seconds 60 --json checkpoint_cadence.json` records it,
+`python benchmarks/cadence_benchmark.py --seconds 60 --json checkpoint_cadence.json` records it,
 with the interval of Young and Daly for a mean time between failures of an hour, a day and a week.
 Proof: `python -m pytest tests/benchmarks/test_store_benchmark.py -k cadence`.
 """

@@ -1,6 +1,6 @@
 """Overhead of grad-flow against plain steps and against hand-written hooks.
 
-    python -m benchmarks.grad_flow_overhead --json evidence/grad_flow.json
+    python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 
 Proof: `python -m pytest tests/benchmarks/test_grad_flow_overhead.py`.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.cli.options import choose_device, json_option
+from curry_train.cli.options import choose_device, device_option, json_option
 from curry_train.core.measure import measure_memory
 from curry_train.core.wording import provenance, write_json
 from curry_train.primitives.grad_flow import GradFlow
@@ -206,9 +206,7 @@ def drift_of_float32() -> float:
     type=click.Choice(list(sizes())),
     help="Model to measure; default: all. Repeatable.",
 )
-@click.option(
-    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
-)
+@device_option()
 @json_option(default="-")
 def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> None:
     """Measure the overhead of grad-flow and write the figures."""

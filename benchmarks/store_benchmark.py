@@ -2,7 +2,7 @@
 
 Integrity is compared with a plain `dcp.save`, and background saves with synchronous ones. Both are
 measured in pairs, and the median of the pairs' ratios counts.
-`python -m benchmarks.store_benchmark --json checkpoint_save.json` records it.
+`python benchmarks/store_benchmark.py --json checkpoint_save.json` records it.
 Proof: `python -m pytest tests/benchmarks/test_store_benchmark.py`.
 """
 

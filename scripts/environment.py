@@ -1,12 +1,12 @@
-"""Stop a script with one line when its environment lacks something, before an import fails with a traceback.
+"""Check what a script needs before an import fails with a traceback.
 
-Each script declares what it needs in its PEP 723 block and calls `require` before its other imports:
+Each script declares its requirements in its PEP 723 block and calls `require` first:
 
     import environment
     environment.require(__file__)
 
-Standard library only, and no syntax newer than Python 3.8 understands: it has to run where what it asks for is not
-there. Proof: `python -m pytest tests/cli/test_environment.py`.
+Standard library only, and no syntax newer than Python 3.8: it runs where requirements are missing.
+Proof: `python -m pytest tests/cli/test_environment.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ SPECIFIER = re.compile(r"(?P<operator>>=|<|!=)\s*(?P<version>\d+(?:\.\d+)*)(?P<w
 
 
 def require(script: str | Path) -> None:
-    """Return when everything that `script` declares is here, with template/ importable; else say what to do, exit 2."""
+    """Make template/ importable, or exit with status 2 and the command that installs the rest.
+
+    template/ goes before the folder of the scripts, where curry_train.py has the package's name.
+    """
     script = Path(script)
     declared = declaration(script.read_text(encoding="utf-8"), name=script.name)
     problem = wrong_python(declared["requires-python"]) or missing(declared["dependencies"])
     if problem:
         sys.stderr.write(f"{script.name} needs {problem}\n")
         raise SystemExit(2)
-    if str(TEMPLATE) not in sys.path:
-        sys.path.insert(0, str(TEMPLATE))
+    sys.path[:] = [str(TEMPLATE), *(entry for entry in sys.path if entry != str(TEMPLATE))]
 
 
 def declaration(text: str, *, name: str) -> dict[str, Any]:
@@ -40,21 +42,23 @@ def declaration(text: str, *, name: str) -> dict[str, Any]:
     found = BLOCK.search(text)
     if found is None:
         raise ValueError(
-            f"{name} has no PEP 723 block: open it with '# /// script', its requirements, and '# ///'"
+            f"{name} has no PEP 723 block: open it with '# /// script', its requirements, "
+            "and '# ///'"
         )
     content = "".join(line[2:] or "\n" for line in found["content"].splitlines(keepends=True))
-    # Read by hand, because tomllib came with Python 3.11 and an older Python is one of the things to report.
+    # Read by hand: tomllib came with Python 3.11, and an older Python must be reported too.
     python = re.search(r'^requires-python\s*=\s*"([^"]*)"', content, re.MULTILINE)
     dependencies = re.search(r"^dependencies\s*=\s*\[(.*?)\]", content, re.MULTILINE | re.DOTALL)
     if python is None or dependencies is None:
         raise ValueError(
-            f"the PEP 723 block of {name} must hold requires-python and dependencies: add what is missing"
+            f"the PEP 723 block of {name} must hold requires-python and dependencies: "
+            "add what is missing"
         )
     return {"requires-python": python[1], "dependencies": re.findall(r'"([^"]*)"', dependencies[1])}
 
 
 def wrong_python(specifiers: str) -> str | None:
-    """Say which Python is needed when the running one is another."""
+    """Return which Python is needed if the running one does not fit."""
     running = ".".join(map(str, sys.version_info[:3]))
     if satisfies(running, specifiers):
         return None
@@ -62,8 +66,9 @@ def wrong_python(specifiers: str) -> str | None:
 
 
 def missing(requirements: list[str]) -> str | None:
-    """Name the distributions that are absent or of a wrong version, with the command that brings them."""
-    names, wanted = [], []
+    """Return the absent or wrong distributions, with the command that installs them."""
+    names = []
+    wanted = []
     for requirement in requirements:
         parts = REQUIREMENT.fullmatch(requirement)
         if parts is None:
@@ -87,7 +92,7 @@ def missing(requirements: list[str]) -> str | None:
 
 
 def satisfies(version: str, specifiers: str) -> bool:
-    """Whether a version meets `>=`, `<` and `!=` specifiers; local and pre-release parts do not count."""
+    """Whether a version meets `>=`, `<` and `!=`; local and pre-release parts do not count."""
     release = _numbers(re.split(r"[^\d.]", version)[0].rstrip("."))
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         parts = SPECIFIER.fullmatch(specifier)

@@ -2,9 +2,9 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "rich>=13"]
 # ///
-"""Find the fastest way to train a model within a memory budget, on a laptop, before any device runs.
+"""Find the fastest way to train a model within a memory budget, before any device runs.
 
-python scripts/plan_memory.py --model my_package.models:build --budget 24GiB --global-batch 64 --target h100
+python scripts/plan_memory.py --model my_package.models:build --budget 24GiB --target h100
 """
 
 import environment

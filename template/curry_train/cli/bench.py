@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
-from ..bench.steps import LEVER_HELP, find_lever, list_levers
+from ..bench.steps import find_lever, list_levers
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import provenance, write_json
@@ -32,10 +32,9 @@ from .options import (
     run_options,
     samples_of,
 )
+from .screen import ScreenCommand
 
-# ------------------------------------------------------------------------------
 # Table of a benchmark, at most 80 columns wide.
-# ------------------------------------------------------------------------------
 
 TEXT_WIDTH = 80
 LONGEST_CONFIGURATION_NAME = (
@@ -121,7 +120,9 @@ def _remarks(bench: Bench) -> Iterator[str]:
     if alike:
         yield f"{NO_DIFFERENCE_VERDICT} to plain: {', '.join(alike)} (1 is within the interval)"
     if any(row.ratio is not None and row.ratio.verdict == TOO_FEW_VERDICT for row in bench.rows):
-        yield f"no intervals: {bench.rounds} rounds are too few, use --steps {FEWEST_ROUNDS} or more"
+        yield (
+            f"no intervals: {bench.rounds} rounds are too few, use --steps {FEWEST_ROUNDS} or more"
+        )
     for row in bench.rows:
         if row.outcome != MEASURED_OUTCOME:
             yield f"{row.name}: {row.outcome}: {row.why}"
@@ -203,9 +204,7 @@ def _percent(part: float | None) -> str:
     return f"{100 * part:.2g}%" if part < 0.1 else f"{part:.0%}"
 
 
-# ------------------------------------------------------------------------------
 # Plot of a benchmark: step times, paired ratios and peak memory.
-# ------------------------------------------------------------------------------
 
 # Of Paul Tol's palettes for colour-blind readers.
 PLAIN_COLOUR = "#555555"
@@ -358,17 +357,13 @@ def _share(row: Figures) -> str:
     return "" if row.peak_ratio is None or row.ratio is None else f"({row.peak_ratio:.0%})"
 
 
-# ------------------------------------------------------------------------------
 # Command `bench`: time training steps per lever, or compare models.
-# ------------------------------------------------------------------------------
 
 FLOPS_PER_TFLOP = 1e12
 
 
 def _levers() -> str:
-    strategies = ", ".join(name for name in list_levers() if name not in LEVER_HELP)
-    others = "; ".join(f"{name}, {text}" for name, text in LEVER_HELP.items())
-    return f"Repeatable; join several with a plus. {strategies}; {others}."
+    return f"Repeatable; + joins several: {', '.join(list_levers())}."
 
 
 def _peak(context: click.Context, option: click.Parameter, text: str | None) -> float | str | None:
@@ -385,13 +380,13 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
     return rate
 
 
-@click.command("bench")
+@click.command("bench", cls=ScreenCommand, example="--model transformer --lever full")
 @model_option("spec", required=True)
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
 @click.option(
     "--against",
     multiple=True,
-    metavar="NAME|FACTORY",
+    metavar="MODEL",
     help="Also time another model on the same batch. Repeatable.",
 )
 @click.option(
@@ -403,14 +398,15 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--optimizer",
     default="adamw",
+    metavar="NAME",
     show_default=True,
     help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
 )
 @click.option(
     "--peak",
-    metavar="TFLOPS|measured",
+    metavar="TFLOPS",
     callback=_peak,
-    help="Peak FLOP rate for MFU and HFU; default: the data sheet of the device.",
+    help="Or measured, for MFU and HFU; default: the data sheet.",
 )
 @plot_option("Draw times and peaks as PNG; needs matplotlib.")
 @run_options

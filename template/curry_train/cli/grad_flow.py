@@ -37,9 +37,7 @@ from .options import (
 )
 from .screen import ScreenCommand
 
-# ------------------------------------------------------------------------------
 # Plot of grad-flow: layers by probed steps, with panels per quantity.
-# ------------------------------------------------------------------------------
 
 PANELS: tuple[tuple[str, Callable[[LayerFlow], float | None]], ...] = (
     ("activation, rms", lambda layer: _rms(layer.activation)),
@@ -191,9 +189,7 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     axes.set_yticks(places, [names[place] for place in places], fontsize=size, family="monospace")
 
 
-# ------------------------------------------------------------------------------
 # Command `grad-flow`: train briefly and report how gradients and activations flow.
-# ------------------------------------------------------------------------------
 
 
 @click.command("grad-flow", cls=ScreenCommand, example="--model transformer --plot flow.png")
@@ -252,8 +248,7 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     "--recompute",
     default="filter",
     type=click.Choice(RECOMPUTE_MODES),
-    show_default=True,
-    help="In probed steps: skip the second forward, or recompute nothing.",
+    help="Probe the first forward only, or turn recompute off.",
 )
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(

@@ -1,50 +1,46 @@
-"""The command `curry-train`: a group that imports each command when it is used.
+"""The command `curry-train`: every command of the package with one line on what it does.
 
-Proof: `python -m pytest tests/cli/test_cli.py`.
+    curry-train --help
+
+Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
-
-import importlib
-from collections.abc import Mapping
-from typing import Any, cast
 
 import click
 
 from .. import __version__
+from .screen import LazyGroup
 
-
-class LazyGroup(click.Group):
-    """A group of commands in modules beside this one, so that `--help` does not import torch.
-
-    `lazy` maps the name of a command to its module and attribute, as `module:attribute`.
-    """
-
-    def __init__(self, *args: Any, lazy: Mapping[str, str], **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.lazy = lazy
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *self.lazy])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.lazy:
-            return super().get_command(ctx, cmd_name)
-        module, _, attribute = self.lazy[cmd_name].partition(":")
-        loaded = importlib.import_module(f".{module}", __package__)
-        return cast(click.Command, getattr(loaded, attribute))
-
-
+# The summaries stand here too, so that `--help` imports no command and no torch; a test holds
+# them equal to the first line of each command's own help.
 COMMANDS = {
-    "bench": "bench:bench_command",
-    "grad-flow": "grad_flow:grad_flow_command",
-    "memory": "memory:memory_command",
-    "plan": "plan:plan_command",
-    "runs": "runs:runs_command",
-    "train": "train:train_command",
-    "validate": "validate:validate_command",
+    "validate": ("validate:validate_command", "Measure every gate on a model."),
+    "plan": ("plan:plan_command", "Find the fastest way to train within a memory budget."),
+    "memory": ("memory:memory_command", "Show what holds the memory of a training step."),
+    "savings": ("savings:savings_command", "Measure what each strategy saves and costs."),
+    "bench": ("bench:bench_command", "Time optimizer steps with each lever."),
+    "grad-flow": ("grad_flow:grad_flow_command", "Train a few steps and report unhealthy layers."),
+    "train": ("train:train_command", "Train a model by its configuration."),
+    "runs": ("runs:runs_command", "Inspect, compare and check saved runs."),
+    "new": ("scaffold:new_command", "Start a training project."),
+    "add": ("scaffold:add_command", "Add one technique to a repository."),
+    "update": ("scaffold:update_command", "Merge a newer release into copied files."),
+    "diff": ("scaffold:diff_command", "Compare copied files with their origin."),
+    "list": ("scaffold:list_command", "List the techniques and what adding each one copies."),
+    "gen-tests": ("testgen:testgen_command", "Write a pytest file that runs every gate."),
 }
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS)
+@click.group(
+    "curry-train",
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    example="validate --model mlp --gate grad-accum",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="curry-train")
 def main() -> None:
-    """Train PyTorch models in less memory, keep it the same training, and make runs survive."""
+    """Train PyTorch models in less memory, check that the training is unchanged, resume runs.
+
+    Exit status: 0 all held, 1 a gate failed or a plan does not fit, 2 wrong usage,
+    3 the device asked for is not there.
+    """

@@ -25,6 +25,7 @@ from .options import (
     run_options,
     samples_of,
 )
+from .screen import ScreenCommand
 
 # From Paul Tol's palette for colour-blind readers. Bytes that live through the whole step are at
 # the bottom, in grey or blue.
@@ -145,7 +146,7 @@ def _figure(owned: int) -> str:
     return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
-@click.command("memory")
+@click.command("memory", cls=ScreenCommand, example="--model transformer --plot memory.png")
 @model_option("spec", required=True)
 @run_options
 @plot_option("Draw the timeline as PNG; needs matplotlib.")
@@ -159,9 +160,9 @@ def memory_command(
     json_path: str | None,
     plot_path: str | None,
 ) -> None:
-    """Show what holds the memory of a step.
+    """Show what holds the memory of a training step.
 
-    Shows the bytes that each layer holds, and the owners of the peak of a training step.
+    Prints the bytes that each layer holds, and the owners of the peak.
 
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """

@@ -16,10 +16,8 @@ from ..workloads.workload import Workload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
-BATCH_SIZE_HELP = (
-    f"Samples per step. [default: {DEFAULT_BATCH_SIZE} for gates; otherwise the size of the factory's batch, "
-    f"or {DEFAULT_BATCH_SIZE}]"
-)
+
+OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class DeviceMissing(click.ClickException):
@@ -49,77 +47,88 @@ def _writable(path: str | None) -> str | None:
     return path
 
 
-def model_option(
-    name: str, *, more: str = "", **settings: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def model_option(name: str, *, more: str = "", **settings: Any) -> OptionDecorator:
     """Add `--model` with the same values in every command; `more` is appended to its help."""
-    text = (
-        f"A built-in workload ({', '.join(BUILTIN_WORKLOADS)}) or a factory, as pkg.module:name or "
-        f"file.py:name, that returns a module, a (module, batch) pair or a Workload. {more}"
-    )
-    return click.option("--model", name, metavar="NAME|FACTORY", help=text.strip(), **settings)
+    text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory. {more}"
+    return click.option("--model", name, metavar="MODEL", help=text.strip(), **settings)
 
 
 def output_option(
-    told: str, *names: str, standard_output: bool = False, **settings: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    text: str, *names: str, standard_output: bool = False, **settings: Any
+) -> OptionDecorator:
     """Add an option for an output file, which is checked before the work begins."""
     path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
     return click.option(
         *names,
         type=path,
         callback=lambda context, option, value: _writable(value),
-        help=told,
+        help=text,
         **settings,
     )
 
 
-def json_option(
-    told: str = "Write the figures; - is standard output.", **settings: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--json` with the help text `told`."""
-    return output_option(told, "--json", "json_path", standard_output=True, **settings)
+def json_option(**settings: Any) -> OptionDecorator:
+    """Add `--json`: write the results as JSON, and where they come from; - is standard output."""
+    return output_option(
+        "Write the results as JSON; - is standard output.",
+        "--json",
+        "json_path",
+        standard_output=True,
+        **settings,
+    )
 
 
-def plot_option(told: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--plot` with the help text `told`."""
-    return output_option(told, "--plot", "plot_path")
+def plot_option(text: str) -> OptionDecorator:
+    """Add `--plot`, the path of a PNG."""
+    return output_option(text, "--plot", "plot_path")
+
+
+def device_option(**settings: Any) -> OptionDecorator:
+    """Add `--device`; auto is CUDA where available, else the CPU."""
+    settings = {"default": "auto", "help": "auto is CUDA where available."} | settings
+    return click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), **settings)
+
+
+def dtype_option(**settings: Any) -> OptionDecorator:
+    """Add `--dtype`, the type of weights and batch."""
+    settings = {"default": "float32", "help": "Type of weights and batch."} | settings
+    return click.option("--dtype", **{"type": click.Choice(list(DTYPES))} | settings)
+
+
+def batch_size_option(**settings: Any) -> OptionDecorator:
+    """Add `--batch-size`, the samples per step."""
+    settings = {"help": "Samples per step."} | settings
+    return click.option("--batch-size", type=click.IntRange(1), **settings)
+
+
+def seed_option(**settings: Any) -> OptionDecorator:
+    """Add `--seed`, of weights, batch and dropout."""
+    settings = {"default": 0, "help": "Seed of weights, batch and dropout."} | settings
+    return click.option("--seed", type=click.IntRange(0), **settings)
+
+
+def blocks_option() -> OptionDecorator:
+    """Add `--blocks`, the modules that techniques are applied to."""
+    return click.option(
+        "--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names."
+    )
 
 
 def samples_of(workload: Workload, asked: int | None) -> int:
-    """Return the samples per step: those asked for, of the factory's batch, or `DEFAULT_BATCH_SIZE`."""
+    """Return the samples per step: `asked`, those of the factory's batch, or the default."""
     return asked or workload.own_batch or DEFAULT_BATCH_SIZE
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that mean the same in every command that runs a model."""
-    for option in (
+    options = (
         json_option(),
-        click.option(
-            "--seed",
-            default=0,
-            type=click.IntRange(0),
-            show_default=True,
-            help="Seed of weights, batch and dropout.",
-        ),
-        click.option("--batch-size", type=click.IntRange(1), help=BATCH_SIZE_HELP),
-        click.option(
-            "--dtype",
-            default="float32",
-            type=click.Choice(list(DTYPES)),
-            show_default=True,
-            help="Type of weights and batch.",
-        ),
-        click.option(
-            "--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names."
-        ),
-        click.option(
-            "--device",
-            default="auto",
-            type=click.Choice(["auto", "cuda", "cpu"]),
-            show_default=True,
-            help="auto is CUDA where available, else the CPU.",
-        ),
-    ):
+        seed_option(),
+        batch_size_option(),
+        dtype_option(),
+        blocks_option(),
+        device_option(),
+    )
+    for option in options:
         command = option(command)
     return command

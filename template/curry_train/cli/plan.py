@@ -43,9 +43,7 @@ from .options import (
 )
 from .screen import ScreenCommand
 
-# ------------------------------------------------------------------------------
 # Plot of a plan: predicted step time against memory, for each microbatch.
-# ------------------------------------------------------------------------------
 
 # Of Paul Tol's palettes for colour-blind readers: a colour for each microbatch.
 MICROBATCH_COLOURS = (
@@ -201,9 +199,7 @@ def _milliseconds(candidates: Sequence[Candidate]) -> list[float]:
     return [1e3 * _seconds(candidate) for candidate in candidates]
 
 
-# ------------------------------------------------------------------------------
 # Command `plan`: find the fastest way to train within a memory budget.
-# ------------------------------------------------------------------------------
 
 
 def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
@@ -213,7 +209,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
         raise click.BadParameter(str(error)) from error
 
 
-@click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB --global-batch 8")
+@click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
 @model_option("spec", required=True)
 @click.option(
     "--budget",
@@ -238,7 +234,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 @click.option(
     "--target",
     metavar="NAME",
-    help=f"{', '.join(PROFILES)}, measured; default: this device.",
+    help=f"{', '.join(PROFILES)}, measured [this device]",
 )
 @dtype_option()
 @click.option(
@@ -248,7 +244,12 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
     show_default=True,
     help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
 )
-@click.option("--parallel", type=click.Choice(SHARDING_KINDS), help="How ranks share it.")
+@click.option(
+    "--parallel",
+    type=click.Choice(SHARDING_KINDS),
+    metavar="KIND",
+    help=f"How ranks share the training: {' or '.join(SHARDING_KINDS)}.",
+)
 @click.option(
     "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
 )
@@ -273,11 +274,9 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 )
 @seed_option()
 @click.option("--explain", is_flag=True, help="Show every candidate.")
-@click.option(
-    "--verify", is_flag=True, help="Measure a planned step on this device."
-)
+@click.option("--verify", is_flag=True, help="Measure a planned step on this device.")
 @output_option("Write the plan for `Plan.load`.", "--out")
-@plot_option("Draw cost against budget as PNG; needs matplotlib.")
+@plot_option("Draw cost against budget; needs matplotlib.")
 @json_option()
 def plan_command(
     spec: str,

@@ -26,12 +26,10 @@ from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_d
 from ..runs.store import SavedRun
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
-from .main import LazyGroup
-from .options import UnusableInput, json_option, model_option
+from .options import UnusableInput, dtype_option, json_option, model_option
+from .screen import LazyGroup
 
-# ------------------------------------------------------------------------------
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
-# ------------------------------------------------------------------------------
 
 COUNT_SUFFIXES = ((10**9, "B"), (10**6, "M"), (1, ""))
 DISK_SIZE_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
@@ -149,9 +147,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-# ------------------------------------------------------------------------------
 # Summary of a run's attempts: how each began and ended, and its unusual events.
-# ------------------------------------------------------------------------------
 
 STORY_EVENT_KINDS = ("spike", "skip", "warning")
 MOST_EVENTS_OF_KIND = 6  # events of a kind to print per attempt
@@ -210,29 +206,30 @@ def _events(history: History, kind: str) -> list[Event]:
     return history.marks[kind].events if kind in history.marks else []
 
 
-# ------------------------------------------------------------------------------
 # Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
-# ------------------------------------------------------------------------------
 
-JSON_OPTION = json_option("Write the results; - is standard output.")
+JSON_OPTION = json_option()
 IN_MODULES = {
-    "diff": "runs_diff:diff_command",
-    "plot": "runs_plot:plot_command",
-    "resume-check": "resume_check:resume_check_command",
-    "spike-check": "spike_check:spike_check_command",
+    "diff": ("runs_diff:diff_command", "Compare two runs by their journals."),
+    "plot": ("runs_plot:plot_command", "Draw runs from their journals."),
+    "resume-check": (
+        "resume_check:resume_check_command",
+        "Check that a resumed run is bit-equal.",
+    ),
+    "spike-check": ("spike_check:spike_check_command", "Check the recovery from a loss spike."),
 }
 RUN_ARGUMENT = click.argument("run", metavar="RUN")
 
 
-@click.group("runs", cls=LazyGroup, lazy=IN_MODULES)
+@click.group("runs", cls=LazyGroup, lazy=IN_MODULES, example="list")
 def runs_command() -> None:
-    """Inspect saved states and journals of runs.
+    """Inspect, compare and check saved runs.
 
     Exit status: 0 all well, 1 damaged or not equal, 2 wrong usage.
     """
 
 
-@runs_command.command("list")
+@runs_command.command("list", example="runs")
 @click.argument("folder", default="runs")
 @JSON_OPTION
 def list_command(folder: str, json_path: str | None) -> None:
@@ -249,7 +246,7 @@ def list_command(folder: str, json_path: str | None) -> None:
     end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
 
 
-@runs_command.command("show")
+@runs_command.command("show", example="run-001")
 @RUN_ARGUMENT
 @JSON_OPTION
 def show_command(run: str, json_path: str | None) -> None:
@@ -276,7 +273,7 @@ def show_command(run: str, json_path: str | None) -> None:
     end(json_path, facts, well=not any(row["damaged"] for row in rows))
 
 
-@runs_command.command("verify")
+@runs_command.command("verify", example="run-001 latest")
 @RUN_ARGUMENT
 @click.argument("checkpoint", required=False)
 @JSON_OPTION
@@ -339,7 +336,8 @@ def _open(run: str) -> SavedRun:
     if names:
         advice = what_runs_there_are(Path(run).name, names, root=root)
     else:
-        advice = f"give a folder that holds {', '.join(CHECKPOINT_KINDS)} or {JOURNAL_FILE_NAME}, such as runs/run-001"
+        folders = ", ".join(CHECKPOINT_KINDS)
+        advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
     message = printable(f"{run} is no run: {advice}", longest=1000)
     raise UnusableInput("\n".join(textwrap.wrap(message, 73, break_on_hyphens=False)))
 
@@ -373,23 +371,15 @@ def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
     sys.exit(0 if well else 1)
 
 
-# ------------------------------------------------------------------------------
 # Command `runs estimate`: disk space that a checkpoint policy needs.
-# ------------------------------------------------------------------------------
 
 
-@runs_command.command("estimate")
+@runs_command.command("estimate", example="--parameters 7e9 retention.rollback_keep=2")
 @click.option(
     "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
 )
 @model_option("model", more="Its parameters are counted.")
-@click.option(
-    "--dtype",
-    type=click.Choice(list(STATE_BYTES_PER_PARAMETER)),
-    default="float32",
-    show_default=True,
-    help="Type of the weights.",
-)
+@dtype_option(type=click.Choice(list(STATE_BYTES_PER_PARAMETER)), help="Type of the weights.")
 @click.option(
     "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
 )

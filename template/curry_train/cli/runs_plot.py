@@ -24,10 +24,9 @@ from ..runs.history import Course, History, Steps, read_history
 from ..runs.journal import Event, event_number, find_journal, finite, printable
 from .console import require_matplotlib
 from .options import UnusableInput, json_option, output_option
+from .screen import ScreenCommand
 
-# ------------------------------------------------------------------------------
 # Events in the plot of runs: a row of marks per run, spikes and rollbacks at the loss.
-# ------------------------------------------------------------------------------
 
 SPIKE_COLOUR = "#EE6677"
 EVENT_MARKERS = {  # marker and size of each kind of event
@@ -134,9 +133,7 @@ def loss_at(history: History, event: Event) -> float | None:
     return recorded if math.isfinite(recorded) else None
 
 
-# ------------------------------------------------------------------------------
 # Plot of runs from their journals: loss, dev metric, learning rate and memory.
-# ------------------------------------------------------------------------------
 
 # From Paul Tol's palettes for colour-blind readers; red is left to spikes.
 RUN_COLOURS = (
@@ -432,12 +429,10 @@ def _last_loss(history: History) -> float:
     return loss if loss == loss else float("inf")
 
 
-# ------------------------------------------------------------------------------
 # Command `runs plot`: draw runs from their journals.
-# ------------------------------------------------------------------------------
 
 
-@click.command("plot")
+@click.command("plot", cls=ScreenCommand, example="run-001 --out run.png")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
 @click.option(
     "--runs",
@@ -461,7 +456,7 @@ def _last_loss(history: History) -> float:
     metavar="STEPS",
     help="Draw the loss as a mean over this many steps.",
 )
-@json_option("Write a summary of the runs; - is standard output.")
+@json_option()
 def plot_command(
     names: tuple[str, ...],
     root: str,

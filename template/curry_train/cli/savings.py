@@ -1,23 +1,54 @@
-"""The savings command: its table and picture.
+"""The savings command: measure what each strategy saves and costs, with its table and picture.
 
-plot_savings(rows, "savings.png")
+    curry-train savings --model transformer --out savings
 
 Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
 import itertools
+import json
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..bench.savings import MEASURED_OUTCOME, REFERENCE_STRATEGY, SavingsRow, StepSeconds
-from ..core.wording import format_bytes
-from .console import require_matplotlib
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-# ------------------------------------------------------------------------------
+from ..bench.savings import (
+    MEASURED_OUTCOME,
+    REFERENCE_STRATEGY,
+    SavingsRow,
+    StepSeconds,
+    check_limit,
+    choose_strategies,
+    count_steps,
+    load_with_depth,
+    measure_savings,
+)
+from ..core.blocks import find_blocks
+from ..core.wording import format_bytes, parse_bytes, provenance, write_json
+from ..primitives.strategies import STRATEGIES
+from ..workloads.workload import Case
+from .console import require_matplotlib
+from .options import (
+    DTYPES,
+    UnusableInput,
+    blocks_option,
+    choose_device,
+    device_option,
+    dtype_option,
+    json_option,
+    model_option,
+    seed_option,
+)
+from .screen import ScreenCommand
+
 # Plot of savings: peak memory against step time and recomputed FLOPs, per case.
-# ------------------------------------------------------------------------------
 
 MOST_CASES = 4
 BYTES_PER_MIB = 2**20
@@ -39,7 +70,7 @@ TIME_LINE_WIDTH = (
 )
 TIME_AXIS_LABEL = (
     "step time / that of none in the same round\n"
-    "mark: the median; thin line: from the lower to the upper quartile"
+    "mark: the median; thin line: the 95% interval of the median"
 )
 PARETO_FRONT_NOTE = "dashed: the Pareto front; on grey, another strategy is better in both"
 
@@ -126,11 +157,11 @@ def _draw(
         index = names.index(row.strategy)
         colour = STRATEGY_COLOURS[index % len(STRATEGY_COLOURS)]
         shape = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
-        if cost is _time_label and row.seconds:
-            quartiles = (row.seconds.ratio_lower, row.seconds.ratio_upper)
+        if cost is _time_label and row.seconds and row.seconds.ratio_lower is not None:
             axes.hlines(
                 peak / BYTES_PER_MIB,
-                *quartiles,
+                row.seconds.ratio_lower,
+                row.seconds.ratio_upper,
                 colour,
                 linewidth=TIME_LINE_WIDTH,
                 alpha=0.5,
@@ -234,15 +265,13 @@ def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: 
                 )
 
 
-# ------------------------------------------------------------------------------
 # Table of savings, at most 80 columns wide.
-# ------------------------------------------------------------------------------
 
 TEXT_WIDTH = 80
 TABLE_LEGEND = (
     "of none: peak of forward and backward, gradients included, relative to none",
     "again: FLOPs recomputed in backward, relative to one forward",
-    "time: median ratio to the step of none in the same round; middle: its quartiles",
+    "time: median ratio to the step of none in the same round; interval: 95% of its median",
 )
 
 
@@ -273,7 +302,7 @@ def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
         "of none",
         "again",
         "time",
-        "middle",
+        "interval",
         "fits",
         "parity",
     ]
@@ -302,7 +331,7 @@ def _cells(row: SavingsRow) -> list[str]:
         _percent(row.peak_ratio),
         _percent(row.recompute_ratio),
         _time_cell(row.seconds),
-        "" if row.strategy == REFERENCE_STRATEGY else _middle(row.seconds),
+        "" if row.strategy == REFERENCE_STRATEGY else _interval(row.seconds),
         "" if row.largest_batch is None else str(row.largest_batch),
         parity,
     ]
@@ -328,7 +357,7 @@ def _time_cell(seconds: StepSeconds | None) -> str:
     return _seconds(seconds.median) if seconds.ratio is None else f"{_figure(seconds.ratio)}x"
 
 
-def _middle(seconds: StepSeconds | None) -> str:
+def _interval(seconds: StepSeconds | None) -> str:
     if seconds is None or seconds.ratio_lower is None or seconds.ratio_upper is None:
         return ""
     return f"{_figure(seconds.ratio_lower)}-{_figure(seconds.ratio_upper)}"
@@ -351,3 +380,210 @@ def _percent(ratio: float | None) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+# Command `savings`: measure every strategy on models, depths and batch sizes.
+
+DEFAULT_SAMPLES = 8  # where the factory has no batch of its own
+CaseAtDepth = tuple[Case, int | None]
+
+
+def _parse_limit(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    """Parse `--limit 2GiB`."""
+    try:
+        return None if value is None else parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _parse_numbers(
+    context: click.Context, option: click.Parameter, values: Sequence[str]
+) -> list[int]:
+    """Parse `--batch-size 8,32 --batch-size 64` as 8, 32 and 64."""
+    words = [word.strip() for value in values for word in value.split(",")]
+    for word in words:
+        if not (word.isascii() and word.isdecimal() and int(word)):
+            raise click.BadParameter(
+                f"{word!r} is not a whole number from 1 up; several are written 8,32,128"
+            )
+    return list(dict.fromkeys(map(int, words)))
+
+
+@click.command("savings", cls=ScreenCommand, example="--out savings --model mlp --strategy full")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for savings.json and savings.png.",
+)
+@model_option("models", multiple=True, more="Repeatable; default: transformer.")
+@click.option(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="NAME",
+    help=f"Repeatable; default: all of {', '.join(STRATEGIES)}. none is always measured.",
+)
+@click.option(
+    "--batch-size",
+    "batch_sizes",
+    multiple=True,
+    metavar="N,N",
+    callback=_parse_numbers,
+    help=f"Samples per step; default: as in the factory's batch, or {DEFAULT_SAMPLES}.",
+)
+@click.option(
+    "--depth",
+    "depths",
+    multiple=True,
+    metavar="N,N",
+    callback=_parse_numbers,
+    help="Numbers of blocks of a built-in model.",
+)
+@click.option(
+    "--limit",
+    metavar="SIZE",
+    callback=_parse_limit,
+    help="Also find the largest batch whose step fits, such as 2GiB.",
+)
+@click.option(
+    "--repeats",
+    default=10,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Timed steps of each strategy.",
+)
+@blocks_option()
+@device_option()
+@dtype_option()
+@seed_option()
+@click.option(
+    "--redraw",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="JSON",
+    help="Measure nothing; draw the picture of an earlier savings.json.",
+)
+@json_option()
+def savings_command(
+    out: Path,
+    models: Sequence[str],
+    strategies: Sequence[str],
+    limit: int | None,
+    repeats: int,
+    device: str,
+    json_path: str | None,
+    redraw: Path | None,
+    **options: Any,
+) -> None:
+    """Measure what each strategy saves and costs.
+
+    Exit status: 0 measured, 1 a strategy changed the training, 2 wrong usage, 3 device not
+    available.
+    """
+    if redraw is not None:
+        click.echo(_redraw(redraw, out))
+        return
+    place = choose_device(device)
+    try:
+        names = choose_strategies(strategies)
+        cases = _cases(models or ("transformer",), place, options)
+        if limit is not None:
+            check_limit(limit, place)
+        out.mkdir(parents=True, exist_ok=True)
+        facts = provenance(place) | {
+            "dtype": options["dtype"],
+            "seed": options["seed"],
+            "repeats": repeats,
+        }
+        rows = _measure(cases, names, repeats=repeats, limit=limit)
+        data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
+        write_json(str(out / "savings.json"), data)
+        title = f"{facts['device']}, torch {facts['torch']}"
+        picture = _write_picture(rows, out / "savings.png", device=title)
+    except (ValueError, OSError) as error:
+        raise UnusableInput(str(error)) from error
+    if json_path:
+        write_json(json_path, data)
+    echo = partial(click.echo, err=json_path == "-")
+    echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
+    echo(savings_table(rows, limit=limit))
+    echo(f"\nwrote {out / 'savings.json'}\n{picture}")
+    if any(row.is_wrong for row in rows):
+        sys.exit(1)
+
+
+def _cases(
+    models: Sequence[str], device: torch.device, options: dict[str, Any]
+) -> list[CaseAtDepth]:
+    """Return every model at every depth and batch size, the sizes of one depth together."""
+    cases: list[CaseAtDepth] = []
+    blocks = options["blocks"]
+    for spec in models:
+        for depth in options["depths"] or [None]:
+            workload = load_with_depth(spec, depth)
+            for size in options["batch_sizes"] or [workload.own_batch or DEFAULT_SAMPLES]:
+                dtype = DTYPES[options["dtype"]]
+                case = Case(workload, device, dtype, size, options["seed"], blocks)
+                cases.append((case, depth))
+            if blocks is not None:
+                # A pattern that matches no module is reported before anything is measured.
+                find_blocks(cases[-1][0].build(), blocks)
+    return cases
+
+
+def _measure(
+    cases: Sequence[CaseAtDepth], names: Sequence[str], *, repeats: int, limit: int | None
+) -> list[SavingsRow]:
+    """Measure the cases one after the other, with a bar on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    rows = list[SavingsRow]()
+    hints: dict[Any, dict[str, int]] = {}
+    steps = len(cases) * count_steps(len(names), repeats=repeats, limit=limit)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=steps, completed=-1)
+        for case, depth in cases:
+
+            def show_message(message: str, case: Case = case) -> None:
+                description = f"{case.workload.name}, {case.batch_size}: {message}"
+                progress.update(task, advance=1, description=description)
+
+            guesses = hints.setdefault((case.workload.spec, depth), {})
+            rows += measure_savings(
+                case,
+                names,
+                depth=depth,
+                repeats=repeats,
+                limit=limit,
+                hints=guesses,
+                tell=show_message,
+            )
+    return rows
+
+
+def _redraw(path: Path, out: Path) -> str:
+    """Draw the figures of an earlier savings.json and return what was written."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = [SavingsRow.from_json(row) for row in data["rows"]]
+        device = f"{data['device']}, torch {data['torch']}"
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnusableInput(
+            f"{path} is no savings.json of this command: {type(error).__name__}: {error}"
+        ) from error
+    out.mkdir(parents=True, exist_ok=True)
+    return _write_picture(rows, out / "savings.png", device=device)
+
+
+def _write_picture(rows: Sequence[SavingsRow], path: Path, *, device: str) -> str:
+    """Draw the rows that were measured and return a line on what the picture shows."""
+    if not any(row.outcome == MEASURED_OUTCOME for row in rows):
+        return "drew no picture, because nothing was measured"
+    drawn = plot_savings(rows, path, device=device)
+    num_left_out = len({row.label for row in rows}) - len(drawn)
+    if not num_left_out:
+        return f"wrote {path}"
+    return "\n  ".join([f"wrote {path}, which leaves out {num_left_out} and shows", *drawn])

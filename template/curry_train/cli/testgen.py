@@ -1,15 +1,16 @@
 """Render a pytest file in which every gate is a test of the user's model.
 
-    recipe = Recipe("my_model:build", out=Path("tests/test_gates.py"))
-    text = render(recipe, script="scripts/gen_checkpoint_tests.py")
+    curry-train gen-tests --model my_model:build --out tests/test_gates.py
 
-The text depends on the recipe alone, so a file can be compared with a fresh one.
+The text depends on the options alone, so a file can be compared with a fresh one.
 Proof: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
 import difflib
 import fnmatch
 import importlib
+import importlib.machinery
+import importlib.metadata
 import json
 import os
 import re
@@ -21,6 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
 from string import Template
+from typing import Any
+
+import click
 
 from .. import __version__
 from ..core.blocks import find_blocks
@@ -28,10 +32,24 @@ from ..gates.verdict import no_such_gate
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, WorkloadError
+from .options import (
+    UnusableInput,
+    batch_size_option,
+    blocks_option,
+    device_option,
+    dtype_option,
+    model_option,
+    seed_option,
+)
+from .screen import ScreenCommand
 
 DEFAULT_PACKAGE_NAME = "curry_train"
-GENERATED_FILE_MARK = "Written by gen_checkpoint_tests.py of curry-train"
-SCRIPT_PATTERN = re.compile(r"python '?[^\n]*?gen_checkpoint_tests\.py'?")
+GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
+# The first line of the command in a generated file, which depends on how it was started.
+COMMAND_PATTERN = re.compile(
+    r"^    .*(?:gen_checkpoint_tests\.py'?|gen-tests)(?= \\$|$)", re.MULTILINE
+)
+LONGEST_SHOWN_DIFFERENCE = 24  # lines
 GENERATED_LINE_WIDTH = 88  # formatters leave lines up to this length unchanged by default
 DEVICE_EXPRESSIONS = {
     "auto": 'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
@@ -59,8 +77,8 @@ import pytest
 import torch
 
 $paths
-from $package.core import Case, load_workload
 from $package.gates import discover
+from $package.workloads import Case, load_workload
 
 MODEL = $literal
 PATTERNS = $patterns
@@ -107,7 +125,7 @@ def test_gate_holds(name, case):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Model, gates and settings of a test file; the options are those of the command `gates`."""
+    """Model, gates and settings of a test file, as in the options of `validate`."""
 
     model: str
     out: Path
@@ -133,8 +151,8 @@ class Recipe:
         return words
 
 
-def render(recipe: Recipe, *, script: str) -> str:
-    """Return the text of the test file.
+def render(recipe: Recipe, *, command: Sequence[str]) -> str:
+    """Return the text of the test file; `command` are the words that `recipe.words` follow.
 
     The model and gates are loaded and run once first; a ValueError names what is wrong.
     """
@@ -148,7 +166,7 @@ def render(recipe: Recipe, *, script: str) -> str:
         model=recipe.model,
         mark=GENERATED_FILE_MARK,
         version=__version__,
-        command=_wrapped(["python", script, *recipe.words()]),
+        command=_wrapped(shlex.join(command), recipe.words()),
         paths="".join(_path_line(root, recipe.out) for root in sorted(roots)),
         literal=_literal(recipe.model),
         patterns=_tuple(patterns),
@@ -167,9 +185,9 @@ def is_rendered(text: str) -> bool:
 
 
 def differences(found: str, expected: str) -> list[str]:
-    """Return a diff from `found` to `expected`, ignoring the path of the script."""
+    """Return a diff from `found` to `expected`, ignoring how the command was started."""
     before, after = (
-        SCRIPT_PATTERN.sub("python gen_checkpoint_tests.py", text).splitlines()
+        COMMAND_PATTERN.sub("    curry-train gen-tests", text).splitlines()
         for text in (found, expected)
     )
     return list(difflib.unified_diff(before, after, "the file", "rendered now", lineterm="", n=1))
@@ -206,8 +224,8 @@ def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
         discover = importlib.import_module(f"{recipe.package}.gates").discover
     except ModuleNotFoundError as error:
         raise WorkloadError(
-            f"can't import {recipe.package}.gates ({error}): --package names the package that "
-            "scaffold.py add filled, such as mylib.training; run from the folder that holds it"
+            f"can't import {recipe.package}.gates ({error}): --package names a package with gates "
+            "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
     names = [gate.name for gate in discover()]
 
@@ -239,10 +257,10 @@ def _path_line(root: Path, out: Path) -> str:
     )
 
 
-def _wrapped(words: Sequence[str]) -> str:
-    """Wrap a shell command; the script has the first line, so its path does not move the rest."""
-    lines = [shlex.join(words[:2])]
-    for word, following in zip(words[2::2], words[3::2], strict=True):
+def _wrapped(first: str, words: Sequence[str]) -> str:
+    """Wrap a shell command; how it is started has the first line, so that only this line varies."""
+    lines = [first]
+    for word, following in zip(words[::2], words[1::2], strict=True):
         pair = shlex.join([word, following])
         if len(lines) > 1 and len(lines[-1]) + len(pair) + 11 <= GENERATED_LINE_WIDTH:
             lines[-1] += f" {pair}"
@@ -260,3 +278,104 @@ def _tuple(texts: Sequence[str]) -> str:
     if len(texts) == 1:
         return f"({_literal(texts[0])},)"
     return "(\n" + "".join(f"    {_literal(text)},\n" for text in texts) + ")"
+
+
+# Command `gen-tests`.
+
+
+@click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
+@model_option("model", required=True)
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The file to write.",
+)
+@blocks_option()
+@click.option(
+    "--gate",
+    "gates",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only these gates: a technique or a glob. Repeatable.",
+)
+@device_option()
+@dtype_option()
+@batch_size_option(default=4)
+@seed_option()
+@click.option(
+    "--package",
+    default=DEFAULT_PACKAGE_NAME,
+    show_default=True,
+    metavar="NAME",
+    help="Where the gates are, such as mylib.training.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; check that FILE is up to date.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
+@click.pass_context
+def testgen_command(context: click.Context, check: bool, overwrite: bool, **options: Any) -> None:
+    """Write a pytest file that runs every gate.
+
+    Exit status: 0 written, or up to date, 1 with --check if FILE is not up to date, 2 wrong usage.
+    """
+    recipe = Recipe(**options)
+    out = recipe.out
+    shown = PurePath(os.path.relpath(out)).as_posix()
+    try:
+        found = out.read_text(encoding="utf-8") if out.exists() else None
+        if check and found is None:
+            raise UnusableInput(f"there is no {shown} to check: leave out --check to write it")
+        if not (check or overwrite or found is None or is_rendered(found)):
+            raise UnusableInput(
+                f"{shown} was not written by this command: choose another --out, or add --overwrite"
+            )
+        text = render(recipe, command=_command_words(context))
+        if not check:
+            out.write_text(text, encoding="utf-8", newline="\n")
+    except (ValueError, OSError) as error:
+        raise UnusableInput(str(error)) from error
+    if check:
+        _report_differences(shown, differences(found or "", text))
+    else:
+        click.echo(f"wrote {shown}; run it with\n  {_python_path(recipe)}python -m pytest {shown}")
+
+
+def _command_words(context: click.Context) -> list[str]:
+    """Return how this command was started, with the path of a script relative to this folder."""
+    if ".py" not in context.command_path:
+        return context.command_path.split()
+    script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
+    command = [context.info_name or "gen-tests"] if context.parent else []
+    return ["python", script, *command]
+
+
+def _report_differences(shown: str, lines: list[str]) -> None:
+    """Print how the file differs, and exit with status 1 if it does."""
+    if not lines:
+        click.echo(f"{shown} is what this command writes")
+        return
+    click.echo("\n".join(lines[:LONGEST_SHOWN_DIFFERENCE]))
+    if len(lines) > LONGEST_SHOWN_DIFFERENCE:
+        click.echo(f"... and {len(lines) - LONGEST_SHOWN_DIFFERENCE} lines more")
+    click.echo(f"{shown} is not what this command writes: run it without --check to write it again")
+    sys.exit(1)
+
+
+def _python_path(recipe: Recipe) -> str:
+    """Return the assignment that makes this package importable for pytest, where it is needed."""
+    if recipe.package != DEFAULT_PACKAGE_NAME or _is_installed():
+        return ""
+    home = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in sys.path if path != home] + inherited
+    if importlib.machinery.PathFinder.find_spec(DEFAULT_PACKAGE_NAME, others) is not None:
+        return ""
+    return f"PYTHONPATH={PurePath(os.path.relpath(home)).as_posix()} "
+
+
+def _is_installed() -> bool:
+    try:
+        return bool(importlib.metadata.version("curry-train"))
+    except importlib.metadata.PackageNotFoundError:
+        return False

@@ -129,7 +129,7 @@ def provenance(device: "torch.device") -> dict[str, Any]:
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})"
     return {
-        "command": shlex.join(["python", *_as_typed(sys.orig_argv[1:])]),
+        "command": shlex.join(_as_typed(sys.orig_argv[1:])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": name,
         "torch": torch.__version__.split("+")[0],
@@ -148,10 +148,13 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 
 def _as_typed(arguments: list[str]) -> list[str]:
-    """Make absolute paths below the current folder relative to it."""
+    """Return the command line, with absolute paths below the current folder relative to it."""
+    if arguments and Path(arguments[0]).name == "curry-train":
+        return ["curry-train", *arguments[1:]]
     here = Path.cwd()
     paths = (Path(argument) for argument in arguments)
-    return [
+    words = [
         str(path.relative_to(here)) if path.is_absolute() and here in path.parents else str(path)
         for path in paths
     ]
+    return ["python", *words]

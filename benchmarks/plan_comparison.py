@@ -1,15 +1,10 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "rich>=13"]
-# ///
-"""Compare the plan for a chain of blocks with a policy on every block, and with the best none/full choice, at one peak.
+"""Compare the plan of a chain of blocks with two simpler choices at the same peak.
 
-python scripts/plan_comparison.py --json evidence/plan_8b.json
+    python benchmarks/plan_comparison.py --json evidence/plan_8b.json
+
+One is a policy on every block, the other the best of no and full recompute for each block.
+Proof: `python -m pytest tests/plan/test_solve.py`.
 """
-
-import environment
-
-environment.require(__file__)
 
 import time
 from collections import Counter
@@ -19,7 +14,13 @@ from typing import Any
 import click
 import torch
 
-from curry_train.cli.options import DTYPES, json_option, model_option
+from curry_train.cli.options import (
+    DTYPES,
+    batch_size_option,
+    dtype_option,
+    json_option,
+    model_option,
+)
 from curry_train.core.wording import format_bytes, provenance, write_json
 from curry_train.plan.costs import BlockKind, candidates, find_kinds
 from curry_train.plan.estimate import Sketch
@@ -31,7 +32,7 @@ THEIRS = "attention and every second product"
 
 
 def every_second(kind: BlockKind) -> Option:
-    """What torchtitan's policy keeps by default, as calls of the block."""
+    """Return what torchtitan's policy keeps by default, as calls of the block."""
     _, calls = kind.run(Option(NONE_KIND))
     counted: Counter[str] = Counter()
     kept = set()
@@ -42,12 +43,13 @@ def every_second(kind: BlockKind) -> Option:
     return Option(SAC_KIND, frozenset(kept))
 
 
-@click.command(help=__doc__.splitlines()[0] if __doc__ else None)
+@click.command()
 @model_option("spec", default=LLAMA)
-@click.option("--batch-size", default=1, type=click.IntRange(1), show_default=True)
-@click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)), show_default=True)
+@batch_size_option(default=1)
+@dtype_option(default="bfloat16")
 @json_option()
 def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
+    """Compare the plan of a chain of blocks with two simpler choices at the same peak."""
     start = time.perf_counter()
     with Sketch(spec, kernels="cuda", dtype=DTYPES[dtype]) as sketch:
         step = sketch.step(batch_size)
@@ -60,10 +62,8 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
             again = float(measured.flops.sum() - plain.flops.sum()) / (plain.flops.sum() / 3)
             return Choice(str(option), measured.held, measured.transient, again)
 
-        policy, menu = (
-            choice(every_second(kind)),
-            [choice(option) for option in candidates(kind, offload=False)],
-        )
+        policy = choice(every_second(kind))
+        menu = [choice(option) for option in candidates(kind, offload=False)]
     number = len(kind.names)
     budget = peak_of([Stage((policy,))] * number, [0] * number)
 
@@ -72,7 +72,8 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         assert found is not None
         return found
 
-    plan, halves = best(menu), best([one for one in menu if one.name in (NONE_KIND, FULL_KIND)])
+    plan = best(menu)
+    halves = best([one for one in menu if one.name in (NONE_KIND, FULL_KIND)])
     rows: list[dict[str, Any]] = [
         {"choice": name, "peak_bytes": peak, "of_forward": again}
         for name, peak, again in (
@@ -82,18 +83,23 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         )
     ]
     click.echo(
-        f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, {format_bytes(step.peak_bytes)}"
+        f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, "
+        f"{format_bytes(step.peak_bytes)}"
     )
     click.echo(
-        f"{number} blocks alone, {format_bytes(plain.held)} each; recomputed, as a part of their forward:"
+        f"{number} blocks alone, {format_bytes(plain.held)} each; "
+        "recomputed, as a part of their forward:"
     )
     for row in rows:
         click.echo(
-            f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} {row['of_forward']:>7.1%} again"
+            f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} "
+            f"{row['of_forward']:>7.1%} again"
         )
-    of_policy, of_halves = plan.cost / number / policy.cost, plan.cost / halves.cost
+    of_policy = plan.cost / number / policy.cost
+    of_halves = plan.cost / halves.cost
     click.echo(
-        f"the plan computes {of_policy:.3f} of what the policy does again, {of_halves:.3f} of none and full"
+        f"the plan recomputes {of_policy:.3f} of what the policy does, "
+        f"{of_halves:.3f} of what the best of none and full does"
     )
     if json_path:
         found = {

@@ -1,15 +1,9 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "rich>=13"]
-# ///
-"""Compare predicted with measured peaks of whole training steps, over models, sizes, dtypes, batches and techniques.
+"""Compare predicted with measured peaks of training steps, over models, dtypes and techniques.
 
-python scripts/plan_accuracy.py --json evidence/estimates.json
+    python benchmarks/plan_accuracy.py --json evidence/estimates.json
+
+Proof: `python -m pytest tests/plan/test_estimate.py`.
 """
-
-import environment
-
-environment.require(__file__)
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from curry_train.cli.options import choose_device, json_option
+from curry_train.cli.options import choose_device, device_option, json_option
 from curry_train.core.wording import provenance, write_json
 from curry_train.plan.estimate import Sketch, make_optimizer
 from curry_train.plan.timeline import record_step_storages, timeline_of
@@ -45,14 +39,15 @@ TECHNIQUES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def configurations() -> Iterator[tuple[str, torch.dtype, int, str]]:
+    """Yield model, dtype, batch size and technique of each row."""
     for model, dtype, size, technique in itertools.product(MODELS, DTYPES, (2, 8), TECHNIQUES):
-        if (
-            model != "resnet" or technique != "chunked loss"
-        ):  # whose head is no wider than its input
+        # The head of the resnet is no wider than its input, so its loss is not chunked.
+        if model != "resnet" or technique != "chunked loss":
             yield model, dtype, size, technique
 
 
 def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int:
+    """Return the peak bytes of a real training step."""
     module = case.build()
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     change(module)
@@ -62,18 +57,19 @@ def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int
     return timeline_of(lives, type(module).__name__).peak.bytes_alive
 
 
-@click.command(help=__doc__.splitlines()[0] if __doc__ else None)
-@click.option(
-    "--device", default="auto", type=click.Choice(["auto", "cuda", "cpu"]), show_default=True
-)
+@click.command()
+@device_option()
 @json_option()
 def main(device: str, json_path: str | None) -> None:
-    place, rows = choose_device(device), list[dict[str, Any]]()
+    """Compare predicted with measured peaks of training steps."""
+    place = choose_device(device)
+    rows = list[dict[str, Any]]()
     console = Console(stderr=True)
     for model, dtype, size, technique in track(
         list(configurations()), console=console, transient=True, disable=not console.is_terminal
     ):
-        workload, kernels = MODELS[model](), "cuda" if place.type == "cuda" else "cpu"
+        workload = MODELS[model]()
+        kernels = "cuda" if place.type == "cuda" else "cpu"
         with Sketch(workload, dtype=dtype, kernels=kernels) as sketch:
             predicted = sketch.step(size, change=TECHNIQUES[technique]).peak_bytes
         measured = measure(Case(workload, place, dtype), size, TECHNIQUES[technique])
@@ -84,7 +80,8 @@ def main(device: str, json_path: str | None) -> None:
             | {"predicted": predicted, "measured": measured, "ratio": ratio}
         )
         click.echo(
-            f"{model:<22} {name:<9} {size:>2} {technique:<13} {predicted:>12,} {measured:>12,} {ratio:>8.4f}"
+            f"{model:<22} {name:<9} {size:>2} {technique:<13} "
+            f"{predicted:>12,} {measured:>12,} {ratio:>8.4f}"
         )
     worst = max(abs(row["ratio"] - 1) for row in rows)
     equal = sum(row["predicted"] == row["measured"] for row in rows)

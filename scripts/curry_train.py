@@ -1,0 +1,30 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch>=2.11,!=2.12.*,<2.14",
+#     "numpy>=1.26",
+#     "click>=8.1",
+#     "rich>=13",
+#     "pyyaml>=6",
+# ]
+# ///
+"""Run the command `curry-train` from a clone that is not installed, in any folder.
+
+python scripts/curry_train.py validate --model my_package.models:build
+"""
+
+import environment
+
+environment.require(__file__)
+
+import sys
+from pathlib import Path
+
+# Python puts the folder of a script first on its path, where this file has the name of the package.
+FOLDER = Path(__file__).resolve().parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
+
+from curry_train.cli.main import main
+
+if __name__ == "__main__":
+    main(prog_name=f"python {sys.argv[0]}")

@@ -1,0 +1,186 @@
+"""Help pages that fit a terminal of 80 x 24, and groups that import a command when it runs.
+
+    @click.command("memory", cls=ScreenCommand, example="--model transformer")
+
+Proof: `python -m pytest tests/cli/test_command_line.py`.
+"""
+
+import difflib
+import importlib
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import click
+from click.shell_completion import CompletionItem
+
+SCREEN_WIDTH = 80
+LONGEST_OPTION_COLUMN = 20
+
+# Options that mean the same in every command share the last lines of a page; README explains them.
+BRIEF_OPTIONS = ("device", "dtype", "batch_size", "seed", "json_path")
+BRIEF_LABEL = "Also: "
+
+# What click appends to a help text: the range of a number, which its error message names as
+# well, and that an option is required, which the usage line shows.
+_APPENDED = re.compile(
+    r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]|;? ?required(?=\])|  \[required\]"
+)
+
+
+class ScreenHelp(click.Command):
+    """Render help as summary, options, exit status and one example, without blank lines to spare.
+
+    `example` is what follows the name of the command in a call that works.
+    """
+
+    def __init__(self, *args: Any, example: str | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.example = example
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        summary, status = _paragraphs(self.help or "")
+        usage = [ctx.command_path, *_required(self, ctx), *self.collect_usage_pieces(ctx)]
+        lines = [f"Usage: {' '.join(usage)}", *summary, "", *self.body_lines(ctx)]
+        formatter.write("\n".join([*lines, *status, *self.example_lines(ctx)]) + "\n")
+
+    def body_lines(self, ctx: click.Context) -> list[str]:
+        """Return a line or two for each option, and those of every command after them."""
+        brief = []
+        rows = []
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is None or "--help" in option.opts or isinstance(option, click.Argument):
+                continue
+            if option.name in BRIEF_OPTIONS:
+                brief.append(_brief_option(option))
+            else:
+                rows.append((_plain_metavar(record[0]), _APPENDED.sub("", record[1])))
+        return [*_table(rows), *_wrapped(BRIEF_LABEL + ", ".join([*brief, "--help"]), "  ")]
+
+    def example_lines(self, ctx: click.Context) -> list[str]:
+        """Return the example as one shell command, continued where it is longer than a line."""
+        if self.example is None:
+            return []
+        runner = "python " if ctx.command_path.split()[0].endswith(".py") else ""
+        return [f"Example: {runner}{ctx.command_path} {self.example}".rstrip()]
+
+
+class ScreenCommand(ScreenHelp):
+    """A command whose help fits a screen."""
+
+
+class LazyGroup(ScreenHelp, click.Group):
+    """A group of commands in modules beside this one, so that `--help` does not import torch.
+
+    `lazy` maps the name of a command to its place, as `module:attribute`, and its summary.
+    """
+
+    command_class = ScreenCommand
+
+    def __init__(
+        self, *args: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        self.lazy = lazy or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands, *self.lazy]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = self.lazy[cmd_name][0].partition(":")
+        loaded = importlib.import_module(f".{module}", __package__)
+        return cast(click.Command, getattr(loaded, attribute))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        unknown = args[0] not in self.list_commands(ctx) and not args[0].startswith("-")
+        if unknown and not ctx.resilient_parsing:
+            self.refuse_command(ctx, args[0])
+        return super().resolve_command(ctx, args)
+
+    def refuse_command(self, ctx: click.Context, name: str) -> NoReturn:
+        """Raise a usage error that suggests the nearest command."""
+        nearest = difflib.get_close_matches(name, self.list_commands(ctx), n=1, cutoff=0.5)
+        names = ", ".join(self.list_commands(ctx))
+        advice = f"did you mean {nearest[0]}?" if nearest else f"there are {names}"
+        ctx.fail(f"no command is called {name!r}: {advice}")
+
+    def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
+        """Return name and summary of each command, without importing those that are lazy."""
+        rows = []
+        for name in self.list_commands(ctx):
+            if name in self.lazy:
+                rows.append((name, self.lazy[name][1]))
+            else:
+                rows.append((name, self.commands[name].get_short_help_str(SCREEN_WIDTH)))
+        return rows
+
+    def body_lines(self, ctx: click.Context) -> list[str]:
+        """Return a line for each command."""
+        pages = f"A page for each: {ctx.command_path} COMMAND --help"
+        return [*_table(self.summaries(ctx)), "", pages]
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=summary)
+            for name, summary in self.summaries(ctx)
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
+
+def _paragraphs(text: str) -> tuple[list[str], list[str]]:
+    """Return a help text as lines, those of its paragraph on the exit status apart."""
+    summary: list[str] = []
+    status: list[str] = []
+    for paragraph in text.strip().split("\n\n"):
+        lines = status if paragraph.startswith("Exit status:") else summary
+        lines += _wrapped(" ".join(paragraph.split()), "")
+    return summary, status
+
+
+def _required(command: click.Command, ctx: click.Context) -> list[str]:
+    """Return the required options as the usage line shows them."""
+    written = []
+    for option in command.get_params(ctx):
+        record = option.get_help_record(ctx)
+        if option.required and isinstance(option, click.Option) and record:
+            written.append(_plain_metavar(record[0]))
+    return written
+
+
+def _plain_metavar(written: str) -> str:
+    """Return an option as in `--ranks N` or `--scale auto|log`, without click's types."""
+    name, _, value = written.partition(" ")
+    if value in ("INTEGER RANGE", "INTEGER"):
+        value = "N"
+    return f"{name} {value.strip('[]')}".strip()
+
+
+def _brief_option(option: click.Parameter) -> str:
+    """Return an option with its values, such as `--device auto|cuda|cpu`; the default is first."""
+    name = option.opts[0]
+    if isinstance(option.type, click.Choice):
+        return f"{name} {'|'.join(option.type.choices)}"
+    if option.name == "json_path":
+        return f"{name} PATH"
+    default = option.default
+    return f"{name} N [default: {default}]" if isinstance(default, int) and default else f"{name} N"
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return rows in two columns; a first cell longer than its column pushes its text right."""
+    column = max((len(cell) for cell, _ in rows if len(cell) <= LONGEST_OPTION_COLUMN), default=0)
+    lines = []
+    for cell, text in rows:
+        lines += _wrapped(f"  {cell:<{column}}  {text}", " " * (column + 4))
+    return lines
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)

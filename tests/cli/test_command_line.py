@@ -1,0 +1,327 @@
+"""The command `curry-train`: pages that fit a screen, examples that run, ways to start it.
+
+Run: `python -m pytest tests/cli/test_command_line.py`.
+"""
+
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from tree import ROOT
+
+from curry_train.cli.main import COMMANDS, main
+from curry_train.cli.screen import BRIEF_OPTIONS, LazyGroup, ScreenCommand
+from curry_train.core.wording import provenance
+
+# The commands that README and DESIGN promise.
+PROMISED = (
+    *("validate", "plan", "memory", "savings", "bench", "grad-flow", "train", "runs"),
+    *("new", "add", "update", "diff", "list", "gen-tests"),
+)
+NAMED_SCRIPTS = (
+    *("validate_checkpointing.py", "gen_checkpoint_tests.py", "memory_savings_benchmark.py"),
+    *("plan_memory.py", "scaffold.py"),
+)
+SCREEN_LINES = 24
+SCREEN_COLUMNS = 80
+
+
+def pages(group=main, path=()):
+    """Yield the words that lead to every command, groups included."""
+    yield path
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from pages(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def command_at(path):
+    command = main
+    for name in path:
+        command = command.get_command(click.Context(command), name)
+    return command
+
+
+def help_of(*path, group=main):
+    ended = CliRunner().invoke(group, [*path, "--help"], prog_name="curry-train")
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+ALL_PAGES = list(pages())
+
+
+def faults_of_page(text):
+    """Return what keeps a page from being read on a terminal of 80 x 24."""
+    lines = text.splitlines()
+    faults = []
+    if len(lines) > SCREEN_LINES:
+        faults.append(f"{len(lines)} lines")
+    if max(map(len, lines)) > SCREEN_COLUMNS:
+        faults.append(f"{max(map(len, lines))} columns")
+    if not lines[-1].startswith("Example: curry-train"):
+        faults.append("no example at the end")
+    return faults
+
+
+@pytest.mark.parametrize("path", ALL_PAGES, ids=" ".join)
+def test_each_page_of_help_fits_a_screen_and_ends_with_an_example(path):
+    assert not faults_of_page(help_of(*path))
+
+
+def test_a_page_that_is_too_long_or_has_no_example_is_caught():
+    @click.command(cls=ScreenCommand)
+    def planted():
+        """Do nothing."""
+
+    for number in range(SCREEN_LINES):
+        planted = click.option(f"--option-{number}", help="Text.")(planted)
+    group = LazyGroup("curry-train", commands={"planted": planted})
+    faults = faults_of_page(help_of("planted", group=group))
+    assert faults == [f"{SCREEN_LINES + 4} lines", "no example at the end"]
+
+
+def test_discovery_finds_every_command():
+    assert list(COMMANDS) == list(PROMISED)
+    assert len(ALL_PAGES) >= len(PROMISED) + 8
+
+
+def test_the_list_of_commands_has_the_summary_of_each_command():
+    for name, (_, summary) in COMMANDS.items():
+        first = (command_at([name]).help or "").split("\n\n")[0]
+        assert summary == " ".join(first.split()), name
+
+
+def in_a_new_process(code, **environment):
+    """Run code with the package on the path, in a process that has imported nothing yet."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "template")} | environment
+    return subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_list_of_commands_is_shown_without_torch():
+    code = (
+        "import sys\nfrom curry_train.cli.main import main\n"
+        "main(['--help'], prog_name='curry-train', standalone_mode=False)\n"
+        "print('torch' in sys.modules, 'rich' in sys.modules)"
+    )
+    ended = in_a_new_process(code)
+    assert ended.stdout.splitlines()[-1] == "False False", ended.stderr
+    assert all(f"  {name} " in ended.stdout for name in PROMISED)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["valdate"], "no command is called 'valdate': did you mean validate?"),
+        (["gradflow"], "no command is called 'gradflow': did you mean grad-flow?"),
+        (["runs", "lsit"], "no command is called 'lsit': did you mean list?"),
+        (["zzz"], f"no command is called 'zzz': there are {', '.join(PROMISED)}"),
+    ],
+)
+def test_a_misspelled_command_gets_the_nearest_name(words, advice):
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code == 2
+    assert advice in ended.stderr
+
+
+def test_an_option_before_the_command_is_still_an_option():
+    assert CliRunner().invoke(main, ["--version"]).output.startswith("curry-train, version ")
+    assert "No such option" in CliRunner().invoke(main, ["--no-such-option"]).stderr
+
+
+def differing_options(commands):
+    """Return the shared options whose values, default or help differ between commands."""
+    seen = {}
+    for path, command in commands:
+        for option in command.params:
+            if option.name in (*BRIEF_OPTIONS, "blocks") and isinstance(option, click.Option):
+                facts = (option.opts, option.type.to_info_dict())
+                seen.setdefault(option.name, {}).setdefault(str(facts), []).append(" ".join(path))
+    return {name: places for name, places in seen.items() if len(places) > 1}
+
+
+# A plan of disk space knows types of saved state; several batch sizes are one option of savings.
+OTHER_MEANING = {("runs", "estimate"): "dtype", ("savings",): "batch_size"}
+
+
+def shared_options():
+    for path in ALL_PAGES:
+        command = command_at(path)
+        if path in OTHER_MEANING:
+            other = OTHER_MEANING[path]
+            params = [option for option in command.params if option.name != other]
+            command = click.Command(command.name, params=params)
+        yield path, command
+
+
+def test_options_mean_the_same_in_every_command():
+    assert not differing_options(shared_options())
+
+
+def test_an_option_with_other_values_in_one_command_is_caught():
+    planted = click.Command("planted", params=[click.Option(["--device"], type=click.Choice("ab"))])
+    found = differing_options([*shared_options(), (("planted",), planted)])
+    assert list(found) == ["device"]
+
+
+# Examples.
+
+
+@pytest.fixture(scope="module")
+def folder_with_runs(tmp_path_factory):
+    """A folder with a project and the runs run-001 and run-002."""
+    folder = tmp_path_factory.mktemp("examples")
+    words = ["train", "name=run", "steps=2", "batch_size=2", "microbatch=2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for arguments in (words, words, ["new", "my-run"]):
+            ended = CliRunner().invoke(main, arguments)
+            assert ended.exit_code == 0, ended.output
+    return folder
+
+
+SLOW_EXAMPLES = {("bench",), ("runs", "spike-check"), ("runs", "resume-check"), ("train",)}
+
+
+def example_cases():
+    for path in ALL_PAGES:
+        marks = [pytest.mark.long] if path in SLOW_EXAMPLES else []
+        if isinstance(command_at(path), click.Group):
+            continue
+        yield pytest.param(path, id=" ".join(path), marks=marks)
+
+
+@pytest.mark.parametrize("path", list(example_cases()))
+def test_the_example_of_each_page_runs(path, folder_with_runs, monkeypatch):
+    monkeypatch.chdir(folder_with_runs)
+    line = help_of(*path).splitlines()[-1].removeprefix("Example: ")
+    prefix, *words = shlex.split(line)
+    assert prefix == "curry-train"
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code == 0, ended.output
+
+
+# Ways to start it.
+
+
+def run_script(*words, folder, **environment):
+    command = [sys.executable, str(ROOT / "scripts/curry_train.py"), *words]
+    variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=variables | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("path", ["", "template", "scripts", "scripts:template"])
+def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds(path, tmp_path):
+    inherited = os.pathsep.join(str(ROOT / part) for part in path.split(":") if part)
+    words = ["runs", "estimate", "--parameters", "7e9"]
+    ended = run_script(*words, folder=tmp_path, PYTHONPATH=inherited)
+    assert ended.returncode == 0, ended.stderr
+    assert "rollback" in ended.stdout
+
+
+def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed(tmp_path):
+    script = ROOT / "scripts/curry_train.py"
+    assert f"Usage: python {script} " in run_script("--help", folder=tmp_path).stdout
+    unknown = run_script("valdate", folder=tmp_path)
+    assert unknown.returncode == 2
+    assert "did you mean validate?" in unknown.stderr
+    assert f"Try 'python {script} --help'" in unknown.stderr
+
+
+def test_python_m_is_the_same_command(tmp_path):
+    command = [sys.executable, "-m", "curry_train", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.stdout == help_of().replace("curry-train", "python -m curry_train")
+
+
+def test_the_installed_command_is_the_same_group():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"curry-train": "curry_train.cli.main:main"}
+    module, _, attribute = project["scripts"]["curry-train"].partition(":")
+    assert getattr(importlib.import_module(module), attribute) is main
+
+
+def test_built_metadata_has_the_command_that_uvx_and_pipx_start(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    package = tmp_path / "template/curry_train"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "built").mkdir()
+    code = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('built')"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    (written,) = tmp_path.glob("built/*.dist-info/entry_points.txt")
+    expected = ["[console_scripts]", "curry-train", "=", "curry_train.cli.main:main"]
+    assert written.read_text(encoding="utf-8").split() == expected
+
+
+@pytest.mark.parametrize(
+    ("started", "recorded"),
+    [
+        ("python ENV/bin/curry-train bench --steps 3", "curry-train bench --steps 3"),
+        ("python -m curry_train bench --steps 3", "python -m curry_train bench --steps 3"),
+        ("python3 scripts/curry_train.py bench", "python scripts/curry_train.py bench"),
+    ],
+)
+def test_recorded_figures_name_the_command_as_it_is_typed(monkeypatch, started, recorded):
+    monkeypatch.setattr(sys, "orig_argv", started.split())
+    assert provenance(torch.device("cpu"))["command"] == recorded
+
+
+@pytest.mark.parametrize("script", NAMED_SCRIPTS)
+def test_a_named_script_is_thin_and_starts_a_command_of_the_package(script):
+    text = (ROOT / "scripts" / script).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 25
+    assert "from curry_train.cli." in text
+
+
+# Completion in a shell.
+
+
+def complete(words, index):
+    code = "from curry_train.cli.main import main; main(prog_name='curry-train')"
+    code += "\n"
+    source = f"import sys\ntry:\n  {code}finally:\n  sys.stderr.write(str('torch' in sys.modules))"
+    return in_a_new_process(
+        source, _CURRY_TRAIN_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(index)
+    )
+
+
+def test_a_shell_completes_commands_without_importing_torch():
+    ended = complete("curry-train va", 1)
+    assert ended.stdout.split() == ["plain,validate"]
+    assert ended.stderr == "False"
+
+
+def test_a_shell_completes_the_options_of_a_command():
+    ended = complete("curry-train plan --bud", 2)
+    assert ended.stdout.split() == ["plain,--budget"]
+
+
+def test_the_line_for_a_shells_start_file_prints_the_completion():
+    code = "from curry_train.cli.main import main; main(prog_name='curry-train')"
+    ended = in_a_new_process(code, _CURRY_TRAIN_COMPLETE="bash_source")
+    assert "complete -o nosort -F _curry_train_completion curry-train" in ended.stdout
