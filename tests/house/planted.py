@@ -58,6 +58,13 @@ SOUND: dict[str, list[Plant]] = {
         append(f"{CLI}/main.py", "from ..core import blocks\n"),  # cli --> plan --> core
         append("AGENTS.md", "```mermaid\nflowchart LR\n    core --> cli\n```\n"),  # a second one
     ],
+    "names_are_used": [
+        append(f"{CLI}/plan.py", "@click.command()\ndef show_command(): ...\n"),
+        both(
+            append(f"{PLAN}/planner.py", "class Others: ...\n"),
+            append(SCRIPT, "planner.Others\n"),
+        ),
+    ],
     "imports_keep_names": [
         append(
             f"{PLAN}/planner.py",

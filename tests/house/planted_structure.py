@@ -299,7 +299,16 @@ NAMES = {
         ),
         (module("tests/test_x.py", "class CheckpointPolicy(dict): ...\n"), "tests/test_x.py:2"),
     ],
-    "private_names_are_used": [
+    "names_are_used": [
+        (append(f"{PLAN}/planner.py", "def others(): ...\n"), "defines others, which nothing uses"),
+        (
+            both(
+                append(f"{PLAN}/planner.py", "class Others: ...\n"),
+                module("tests/plan/test_others.py", "Others\n"),
+            ),
+            "defines Others, which nothing uses",
+        ),
+        (append(f"{PLAN}/planner.py", "OTHERS: int = 1\n"), "defines OTHERS, which nothing uses"),
         (append(f"{PLAN}/planner.py", "_OTHERS = 1\n"), "defines _OTHERS, which nothing uses"),
         (append(f"{PLAN}/planner.py", "def _others(): ...\n"), "defines _others"),
         (append(f"{PLAN}/planner.py", "_ONE, _TWO = 1, 2\nprint(_ONE)\n"), "defines _TWO"),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rules_imports import PUBLIC_FILES
 from tree import FUNCTIONS, Module, modules, nodes, python_files, read, relative, skills, top_level
 
 TAKEN_CLASS_NAMES = {"CheckpointPolicy": "torch has one, and it means something else"}
@@ -17,7 +18,7 @@ ONE_WORD = re.compile(r"_?(?P<word>[A-Z][A-Z0-9]*)")
 # Units are their own noun; the others name one thing in every Python project.
 COMPLETE_WORDS = {*("KB", "MB", "GB", "TB", "KIB", "MIB", "GIB", "TIB", "PACKAGE", "ROOT")}
 NOT_CONSTANTS = {"TypeVar", "ParamSpec", "TypeVarTuple", "NewType"}
-PRIVATE_WORD = re.compile(r"\b_[A-Za-z]\w*")
+WORD = re.compile(r"\b[A-Za-z_]\w*")
 CLASS_STATEMENT = re.compile(r"\s*class (\w+)")
 
 
@@ -138,27 +139,33 @@ def classes_take_no_name_of_torch(root: Path) -> list[str]:
     ]
 
 
-def private_names_are_used(root: Path) -> list[str]:
-    """A private name at the top of a module occurs a second time in the package."""
+def names_are_used(root: Path) -> list[str]:
+    """A name at the top of a module occurs a second time where the package is used.
+
+    That is the package itself, what is rendered, the scripts and the recorders; a name that only
+    tests use is dead. A decorator registers what it decorates, and promised names are for users.
+    """
     counts: dict[str, int] = defaultdict(int)
-    found = modules(root).values()
-    for module in found:
-        for word in PRIVATE_WORD.findall(read(module.path)):
+    for path in python_files(root, ["template", "scripts", "benchmarks"]):
+        for word in WORD.findall(read(path)):
             counts[word] += 1
+    promised = {name for names in PUBLIC_FILES.values() for name in names}
     return [
         f"{relative(module.path, root)}:{line} defines {name}, which nothing uses: remove it"
-        for module in found
-        for name, line in _private_definitions(module.path)
-        if counts[name] < 2
+        for module in modules(root).values()
+        for name, line in _definitions(module.path)
+        if counts[name] < 2 and name not in promised
     ]
 
 
-def _private_definitions(path: Path) -> Iterator[tuple[str, int]]:
+def _definitions(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the names that a module defines, but for special ones and decorated ones."""
     for node in top_level(path, ast.ClassDef, *FUNCTIONS):
-        if node.name.startswith("_") and not node.name.startswith("__"):
+        if isinstance(node, ast.ClassDef) or not node.decorator_list:
             yield node.name, node.lineno
-    for node in top_level(path, ast.Assign):
-        for target in node.targets:
+    for node in top_level(path, ast.Assign, ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
             for name, _ in _pairs(target, None):
-                if name.startswith("_") and not name.startswith("__") and name != "_":
+                if not name.startswith("__") and name != "_":
                     yield name, node.lineno

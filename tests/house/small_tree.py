@@ -54,7 +54,7 @@ _MANIFEST = '{\n  "name": "small",\n  "version": "1.2.3"\n}\n'
 
 FILES = {
     f"{PACKAGE}/__init__.py": '"""Be small."""\n\n__version__ = "1.2.3"\n',
-    f"{PACKAGE}/__main__.py": _module(head="from .cli import main\n"),
+    f"{PACKAGE}/__main__.py": _module(head="from .cli.main import run_command\n"),
     f"{PACKAGE}/core/__init__.py": '"""Hold what several rooms need."""\n',
     f"{PACKAGE}/core/lazy.py": _module("lazy_names"),
     f"{PACKAGE}/core/blocks.py": _module("find_blocks", head="import torch\n"),
@@ -73,10 +73,10 @@ FILES = {
         *PUBLIC_NAMES["plan"], head="from ..core import blocks\n"
     ),
     f"{PACKAGE}/gates/__init__.py": '"""Judge techniques."""\n',
-    f"{PACKAGE}/gates/grad_accum.py": _module(head="\nGATES = ()\n"),
+    f"{PACKAGE}/gates/grad_accum.py": _module(head="\n# Each returns a Verdict.\nGATES = ()\n"),
     f"{PACKAGE}/gates/verdict.py": _module("Verdict"),
     f"{PACKAGE}/cli/__init__.py": '"""Run commands."""\n',
-    f"{PACKAGE}/cli/main.py": _module("run_command", head="from . import plan\n"),
+    f"{PACKAGE}/cli/main.py": _module("run_command", head="from .plan import plan_command\n"),
     f"{PACKAGE}/cli/plan.py": _module("plan_command", head="from ..plan.planner import Plan\n"),
     f"{PACKAGE}/loop.py": _module(*PUBLIC_FILES["loop.py"]),
     f"{PACKAGE}/benchmark.py": _module(*PUBLIC_FILES["benchmark.py"]),

@@ -16,9 +16,9 @@ from curry_train.plan.solve import (
     Solution,
     Stage,
     least_peak,
-    non_dominated,
     peak_of,
     solve,
+    unbeaten,
 )
 
 GIB = 2**30
@@ -385,13 +385,8 @@ def test_a_chain_of_no_blocks_holds_its_head():
 
 
 def test_what_others_beat_in_everything_is_left_out():
-    choices = [
-        Choice("a", 5, 5, 1.0),
-        Choice("b", 5, 6, 1.0),
-        Choice("c", 4, 9, 1.0),
-        Choice("d", 5, 5, 1.0),
-    ]
-    assert sorted(non_dominated(choices)) == [0, 2]
+    rows = [(1.0, 5, 5), (1.0, 5, 6), (1.0, 4, 9), (1.0, 5, 5)]
+    assert sorted(unbeaten(rows)) == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -313,13 +313,6 @@ def least_peak(stages: Sequence[Stage], *, head_bytes: int = 0) -> Solution:
     return _cheapest(stages, enough, head_bytes)
 
 
-def non_dominated(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of choices that no other beats in held bytes, transient bytes and cost."""
-    return unbeaten(
-        [(choice.cost, choice.held_bytes, choice.transient_bytes) for choice in choices]
-    )
-
-
 def _check_bytes(what: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
