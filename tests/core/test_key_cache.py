@@ -23,16 +23,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from curry_train.core import hugging_face
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.core.random import seeded
 from curry_train.plan import MemoryProfiler
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import NONE_KIND
-from curry_train.primitives import apply_sac, offload_blocks, recompute_blocks
+from curry_train.primitives import apply_sac, checkpointed, offload_blocks, recompute_blocks
 from curry_train.workloads.load import load_workload
-from curry_train.workloads.workload import call
+from curry_train.workloads.workload import call, without_cache
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -102,7 +101,7 @@ def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cac
 
 
 def test_it_is_said_once(caplog):
-    hugging_face._said.clear()
+    checkpointed._warned.clear()
     model = built("llama")
     recompute_blocks(model)
     with caplog.at_level(logging.WARNING):
@@ -232,7 +231,7 @@ def test_a_config_that_is_not_theirs_is_left_alone():
 
     model = torch.nn.Linear(2, 2)
     model.config = Config()
-    assert hugging_face.without_cache(model).config.use_cache
+    assert without_cache(model).config.use_cache
     assert call(model, torch.ones(1, 2)).shape == (1, 2)
 
 

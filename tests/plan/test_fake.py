@@ -26,9 +26,8 @@ from curry_train.core.measure import LiveStorages
 from curry_train.plan import shapes
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, NeedsValues, PretendedCase, pretended
-from curry_train.primitives import apply_sac, checkpointed, recompute_blocks
-from curry_train.primitives import checkpointed as replay
-from curry_train.primitives.checkpointed import Replay
+from curry_train.primitives import apply_sac, checkpointed, recompute_blocks, regions
+from curry_train.primitives.regions import Replay
 from curry_train.workloads.models import llama_8b, transformer
 from curry_train.workloads.workload import Workload, WorkloadError
 
@@ -250,7 +249,7 @@ RECOMPUTES = {
 @pytest.mark.parametrize("name", RECOMPUTES)
 def test_recomputation_runs_under_the_modes_of_forward(monkeypatch, name):
     RECOMPUTES[name]()
-    for module in (checkpointed, replay):  # the same without the code that enters them again
+    for module in (checkpointed, regions):  # the same without the code that enters them again
         monkeypatch.setattr(module, "function_modes_as", lambda modes: contextlib.nullcontext())
     with pytest.raises((AssertionError, RuntimeError, IndexError)):  # some of it is noticed
         RECOMPUTES[name]()

@@ -3,14 +3,21 @@
 python -m pytest tests/primitives/test_closures.py
 """
 
+import ast
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 import curry_train
 
+PACKAGE = Path(curry_train.__path__[0])
+SMALL_TECHNIQUES = (
+    *("recompute", "sac", "regions", "offload"),
+    *("snn_timesteps", "chunked_loss", "grad_flow"),
+)
 PACKAGES = [
     found.name
     for found in pkgutil.walk_packages(curry_train.__path__, "curry_train.")
@@ -53,3 +60,77 @@ def test_the_memory_budget_of_the_package_is_the_function():
     from curry_train.primitives import memory_budget
 
     assert inspect.isfunction(memory_budget)
+
+
+# What copying a technique brings along: its modules and those that they import.
+
+
+def imported_modules(path):
+    """Return the modules of the package that a module imports, in functions too."""
+    tree = ast.parse((PACKAGE / path).read_text())
+    for_types_only = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            for_types_only |= set(ast.walk(node))
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.level or node in for_types_only:
+            continue
+        folder = (PACKAGE / path).parents[node.level - 1]
+        base = folder.joinpath(*(node.module or "").split(".")) if node.module else folder
+        if base.with_suffix(".py").is_file():
+            found.add(base.with_suffix(".py").relative_to(PACKAGE).as_posix())
+            continue
+        for alias in node.names:
+            module = base / f"{alias.name}.py"
+            home = module if module.is_file() else base / "__init__.py"
+            found.add(home.relative_to(PACKAGE).as_posix())
+    return found
+
+
+def closure_of(path):
+    """Return a module and all modules of the package that it needs."""
+    found = []
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.append(path)
+            waiting += sorted(imported_modules(path))
+    return found
+
+
+def num_lines(paths):
+    return sum(len((PACKAGE / path).read_text().splitlines()) for path in paths)
+
+
+def test_accumulation_is_one_module():
+    assert closure_of("primitives/grad_accum.py") == ["primitives/grad_accum.py"]
+
+
+@pytest.mark.parametrize("technique", SMALL_TECHNIQUES)
+def test_a_technique_is_at_most_four_modules_and_1500_lines(technique):
+    modules = closure_of(f"primitives/{technique}.py")
+    assert len(modules) <= 4, modules
+    assert num_lines(modules) <= 1500, {path: num_lines([path]) for path in modules}
+
+
+def test_no_technique_imports_the_tools():
+    rooms = {
+        path.split("/")[0]
+        for module in (PACKAGE / "primitives").glob("*.py")
+        for path in closure_of(f"primitives/{module.name}")
+    }
+    assert rooms == {"core", "primitives"}
+
+
+def test_an_import_inside_a_function_counts_and_one_for_types_does_not(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "room").mkdir()
+    for name, text in {
+        "a": "def act():\n    from .b import act\n",
+        "b": "if TYPE_CHECKING:\n    from .c import Kind\n",
+        "c": "",
+    }.items():
+        (tmp_path / "room" / f"{name}.py").write_text(text)
+    assert closure_of("room/a.py") == ["room/a.py", "room/b.py"]

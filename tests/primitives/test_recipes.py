@@ -13,8 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.core.measure import LiveStorages
-from curry_train.primitives.checkpointed import REPLAY_KEY, Replay
-from curry_train.primitives.regions import DEEPEST_RECIPE, NODE_RECIPES, Keeper, Made
+from curry_train.primitives.regions import (
+    DEEPEST_RECIPE,
+    NODE_RECIPES,
+    REPLAY_KEY,
+    Keeper,
+    Made,
+    Replay,
+)
 
 ACTIVATIONS = {
     "MulBackward0": lambda x: x * torch.sin(x),

@@ -11,9 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-# ------------------------------------------------------------------------------
 # Modules whose class is replaced by a subclass that changes how they run.
-# ------------------------------------------------------------------------------
 
 
 class Derived(nn.Module):
@@ -112,9 +110,7 @@ def _rebuild(mixin: type, original: type) -> Any:
     return object.__new__(_derived_class(mixin, original))
 
 
-# ------------------------------------------------------------------------------
 # Repeated blocks of a model, found in its containers or selected by name patterns.
-# ------------------------------------------------------------------------------
 
 
 class NoBlocks(ValueError):

@@ -37,9 +37,7 @@ from .measure import (
 )
 from .random import untouched
 
-# ------------------------------------------------------------------------------
 # Memory and FLOPs of compiled steps, from profiler events.
-# ------------------------------------------------------------------------------
 
 # Name of the profiler's events for allocations, and for frees, whose byte count is negative.
 ALLOCATION_EVENT = "[memory]"
@@ -204,9 +202,7 @@ def _run_on_meta(event: Any, operation: Any) -> None:
     operation(*arguments[:needed])
 
 
-# ------------------------------------------------------------------------------
 # Properties of compiled modules, without importing the compiler, which takes seconds.
-# ------------------------------------------------------------------------------
 
 
 class BudgetUnsafe(ValueError):

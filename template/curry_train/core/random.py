@@ -1,4 +1,4 @@
-"""Save and restore generators, modes and buffers around a step that must leave no trace.
+"""Save and restore what a second run must find: generators, buffers, modes, unchanged tensors.
 
 Proof: `python -m pytest tests/core tests/primitives`.
 """
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-# ------------------------------------------------------------------------------
 # Run a module and restore its buffers, its gradients and every random generator afterwards.
-# ------------------------------------------------------------------------------
 
 # Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
 unwatched = torch._C.DisableTorchFunction
@@ -109,9 +110,7 @@ def heap_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-# ------------------------------------------------------------------------------
 # Random generator states, saved and restored so that a function draws the same numbers.
-# ------------------------------------------------------------------------------
 
 
 class Generators:
@@ -162,3 +161,109 @@ def _same_numpy(one: Any, other: Any) -> bool:
     if hasattr(one, "tobytes") and other is not None:
         return bool(one.tobytes() == other.tobytes())
     return bool(one == other)
+
+
+# What else a second run of a forward must find as the first run did.
+
+# Set on autograd nodes whose saved tensors a checkpointed call returns only once.
+RETURNED_ONCE_KEY = "curry_train_again"
+# Name of the autograd node of a cast.
+CAST_NODE = "ToCopyBackward0"
+
+
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Raise if a saved tensor was changed in place, as autograd does for tensors without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an "
+            f"inplace operation: it is at version {tensor._version}, and {version} was saved; "
+            "write the result to another tensor"
+        )
+
+
+class CheckedTensor:
+    """A tensor that is saved as it is, and checked for changes in place.
+
+    Saved-tensor hooks switch off autograd's own check.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached, because the tensor may be the output of the node that saves it.
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+
+    def value(self) -> Tensor:
+        check_unchanged(self.tensor, self.version)
+        return self.tensor
+
+
+Autocast = list[tuple[str, torch.dtype]]
+
+
+def autocast_now() -> Autocast:
+    """Return the device types for which autocast is on, with their dtypes."""
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+@contextlib.contextmanager
+def autocast_as(state: Autocast) -> Iterator[None]:
+    """Set autocast to a recorded state inside the context."""
+    now = autocast_now()
+    if now == state:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for kind, _ in now:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the active function modes, such as `with torch.device(...)`."""
+    return list(_get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Enter recorded function modes that are not active now.
+
+    Torch runs backward without the modes in which `backward` is called. For a default device a new
+    context is entered, because a context can restore only one previous state.
+    """
+    now = function_modes()
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if not any(mode is other for other in now):
+                stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
+        yield
+
+
+@contextlib.contextmanager
+def statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep BatchNorm's running statistics unchanged during a recomputed forward.
+
+    This sets momentum to 0 and leaves `track_running_stats` on, because autograd has to save as
+    many tensors as in the first forward.
+    """
+    layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
+    norms = [
+        layer for layer in layers if isinstance(layer, _NormBase) and layer.track_running_stats
+    ]
+    before = [(layer.momentum, layer._buffers.get("num_batches_tracked")) for layer in norms]
+    try:
+        for layer, (_, batches) in zip(norms, before, strict=True):
+            layer.momentum = 0.0
+            layer._buffers["num_batches_tracked"] = None if batches is None else batches.clone()
+        yield
+    finally:
+        for layer, (momentum, batches) in zip(norms, before, strict=True):
+            layer.momentum = momentum
+            layer._buffers["num_batches_tracked"] = batches

@@ -20,9 +20,7 @@ from pathlib import Path
 
 import torch
 
-# ------------------------------------------------------------------------------
 # The device that a name stands for.
-# ------------------------------------------------------------------------------
 
 
 class NoSuchDevice(RuntimeError):
@@ -62,9 +60,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# ------------------------------------------------------------------------------
 # Time several ways of doing work in turns, so that machine drift affects all alike.
-# ------------------------------------------------------------------------------
 
 Clock = Callable[[], float]
 Act = Callable[[], object]
@@ -117,9 +113,7 @@ def time_in_turns(
     return seconds
 
 
-# ------------------------------------------------------------------------------
 # Statistics of repeated timings: medians, spreads, and ratios with an interval.
-# ------------------------------------------------------------------------------
 
 INTERVAL_COVERAGE = 0.95
 FASTER_VERDICT = "faster"

@@ -8,27 +8,28 @@ Proof: `python -m pytest tests/primitives`.
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._device import DeviceContext
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.hugging_face import leave_out_caches
+from ..core.random import (
+    RETURNED_ONCE_KEY,
+    function_modes,
+    function_modes_as,
+    statistics_kept,
+)
 
-# ------------------------------------------------------------------------------
 # Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.
-# ------------------------------------------------------------------------------
 
 # Placeholder for a tensor that was taken out.
 TENSOR_PLACEHOLDER = object()
@@ -97,171 +98,7 @@ def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
         yield from _in_dataclasses(values, seen)
 
 
-# ------------------------------------------------------------------------------
-# Checkpoint one cheap module, and recompute its output too if backward needs it.
-# ------------------------------------------------------------------------------
-
-REPLAY_KEY = "curry_train_replay"
-
-# Set on nodes that lead into a checkpointed call, which returns each saved tensor only once.
-RETURNED_ONCE_KEY = "curry_train_again"
-
-
-class Replay:
-    """One call of a module that saves only its input.
-
-    When backward needs a tensor that the call saved, or its output, a second call recomputes all of
-    them. The object is kept alive by the tensors that autograd saved from the call and by the users
-    of its output, which release it in backward. Nodes must not hold it, because they live as long
-    as the loss.
-    """
-
-    def __init__(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.run = run
-        self.inputs = (args, kwargs)
-        self.versions: list[tuple[Tensor, int]] = []
-        self.autocast = autocast_now()
-        self.modes = function_modes()
-        self.num_saved = 0
-        self.num_uses = 0
-        self.saved: dict[int, Tensor] = {}
-        self.output: Tensor | None = None
-
-    def first(self) -> Any:
-        """Make the first call, and mark its output so that it can be recomputed."""
-        args, kwargs = self.inputs
-        tree_map(self._watch, self.inputs)
-        with saved_tensors_hooks(self._pack, self._unpack):
-            output = self.run(*args, **kwargs)
-        fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
-        if fresh and not any(output is tensor for tensor, _ in self.versions):
-            setattr(output, REPLAY_KEY, self)
-            # Recipes for casts of the output look it up here.
-            output.grad_fn.metadata[REPLAY_KEY] = weakref.ref(self)
-        return output
-
-    def use(self) -> Callable[[], Tensor]:
-        """Return a function that gives the output in backward; the last use releases the output."""
-        self.num_uses += 1
-        return self._take
-
-    def _take(self) -> Tensor:
-        if self.output is None:
-            self._again()
-        output = self.output
-        assert output is not None
-        self.num_uses -= 1
-        if self.num_uses <= 0:
-            self.output = None
-        return output
-
-    def _watch(self, leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            self.versions.append((leaf, leaf._version))
-
-    def _pack(self, _: Tensor) -> int:
-        self.num_saved += 1
-        return self.num_saved - 1
-
-    def _unpack(self, index: int) -> Tensor:
-        if index not in self.saved:
-            self._again()
-        return self.saved.pop(index)
-
-    def _again(self) -> None:
-        for tensor, version in self.versions:
-            check_unchanged(tensor, version)
-        saved: list[Tensor] = []
-
-        def capture(tensor: Tensor) -> int:
-            saved.append(tensor.detach())
-            return len(saved) - 1
-
-        args, kwargs = tree_map(_cut, self.inputs)
-        modes = function_modes_as(self.modes)
-        with (
-            torch.enable_grad(),
-            autocast_as(self.autocast),
-            modes,
-            saved_tensors_hooks(capture, saved.__getitem__),
-        ):
-            output = self.run(*args, **kwargs)
-        if len(saved) != self.num_saved:
-            raise RuntimeError(
-                f"a module saved {self.num_saved} tensors the first time and {len(saved)} the "
-                "second: it computes something else when it is recomputed; take it out of the "
-                "regions"
-            )
-        self.saved = dict(enumerate(saved))
-        self.output = output.detach() if isinstance(output, Tensor) else None
-
-
-def _cut(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-
-
-def check_unchanged(tensor: Tensor, version: int) -> None:
-    """Raise if a saved tensor was changed in place, as autograd does for tensors without hooks."""
-    if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an "
-            f"inplace operation: it is at version {tensor._version}, and {version} was saved; "
-            "write the result to another tensor"
-        )
-
-
-Autocast = list[tuple[str, torch.dtype]]
-
-
-def autocast_now() -> Autocast:
-    """Return the device types for which autocast is on, with their dtypes."""
-    return [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cuda", "cpu")
-        if torch.is_autocast_enabled(kind)
-    ]
-
-
-@contextlib.contextmanager
-def autocast_as(state: Autocast) -> Iterator[None]:
-    """Set autocast to a recorded state inside the context."""
-    now = autocast_now()
-    if now == state:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        for kind, _ in now:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        for kind, dtype in state:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        yield
-
-
-def function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes, such as `with torch.device(...)`."""
-    return list(_get_current_function_mode_stack())
-
-
-@contextlib.contextmanager
-def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
-    """Enter recorded function modes that are not active now.
-
-    Torch runs backward without the modes in which `backward` is called. For a default device a new
-    context is entered, because a context can restore only one previous state.
-    """
-    now = function_modes()
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            if not any(mode is other for other in now):
-                stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
-        yield
-
-
-# ------------------------------------------------------------------------------
 # Activation checkpointing of one call, on top of `torch.utils.checkpoint`.
-# ------------------------------------------------------------------------------
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 DETERMINISM_CHECKS = ("default", "none")
@@ -385,7 +222,7 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_statistics_kept(self.modules))
+            stack.enter_context(statistics_kept(self.modules))
             stack.enter_context(function_modes_as(self.function_modes))
             if self.inside is not None:
                 stack.enter_context(self.inside)
@@ -395,34 +232,11 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
         return self.entered.pop().__exit__(*raised)
 
 
-@contextlib.contextmanager
-def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep BatchNorm's running statistics unchanged during a recomputed forward.
-
-    This sets momentum to 0 and leaves `track_running_stats` on, because autograd has to save as
-    many tensors as in the first forward.
-    """
-    layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
-    norms = [
-        layer for layer in layers if isinstance(layer, _NormBase) and layer.track_running_stats
-    ]
-    before = [(layer.momentum, layer._buffers.get("num_batches_tracked")) for layer in norms]
-    try:
-        for layer, (_, batches) in zip(norms, before, strict=True):
-            layer.momentum = 0.0
-            layer._buffers["num_batches_tracked"] = None if batches is None else batches.clone()
-        yield
-    finally:
-        for layer, (momentum, batches) in zip(norms, before, strict=True):
-            layer.momentum = momentum
-            layer._buffers["num_batches_tracked"] = batches
-
-
 def _once_in_two(run: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
     """Keep running statistics when grad mode is on, as it is in reentrant recomputed forwards."""
 
     def run_or_recompute(*args: Any) -> Any:
-        with _statistics_kept(modules) if torch.is_grad_enabled() else contextlib.nullcontext():
+        with statistics_kept(modules) if torch.is_grad_enabled() else contextlib.nullcontext():
             return run(*args)
 
     return run_or_recompute
@@ -450,9 +264,93 @@ def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return requires_grad
 
 
-# ------------------------------------------------------------------------------
+# Caches of keys and values that Hugging Face models fill: a block that runs again adds to them twice.
+
+logger = logging.getLogger(__name__)
+_left_out: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
+_warned: list[bool] = []
+
+
+def leave_out_caches(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block that recomputes, with None in place of each cache.
+
+    A cache in which this block's own layer is filled already is refused.
+    """
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    if cache_utils is None:
+        return args, kwargs
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
+
+    # Such a block reads what another block has put into the cache.
+    if not caches or getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+
+    # Blocks that share keys find them in such a layer.
+    if any(type(layer).__name__ == "DummyLayer" for cache in caches for layer in _layers(cache)):
+        return args, kwargs
+
+    for cache in caches:
+        _require_unread(block, cache)
+        _left_out.setdefault(cache, WeakSet()).add(block)
+    _warn_once()
+
+    def without(value: Any) -> Any:
+        return None if any(value is cache for cache in caches) else value
+
+    return (
+        tuple(without(value) for value in args),
+        {name: without(value) for name, value in kwargs.items()},
+    )
+
+
+def _layers(cache: Any, index: int | None = None) -> Iterator[Any]:
+    """Yield the layers of a cache, for self-attention and cross-attention.
+
+    With `index`, only those of one block.
+    """
+    for attention_cache in (
+        cache,
+        getattr(cache, "self_attention_cache", None),
+        getattr(cache, "cross_attention_cache", None),
+    ):
+        layers = getattr(attention_cache, "layers", None) or []
+        yield from layers if index is None else layers[index : index + 1]
+
+
+def _require_unread(block: nn.Module, cache: Any) -> None:
+    indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
+    own_index = next((index for index in indices if isinstance(index, int)), 0)
+    given_before = block in _left_out.get(cache, ())
+    if given_before or any(map(_is_filled, _layers(cache, own_index))):
+        reason = "it has been given before" if given_before else "holds keys already"
+        raise ValueError(
+            f"{type(block).__name__} gets a cache that {reason}, and a block that is recomputed in "
+            "backward can't add to a cache: train without past_key_values, or leave this block out "
+            "with blocks="
+        )
+
+
+def _is_filled(layer: Any) -> bool:
+    has_keys = getattr(layer, "keys", None) is not None
+    if getattr(layer, "is_initialized", has_keys):
+        return True
+    state = getattr(layer, "has_previous_state", False)
+    return any(state.values() if isinstance(state, Mapping) else [state])
+
+
+def _warn_once() -> None:
+    if not _warned:
+        _warned.append(True)
+        logger.warning(
+            "the model fills a cache of keys and values in training, and blocks that recompute "
+            "leave it out: call the model with use_cache=False, or set model.config.use_cache = "
+            "False"
+        )
+
+
 # Temporarily switch off recompute, whether this project, a library or the model applied it.
-# ------------------------------------------------------------------------------
 
 NON_REENTRANT_GENERATOR = "_checkpoint_without_reentrant_generator"
 REENTRANT_CLASS = "CheckpointFunction"

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..core.blocks import Derived, become, match_names, restore
-from .checkpointed import Autocast, autocast_as, autocast_now
+from ..core.random import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
     TARGET_DTYPES,
     check_chunk_tokens,
@@ -33,9 +33,7 @@ from .cross_entropy import (
     refuse_second_derivative,
 )
 
-# ------------------------------------------------------------------------------
 # Logits that are not computed yet: the head's product, and the steps between it and a loss.
-# ------------------------------------------------------------------------------
 
 HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -299,9 +297,7 @@ def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
     return Logits(logits.product, logits.rows, logits.dtype, not logits.classes_last)
 
 
-# ------------------------------------------------------------------------------
 # A stand-in tensor for logits, on which cross-entropy runs in chunks.
-# ------------------------------------------------------------------------------
 
 LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
     **dict.fromkeys(
@@ -419,9 +415,7 @@ def _name(function: Any) -> str:
     return name
 
 
-# ------------------------------------------------------------------------------
 # Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
-# ------------------------------------------------------------------------------
 
 CHUNK_TOKENS_ATTRIBUTE = "_chunked_loss"
 LOSS_USE_ATTRIBUTE = "_chunked_loss_use"
@@ -494,6 +488,14 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
     }
 
 
+class UnsuitableHead(ValueError):
+    """Raised for a model whose head's loss can't run in chunks; `in_short` has the reason."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.in_short = reason
+
+
 def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -504,19 +506,20 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     else:
         found = _output_embeddings(model) or _widest(linears)
     if not found:
-        raise ValueError(
+        raise UnsuitableHead(
             f"{type(model).__name__} has no output layer: no Linear is wider than all others "
-            "and than its own input; name it with head="
+            "and than its own input",
+            "name it with head=",
         )
     for name, module in found.items():
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             kind = f"{name or 'the model'} is a {type(module).__name__}"
             if isinstance(module, Derived):
-                raise ValueError(
-                    f"{kind}, which is changed already; undo that first (remove_chunked_loss)"
+                raise UnsuitableHead(
+                    f"{kind}, which is changed already", "undo that first (remove_chunked_loss)"
                 )
-            raise ValueError(
-                f"{kind}, not a plain nn.Linear, so its loss can't run in chunks; leave it out"
+            raise UnsuitableHead(
+                f"{kind}, not a plain nn.Linear, so its loss can't run in chunks", "leave it out"
             )
     return found
 

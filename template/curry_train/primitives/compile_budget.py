@@ -43,9 +43,7 @@ from ..core.parity import StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from .sac import EXPENSIVE_OPERATIONS, draws
 
-# ------------------------------------------------------------------------------
 # Compile functions under an activation memory budget, recomputing no random operation.
-# ------------------------------------------------------------------------------
 
 BUDGET_BACKENDS = ("inductor", "aot_eager")
 
@@ -199,9 +197,7 @@ def _is_call(node: Node) -> bool:
     return bool(node.op == "call_function")
 
 
-# ------------------------------------------------------------------------------
 # Compile blocks with a memory budget: the compiler chooses which activations to recompute.
-# ------------------------------------------------------------------------------
 
 BUDGET_ATTRIBUTE = "_budget"
 # Rounding in half precision stays below this. A different random number also shows as a generator

@@ -35,14 +35,13 @@ from .grad_flow_report import (
     AT_THE_STEP,
     Finding,
     StepFlow,
+    as_json,
     find,
     flow_table,
     make_record,
 )
 
-# ------------------------------------------------------------------------------
 # Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
-# ------------------------------------------------------------------------------
 
 RECOMPUTE_MODES = ("filter", "off")
 # Wrappers that can't be probed, with the reason and the alternative.
@@ -115,9 +114,7 @@ def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-# ------------------------------------------------------------------------------
 # Per-layer statistics of gradients, activations and weight updates, in any training loop.
-# ------------------------------------------------------------------------------
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -237,8 +234,8 @@ class GradFlow:
         return {
             "every": self.every,
             "recompute": self.recompute,
-            "findings": [finding.to_json() for finding in self.findings],
-            "steps": [record.to_json() for record in self.records],
+            "findings": as_json(self.findings),
+            "steps": as_json(self.records),
         }
 
     def _begin(self) -> None:

@@ -23,9 +23,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from ..core.blocks import NoBlocks, find_blocks, match_names
 from ..core.measure import tensors_in
 
-# ------------------------------------------------------------------------------
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
-# ------------------------------------------------------------------------------
 
 # Maximum number of layers by default. If there were more, modules inside of blocks are not probed.
 MOST_LAYERS = 400
@@ -153,9 +151,7 @@ def _is_activation(module: nn.Module) -> bool:
     return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATION_MODULES
 
 
-# ------------------------------------------------------------------------------
 # Sums over the ranks among which a tensor or a batch is divided.
-# ------------------------------------------------------------------------------
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -230,9 +226,7 @@ def inner_of(model: nn.Module) -> nn.Module:
         model = inside
 
 
-# ------------------------------------------------------------------------------
 # Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
-# ------------------------------------------------------------------------------
 
 SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")
 # Elements per piece on the CPU: small enough for its caches.
@@ -338,9 +332,7 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
         yield from _pieces(piece, most)
 
 
-# ------------------------------------------------------------------------------
 # Detection of backward, recomputed forwards and selective checkpointing.
-# ------------------------------------------------------------------------------
 
 SELECTIVE_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -392,9 +384,7 @@ def _replace(modes: list[Any], others: list[Any]) -> None:
         dispatch._push_mode(mode)
 
 
-# ------------------------------------------------------------------------------
 # Statistics of each layer's outputs, from hooks attached during probed steps only.
-# ------------------------------------------------------------------------------
 
 
 class ProbeHook:
@@ -550,9 +540,7 @@ def compiled_modules(model: nn.Module) -> set[nn.Module]:
     return {module for root in roots for module in root.modules()}
 
 
-# ------------------------------------------------------------------------------
 # Statistics of gradients and of the optimizer's updates, for each parameter once.
-# ------------------------------------------------------------------------------
 
 SQUARES_COLUMN = SUM_NAMES.index("squares")
 

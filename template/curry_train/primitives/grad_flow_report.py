@@ -7,7 +7,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from .grad_flow_probe import SUM_NAMES, Activations, Layer, ParameterSums
 
-# ------------------------------------------------------------------------------
 # Records of one probed step: counts, norms and weight updates of each layer.
-# ------------------------------------------------------------------------------
 
 AFTER_BACKWARD = "after backward"
 AT_THE_STEP = "at the optimizer's step"
@@ -28,12 +26,9 @@ class ValueSpread:
     """Counts of a tensor's elements and the sum of their squares."""
 
     elements: int
-    # Elements that are exactly 0.
-    zeros: int
-    # Elements that are inf or nan.
-    nonfinite: int
-    # The sum of squares.
-    squares: float
+    zeros: int  # elements that are exactly 0
+    nonfinite: int  # elements that are inf or nan
+    squares: float  # the sum of squares
 
     @property
     def norm(self) -> float:
@@ -54,132 +49,82 @@ class ValueSpread:
         """Return the fraction of elements that are inf or nan."""
         return self.nonfinite / self.elements if self.elements else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "elements": plain(self.elements),
-            "zeros": plain(self.zeros),
-            "nonfinite": plain(self.nonfinite),
-            "norm": plain(self.norm),
-            "rms": plain(self.rms),
-            "zero": self.zero,
-            "bad": self.bad,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """Change of a layer's weights in one optimizer step."""
 
-    # Norm of the weights before the step.
-    weight_norm: float
-    # Norm of the change.
-    distance: float
+    weight_norm: float  # norm of the weights before the step
+    distance: float  # norm of the change
 
     @property
     def ratio(self) -> float | None:
         """Return the relative change, or None if all weights were 0, as in a new bias."""
         return self.distance / self.weight_norm if self.weight_norm else None
 
-    def to_json(self) -> dict[str, Any]:
-        ratio = self.ratio
-        return {
-            "weight_norm": plain(self.weight_norm),
-            "distance": plain(self.distance),
-            "ratio": None if ratio is None else plain(ratio),
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class LayerFlow:
     """One layer in one step; values that were not observed are None, which differs from 0."""
 
-    # None if forward did not call the layer.
-    activation: ValueSpread | None
-    # Calls in all microbatches together.
-    calls: int
-    # None if no parameter got a gradient.
-    gradient: ValueSpread | None
-    # None if the optimizer did not step.
-    update: Update | None
-    # Trainable parameters that have no gradient.
-    without_gradient: tuple[str, ...] = ()
-    # Parameters that count for an earlier layer.
-    tied: tuple[str, ...] = ()
-    # Parameters that require no gradient.
-    frozen: tuple[str, ...] = ()
-    # Whether it is one of the model's repeated blocks.
-    is_block: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "activation": None if self.activation is None else self.activation.to_json(),
-            "gradient": None if self.gradient is None else self.gradient.to_json(),
-            "update": None if self.update is None else self.update.to_json(),
-            "calls": self.calls,
-            "without_gradient": list(self.without_gradient),
-            "tied": list(self.tied),
-            "frozen": list(self.frozen),
-        }
+    activation: ValueSpread | None  # None if forward did not call the layer
+    calls: int  # in all microbatches together
+    gradient: ValueSpread | None  # None if no parameter got a gradient
+    update: Update | None  # None if the optimizer did not step
+    without_gradient: tuple[str, ...] = ()  # trainable parameters that have no gradient
+    tied: tuple[str, ...] = ()  # parameters that count for an earlier layer
+    frozen: tuple[str, ...] = ()  # parameters that require no gradient
+    is_block: bool = False  # one of the model's repeated blocks
 
 
 @dataclass(frozen=True)
 class StepFlow:
     """One probed step."""
 
-    # The step's number, counted from the `first_step` that GradFlow was given.
-    step: int
-    # Whether the optimizer stepped; False if the step was skipped.
-    stepped: bool
-    # All probed layers by name.
-    layers: Mapping[str, LayerFlow]
-    # Layers in the order in which their forwards ended, inner layers before outer ones.
-    order: tuple[str, ...]
-    # Forwards of the whole model.
-    forwards: int
-    # Gradient of the whole model, with each parameter once.
-    gradient: ValueSpread | None
-    # When it was read: `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`.
-    gradients_read: str
-    # Factor by which clipping or a scaler multiplied it afterwards, None if unknown.
-    scaled: float | None
-    # Ranks whose batches are included.
-    ranks: int = 1
-    # Limits of this record, for the user.
-    notes: tuple[str, ...] = field(default=())
+    step: int  # counted from the `first_step` that GradFlow was given
+    stepped: bool  # False if the step was skipped
+    layers: Mapping[str, LayerFlow]  # all probed layers by name
+    order: tuple[str, ...]  # in which the layers' forwards ended, inner layers before outer ones
+    forwards: int  # of the whole model
+    gradient: ValueSpread | None  # of the whole model, with each parameter once
+    gradients_read: str  # `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`
+    scaled: float | None  # by which clipping or a scaler multiplied it afterwards, if known
+    ranks: int = 1  # whose batches are included
+    notes: tuple[str, ...] = field(default=())  # limits of this record, for the user
 
     @property
     def nonfinite(self) -> bool:
         """Return whether any activation or gradient was inf or nan."""
-        spreads = [
-            spread
-            for layer in self.layers.values()
-            for spread in (layer.activation, layer.gradient)
-        ]
-        return any(spread is not None and spread.nonfinite for spread in [*spreads, self.gradient])
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "stepped": self.stepped,
-            "forwards": self.forwards,
-            "gradient": None if self.gradient is None else self.gradient.to_json(),
-            "gradients_read": self.gradients_read,
-            "scaled": None if self.scaled is None else plain(self.scaled),
-            "ranks": self.ranks,
-            "notes": list(self.notes),
-            "order": list(self.order),
-            "layers": {name: layer.to_json() for name, layer in self.layers.items()},
-        }
+        spreads = [self.gradient]
+        for layer in self.layers.values():
+            spreads += [layer.activation, layer.gradient]
+        return any(spread is not None and spread.nonfinite for spread in spreads)
 
 
-def plain(value: float) -> float | str:
-    """Return a number for JSON, or "inf", "-inf" or "nan", which `float` reads back."""
-    return value if math.isfinite(value) else str(value)
+# What of a record is written as JSON, in this order.
+JSON_NAMES: dict[type, str] = {
+    ValueSpread: "elements zeros nonfinite norm rms zero bad",
+    Update: "weight_norm distance ratio",
+    LayerFlow: "activation gradient update calls without_gradient tied frozen",
+    StepFlow: "step stepped forwards gradient gradients_read scaled ranks notes order layers",
+}
 
 
-# ------------------------------------------------------------------------------
+def as_json(value: Any) -> Any:
+    """Convert records for JSON; infinities and nan become words, which `float` reads back."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry) for entry in value]
+    names = JSON_NAMES.get(type(value))
+    return (
+        value if names is None else {name: as_json(getattr(value, name)) for name in names.split()}
+    )
+
+
 # Conversion of the sums on devices to a step's record, with one transfer per device.
-# ------------------------------------------------------------------------------
 
 NUM_SUMS = len(SUM_NAMES)
 
@@ -274,9 +219,7 @@ def _update(rows: Sequence[Sequence[float]]) -> Update | None:
     return Update(weights**0.5, distances**0.5)
 
 
-# ------------------------------------------------------------------------------
 # Faults that grad-flow finds in its records, worst first.
-# ------------------------------------------------------------------------------
 
 # Bound on the RMS gradient of the first block relative to the last; its inverse means exploding.
 VANISHING_RATIO = 1e-3
@@ -294,19 +237,14 @@ SHORTEST_CHAIN = 2
 class Finding:
     """One fault of the training, with the layers that have it."""
 
-    # nonfinite, skipped, no-gradient, vanishing, exploding, dead, update or scaled.
-    kind: str
-    # The layers with this fault, worst first; empty if it concerns the whole model.
-    layers: tuple[str, ...]
-    # The step of the record in which it was found.
-    step: int
-    # The figure of the worst layer.
-    value: float
-    # The message for the user.
-    said: str
+    kind: str  # nonfinite, skipped, no-gradient, vanishing, exploding, dead, update or scaled
+    layers: tuple[str, ...]  # with this fault, worst first; empty if it concerns the whole model
+    step: int  # of the record in which it was found
+    value: float  # the figure of the worst layer
+    said: str  # the message for the user
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"layers": list(self.layers), "value": plain(self.value)}
+
+JSON_NAMES[Finding] = "kind layers step value said"
 
 
 def find(records: Sequence[StepFlow]) -> list[Finding]:
@@ -314,17 +252,11 @@ def find(records: Sequence[StepFlow]) -> list[Finding]:
     if not records:
         return []
     found = _nonfinite(records) + _skipped(records)
-    recent = [record for record in records if record.stepped and not record.nonfinite][
-        -NUM_RECENT_RECORDS:
-    ]
+    sound = [record for record in records if record.stepped and not record.nonfinite]
+    recent = sound[-NUM_RECENT_RECORDS:]
     if recent:
-        found += [
-            *_no_gradient(recent),
-            *_vanishing(recent),
-            *_dead(recent),
-            *_updates(recent),
-            *_scaled(recent),
-        ]
+        for judge in (_no_gradient, _vanishing, _dead, _updates, _scaled):
+            found += judge(recent)
     return found
 
 
@@ -355,7 +287,7 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
     weights = [
         name
         for name, layer in record.layers.items()
-        if layer.update and not _finite(layer.update.weight_norm)
+        if layer.update and not math.isfinite(layer.update.weight_norm)
     ]
     if weights:
         message += (
@@ -406,7 +338,7 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
         never = [
             parameter
             for parameter in layer.without_gradient
-            if _always_without_gradient(parameter, history)
+            if all(parameter in flow.without_gradient for flow in history)
         ]
         if never:
             reasons[name] = f"{never[0]} gets no gradient at all"
@@ -417,10 +349,6 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
     first_reason = next(iter(reasons.values()))
     message = f"{first_reason}, and it is not frozen{_more(len(reasons))}"
     return [Finding("no-gradient", tuple(reasons), last.step, 0.0, message)]
-
-
-def _always_without_gradient(parameter: str, history: Sequence[LayerFlow]) -> bool:
-    return all(parameter in flow.without_gradient for flow in history)
 
 
 def _more(number: int) -> str:
@@ -491,13 +419,13 @@ def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
         if known and not _holds_another(name, last):
             ratios[name] = statistics.median(known)
 
+    near = sorted(
+        (name for name in ratios if ratios[name] < UPDATE_RATIO_RANGE[0]), key=ratios.__getitem__
+    )
     far = sorted(
         (name for name in ratios if ratios[name] > UPDATE_RATIO_RANGE[1]),
-        key=lambda name: -ratios[name],
-    )
-    near = sorted(
-        (name for name in ratios if ratios[name] < UPDATE_RATIO_RANGE[0]),
-        key=lambda name: ratios[name],
+        key=ratios.__getitem__,
+        reverse=True,
     )
     findings = []
     for names, movement in ((far, "moves far"), (near, "hardly moves")):
@@ -526,13 +454,7 @@ def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
     return [Finding("scaled", (), recent[-1].step, factor, message)]
 
 
-def _finite(value: float) -> bool:
-    return abs(value) < float("inf")
-
-
-# ------------------------------------------------------------------------------
 # Text report of grad-flow: findings, then a table of layers, in at most 80 columns.
-# ------------------------------------------------------------------------------
 
 TEXT_WIDTH = 80
 # Width of the column of layer names.
@@ -556,7 +478,7 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     names = list(last.layers)
     if len(names) > most:
-        inner = {name for name in names if _is_inside_another(name, names)}
+        inner = {name for name in names if name.startswith(tuple(f"{other}." for other in names))}
         ranked = sorted(names, key=lambda name: (name not in flagged, name in inner))
         shown = set(ranked[:most])
         names = [name for name in names if name in shown]
@@ -566,10 +488,6 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     if num_hidden:
         lines.append(f"... and {num_hidden} more layers: choose with layers=, all are in to_json()")
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _is_inside_another(name: str, names: Sequence[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in names)
 
 
 def _opening(records: Sequence[StepFlow]) -> str:

@@ -31,9 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 from ..core.random import Generators, generators_kept
 from .time_loop import TimestepFunction, take_step
 
-# ------------------------------------------------------------------------------
 # Places where a function can keep state between calls: modules, objects and variables.
-# ------------------------------------------------------------------------------
 
 # Attributes that every module has, such as hooks and submodules.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -239,9 +237,7 @@ def is_object(value: Any) -> bool:
     return is_foreign and has_attributes and not isinstance(value, type | Tensor | nn.Module)
 
 
-# ------------------------------------------------------------------------------
 # Snapshots of attributes, containers and tensor contents, to compare and to restore.
-# ------------------------------------------------------------------------------
 
 # A longer container is data: its entries are not recorded, only its length.
 LONGEST_RECORDED_CONTAINER = 1000
@@ -475,9 +471,7 @@ def put_back_later(
         before.put_back()
 
 
-# ------------------------------------------------------------------------------
 # Run one step repeatedly, from the same random numbers and from chosen attribute values.
-# ------------------------------------------------------------------------------
 
 BROKEN_STEP_ERRORS = (
     ArithmeticError,
@@ -635,9 +629,7 @@ def _leaves_of_graph(leaves: list[Any]) -> set[int]:
     return found
 
 
-# ------------------------------------------------------------------------------
 # Check that a step function keeps no state of its own between timesteps.
-# ------------------------------------------------------------------------------
 
 OUTSIDE_STATE_MESSAGE = (
     "step computes something else the second time, from the same input, state and attributes: it "

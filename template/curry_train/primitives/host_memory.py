@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.wording import format_bytes
-
 PAGE_BYTES = 4096
 HOST_MEMORY_ADVICE = (
     "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, "
@@ -28,6 +26,19 @@ LOOSEST_FIT = 4
 
 class HostMemoryShort(RuntimeError):
     """The host has less memory available than an offload needs."""
+
+
+def in_binary_units(nbytes: int) -> str:
+    """Format a size with three digits, such as `1.50 GiB`."""
+    number = float(nbytes)
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number /= 1024
+        unit = larger
+    num_decimals = 0 if unit == "B" else max(0, 3 - len(str(int(number))))
+    return f"{number:.{num_decimals}f} {unit}"
 
 
 def available_host_bytes(system: Path = Path("/")) -> int | None:
@@ -45,8 +56,8 @@ def require_host_memory(needed: int) -> None:
     available = available_host_bytes()
     if available is not None and needed > available:
         raise HostMemoryShort(
-            f"offload needs {format_bytes(needed)} more of host memory and "
-            f"{format_bytes(max(0, available))} is available: {HOST_MEMORY_ADVICE}"
+            f"offload needs {in_binary_units(needed)} more of host memory and "
+            f"{in_binary_units(max(0, available))} is available: {HOST_MEMORY_ADVICE}"
         )
 
 
@@ -191,7 +202,7 @@ class HostPool:
         except (OSError, RuntimeError) as error:
             # CUDA raises its out-of-memory error for host memory too.
             raise HostMemoryShort(
-                f"the host gave no {format_bytes(capacity)} of {kind} ({error}): {HOST_MEMORY_ADVICE}"
+                f"the host gave no {in_binary_units(capacity)} of {kind} ({error}): {HOST_MEMORY_ADVICE}"
             ) from error
         self.reserved_bytes += capacity
         return buffer

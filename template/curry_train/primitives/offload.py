@@ -25,15 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.random import untouched
-from ..core.wording import format_bytes
-from .checkpointed import check_unchanged
-from .host_memory import HostCopies, HostPool
-from .regions import CAST_NODE, CheckedTensor
+from ..core.random import CAST_NODE, CheckedTensor, check_unchanged, untouched
+from .host_memory import HostCopies, HostPool, in_binary_units
 
-# ------------------------------------------------------------------------------
 # Storages offloaded to the host between forward and backward, and their saved tensors.
-# ------------------------------------------------------------------------------
 
 ONE_ELEMENT = torch.zeros(1, device="cpu")
 
@@ -59,9 +54,9 @@ class OffloadReport:
 
     def table(self) -> str:
         """Format the report as text of at most 80 columns."""
-        moved = format_bytes(self.moved_bytes)
-        brought_back = format_bytes(self.brought_back_bytes)
-        reserved = format_bytes(self.reserved_bytes)
+        moved = in_binary_units(self.moved_bytes)
+        brought_back = in_binary_units(self.brought_back_bytes)
+        reserved = in_binary_units(self.reserved_bytes)
         lines = [
             f"moved to the host     {moved:>9} in {self.num_moved:,} storages",
             f"brought back          {brought_back:>9}",
@@ -69,7 +64,7 @@ class OffloadReport:
         ]
         for reason, (count, nbytes) in sorted(self.skipped.items(), key=lambda item: -item[1][1]):
             lines.append(
-                f"not moved             {format_bytes(nbytes):>9} in {count:,} tensors: {reason}"
+                f"not moved             {in_binary_units(nbytes):>9} in {count:,} tensors: {reason}"
             )
         return "\n".join(lines)
 
@@ -270,9 +265,7 @@ def _witness(tensor: Tensor) -> Tensor:
     return witness
 
 
-# ------------------------------------------------------------------------------
 # Offload activations of blocks to CPU memory and copy them back during backward.
-# ------------------------------------------------------------------------------
 
 OFFLOADER_ATTRIBUTE = "_offloader"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)

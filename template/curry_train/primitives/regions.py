@@ -11,8 +11,10 @@ tensors that autograd saved for it.
 Proof: `python -m pytest tests/primitives/test_recipes.py tests/primitives/test_regions.py`.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Container, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from ..core.blocks import (
     CONTAINER_TYPES,
@@ -30,13 +33,120 @@ from ..core.blocks import (
     match_inside,
     restore,
 )
-from ..core.measure import RunningLayers
-from ..core.random import generator_states, untouched
-from .checkpointed import REPLAY_KEY, RETURNED_ONCE_KEY, Replay, autocast_as, check_unchanged
+from ..core.random import (
+    CAST_NODE,
+    RETURNED_ONCE_KEY,
+    CheckedTensor,
+    autocast_as,
+    autocast_now,
+    check_unchanged,
+    function_modes,
+    function_modes_as,
+    generator_states,
+    untouched,
+)
 
-# ------------------------------------------------------------------------------
+# Run one cheap module again, and recompute its output too if backward needs it.
+
+REPLAY_KEY = "curry_train_replay"
+
+
+class Replay:
+    """One call of a module that saves only its input.
+
+    When backward needs a tensor that the call saved, or its output, a second call recomputes all of
+    them. The object is kept alive by the tensors that autograd saved from the call and by the users
+    of its output, which release it in backward. Nodes must not hold it, because they live as long
+    as the loss.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.run = run
+        self.inputs = (args, kwargs)
+        self.versions: list[tuple[Tensor, int]] = []
+        self.autocast = autocast_now()
+        self.modes = function_modes()
+        self.num_saved = 0
+        self.num_uses = 0
+        self.saved: dict[int, Tensor] = {}
+        self.output: Tensor | None = None
+
+    def first(self) -> Any:
+        """Make the first call, and mark its output so that it can be recomputed."""
+        args, kwargs = self.inputs
+        tree_map(self._watch, self.inputs)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            output = self.run(*args, **kwargs)
+        fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
+        if fresh and not any(output is tensor for tensor, _ in self.versions):
+            setattr(output, REPLAY_KEY, self)
+            # Recipes for casts of the output look it up here.
+            output.grad_fn.metadata[REPLAY_KEY] = weakref.ref(self)
+        return output
+
+    def use(self) -> Callable[[], Tensor]:
+        """Return a function that gives the output in backward; the last use releases the output."""
+        self.num_uses += 1
+        return self._take
+
+    def _take(self) -> Tensor:
+        if self.output is None:
+            self._again()
+        output = self.output
+        assert output is not None
+        self.num_uses -= 1
+        if self.num_uses <= 0:
+            self.output = None
+        return output
+
+    def _watch(self, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            self.versions.append((leaf, leaf._version))
+
+    def _pack(self, _: Tensor) -> int:
+        self.num_saved += 1
+        return self.num_saved - 1
+
+    def _unpack(self, index: int) -> Tensor:
+        if index not in self.saved:
+            self._again()
+        return self.saved.pop(index)
+
+    def _again(self) -> None:
+        for tensor, version in self.versions:
+            check_unchanged(tensor, version)
+        saved: list[Tensor] = []
+
+        def capture(tensor: Tensor) -> int:
+            saved.append(tensor.detach())
+            return len(saved) - 1
+
+        args, kwargs = tree_map(_cut, self.inputs)
+        modes = function_modes_as(self.modes)
+        with (
+            torch.enable_grad(),
+            autocast_as(self.autocast),
+            modes,
+            saved_tensors_hooks(capture, saved.__getitem__),
+        ):
+            output = self.run(*args, **kwargs)
+        if len(saved) != self.num_saved:
+            raise RuntimeError(
+                f"a module saved {self.num_saved} tensors the first time and {len(saved)} the "
+                "second: it computes something else when it is recomputed; take it out of the "
+                "regions"
+            )
+        self.saved = dict(enumerate(saved))
+        self.output = output.detach() if isinstance(output, Tensor) else None
+
+
+def _cut(leaf: Any) -> Any:
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
 # Recompute a saved tensor from other tensors that autograd saves anyway.
-# ------------------------------------------------------------------------------
 
 # For elementwise operations: the name of the node, and a function that computes the output from the
 # node. Tensors that a node did not save are None.
@@ -61,30 +171,11 @@ def _signed(dimension: int) -> int:
 
 
 NEEDS_BOTH = {"MulBackward0"}
-CAST_NODE = "ToCopyBackward0"
 DEPTH_KEY = "curry_train_depth"
 
 # Recipes that may depend on each other in a row. Without a limit, a long chain of products would be
 # computed again for each of its members.
 DEEPEST_RECIPE = 4
-
-
-class CheckedTensor:
-    """A tensor that is saved as it is, and checked for changes in place.
-
-    Saved-tensor hooks switch off autograd's own check.
-    """
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached, because the tensor may be the output of the node that saves it.
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-
-    def value(self) -> Tensor:
-        check_unchanged(self.tensor, self.version)
-        return self.tensor
 
 
 class Made:
@@ -206,9 +297,7 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
     return None if replay is None else replay.use()
 
 
-# ------------------------------------------------------------------------------
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
-# ------------------------------------------------------------------------------
 
 KEEPER_ATTRIBUTE = "_regions"
 REGION_NAME_ATTRIBUTE = "_regions_name"
@@ -350,16 +439,16 @@ def report_regions(
         raise ValueError("no block of this model has regions: call apply_regions(model) first")
 
     owned = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    running = RunningLayers(model, {name: module for name, module in model.named_modules() if name})
     # Holds the tensors alive, so that no new storage gets the address of a freed one.
     saved: dict[int, tuple[str, Tensor]] = {}
 
-    def note(tensor: Tensor, base: Tensor) -> None:
-        if _storage(tensor) not in owned:
-            saved.setdefault(_storage(tensor), (running.current, base))
-
     keepers = [block.__dict__[KEEPER_ATTRIBUTE] for block in blocks.values()]
-    with untouched(model), running:
+    with untouched(model), _running_modules(model) as running:
+
+        def note(tensor: Tensor, base: Tensor) -> None:
+            if _storage(tensor) not in owned:
+                saved.setdefault(_storage(tensor), (running[-1], base))
+
         for keeper in keepers:
             keeper.note = note
         try:
@@ -375,6 +464,28 @@ def report_regions(
         )
         del value  # the graph was needed until here
     return RegionReport(sum(base.untyped_storage().nbytes() for _, base in saved.values()), rows)
+
+
+@contextlib.contextmanager
+def _running_modules(model: nn.Module) -> Iterator[list[str]]:
+    """Yield the names of the modules that run at the moment, innermost last."""
+    running = [""]
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+
+        def enter(*_: Any, name: str = name) -> None:
+            running.append(name)
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _storage(tensor: Tensor) -> int:

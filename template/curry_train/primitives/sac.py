@@ -24,12 +24,9 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.wording import did_you_mean
 from .checkpointed import Pair, RecomputeOptions, run_checkpointed
 
-# ------------------------------------------------------------------------------
 # Classify dispatcher operations: cost, random numbers, writes in place.
-# ------------------------------------------------------------------------------
 
 Operation = OpOverload | HigherOrderOperator
 
@@ -61,7 +58,6 @@ _ATTENTION_KERNELS = (
     "efficient_attention",
     "cudnn_attention",
 )
-_OVERRIDEABLE_ATTENTION = "_scaled_dot_product_fused_attention_overrideable"
 MATMULS = _overloads(
     "aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"
 )
@@ -196,13 +192,15 @@ _NORMALIZATIONS = _overloads(
 )
 
 
-# ------------------------------------------------------------------------------
 # Policies of selective recompute: which outputs of a block are saved.
-# ------------------------------------------------------------------------------
 
 
 class PolicyError(ValueError):
-    """A policy that is unknown or would not save memory as intended."""
+    """A policy that is unknown or would not save memory as intended; `in_short` has the reason."""
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(f"{reason}; {advice}" if advice else reason)
+        self.in_short = reason
 
 
 @dataclass(frozen=True)
@@ -279,7 +277,9 @@ def make_policy(policy: Any) -> Policy:
                 f"round. {POLICY_COST_FIGURES}"
             )
         if policy not in POLICIES:
-            raise PolicyError(f"no policy is called {policy!r}; {did_you_mean(policy, POLICIES)}")
+            near = difflib.get_close_matches(policy, POLICIES, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POLICIES)}"
+            raise PolicyError(f"no policy is called {policy!r}; {advice}")
         return POLICIES[policy]
     if callable(policy) and not isinstance(policy, Operation):
         return Policy(getattr(policy, "__name__", type(policy).__name__), choose=policy)
@@ -288,9 +288,7 @@ def make_policy(policy: Any) -> Policy:
     raise PolicyError(f"a policy is a name, a list of operations or a function, got {policy!r}")
 
 
-# ------------------------------------------------------------------------------
 # Selective activation checkpointing (SAC): a policy chooses which operations to recompute.
-# ------------------------------------------------------------------------------
 
 SAC_ATTRIBUTE = "_sac"
 CONTEXTS_ATTRIBUTE = "_sac_contexts"
@@ -357,7 +355,8 @@ class _BlockForward:
             names = {str(operation).removesuffix(".default") for operation in self.kept}
             raise PolicyError(
                 f"policy {self.policy.name!r} saves no output of {self.block}, so the block would "
-                "be recomputed whole; use recompute_blocks if that is intended. Its operations are "
+                "be recomputed whole",
+                "use recompute_blocks if that is intended. Its operations are "
                 f"{', '.join(sorted(names))}. (Composite ones such as aten.linear never appear "
                 "here, and calls that draw random numbers are always recomputed.)"
             )
@@ -367,7 +366,8 @@ class _BlockForward:
                 raise PolicyError(
                     f"{self.block} runs {operation}, as nn.GRU does on a CPU, and overwrites the "
                     "outputs, which torch does not detect: a saved output would have another value "
-                    "in backward; use recompute_blocks, or leave the block out"
+                    "in backward",
+                    "use recompute_blocks, or leave the block out",
                 )
 
         cheap = {

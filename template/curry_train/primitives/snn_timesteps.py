@@ -24,8 +24,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..core.blocks import Derived, become, restore
-from ..core.random import Generators, generators_kept
-from .checkpointed import RecomputeOptions, check_unchanged, run_checkpointed
+from ..core.random import Generators, check_unchanged, generators_kept
+from .checkpointed import RecomputeOptions, run_checkpointed
 from .hidden_state import (
     Place,
     ValueKey,

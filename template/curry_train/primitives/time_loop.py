@@ -19,9 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.measure import LiveStorages
 
-# ------------------------------------------------------------------------------
 # Run the plain loop over timesteps, and find the modules that have one.
-# ------------------------------------------------------------------------------
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 OUTPUT_MODES = ("stack", "sum", "mean", "last")
@@ -166,9 +164,7 @@ def _is_unroll(method: Any) -> bool:
     return names[:3] == ["step", "inputs", "state"]
 
 
-# ------------------------------------------------------------------------------
 # Choose chunks of timesteps, possibly nested, to recompute together.
-# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

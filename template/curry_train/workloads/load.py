@@ -17,11 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from ..core.hugging_face import without_cache
 from ..core.random import seeded
 from ..core.wording import did_you_mean
 from .models import BUILTIN_WORKLOADS
-from .workload import Workload, WorkloadError, workload_parts
+from .workload import Workload, WorkloadError, without_cache, workload_parts
 
 # Describe an error from the user's code, with the line of their code that it came from.
 
@@ -94,7 +93,7 @@ def load_workload(spec: str) -> Workload:
             f"no workload is called {spec!r}; "
             f"{did_you_mean(spec, BUILTIN_WORKLOADS, otherwise=others)}"
         )
-    factory = _import_factory(spec)
+    factory = import_callable(spec)
 
     # The factory may draw an example batch, which must be the same in every process.
     with seeded(0):
@@ -120,10 +119,11 @@ def load_workload(spec: str) -> Workload:
 
 def load_object(spec: str) -> Any:
     """Return what the user's `pkg.module:factory` returns, such as a dataset."""
-    return _call(_import_factory(spec), spec)
+    return _call(import_callable(spec), spec)
 
 
-def _import_factory(spec: str) -> Callable[[], Any]:
+def import_callable(spec: str) -> Callable[..., Any]:
+    """Import `pkg.module:name` or `folder/file.py:name`; the name may be `Class.method`."""
     source, _, attribute = spec.rpartition(":")
     file = Path(source).expanduser().resolve() if source.endswith(".py") else None
     folder, module_name = (Path.cwd(), source) if file is None else _located(file, spec)
@@ -149,7 +149,9 @@ def _import_factory(spec: str) -> Callable[[], Any]:
             "another name"
         )
 
-    factory = getattr(module, attribute, None)
+    factory: Any = module
+    for part in attribute.split("."):
+        factory = getattr(factory, part, None)
     if not callable(factory):
         found = sorted(
             name
