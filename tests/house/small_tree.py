@@ -73,9 +73,7 @@ FILES = {
         *PUBLIC_NAMES["plan"], head="from ..core import blocks\n"
     ),
     f"{PACKAGE}/gates/__init__.py": '"""Judge techniques."""\n',
-    f"{PACKAGE}/gates/grad_accum.py": _module(
-        head="\n# Each of GATES returns a Verdict.\nGATES = ()\n"
-    ),
+    f"{PACKAGE}/gates/grad_accum.py": _module(head="\nGATES = ()  # GATES return a Verdict\n"),
     f"{PACKAGE}/gates/verdict.py": _module("Verdict"),
     f"{PACKAGE}/cli/__init__.py": '"""Run commands."""\n',
     f"{PACKAGE}/cli/main.py": _module("run_command", head="from .plan import plan_command\n"),
