@@ -3,6 +3,7 @@
     python tests/house/measure.py                              # this tree
     python tests/house/measure.py ROOT --json FILE             # another edition
     python tests/house/measure.py --without calls --without copies
+    python tests/house/measure.py --record evidence/house.json # beside the figures of the last one
 
 `calls` start each entry call in a fresh process (`hops.py` says what is counted), `copies` run the
 tree's own scaffold command into a temporary folder. Both take a minute. Everything else is read
@@ -13,6 +14,7 @@ import argparse
 import ast
 import datetime
 import io
+import itertools
 import json
 import platform
 import shlex
@@ -279,26 +281,59 @@ def flat(figures: Figures, *, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def print_table(*editions: Figures) -> None:
+    """Print the figures, a column for each edition."""
+    columns = [flat(figures) for figures in editions]
+    names = dict.fromkeys(itertools.chain.from_iterable(columns))
+    width = max(map(len, names))
+    for name in names:
+        values = [column.get(name, "") for column in columns]
+        shown = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+        print(f"{name:<{width}}", *(f"{value:>12}" for value in shown))
+
+
+def write_record(path: Path, before: Figures, after: Figures) -> None:
+    """Write two editions beside each other, with the origin of the second one first."""
+    about = {name: value for name, value in after.items() if name not in SECTIONS}
+    sections = {name: value for name, value in after.items() if name in SECTIONS}
+    record = about | {"before": before, "after": sections}
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Measure a tree, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="a checkout")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures")
+    parser.add_argument(
+        "--record", type=Path, metavar="PATH", help="measure again the `after` of a record"
+    )
+    parser.add_argument("--before", type=Path, metavar="FILE", help="figures of an earlier edition")
     parser.add_argument("--without", action="append", default=[], choices=list(SECTIONS))
     chosen = parser.parse_args()
     root = chosen.root.resolve()
     if not modules(root):
         parser.error(f"{root} has no package: name the root of a checkout")
+    before = _read_before(chosen)
+    if chosen.record and before is None:
+        parser.error(f"{chosen.record} is not there: give the earlier figures with --before")
+
     sections = {name: take for name, take in SECTIONS.items() if name not in chosen.without}
     figures = origin(root) | {name: take(root) for name, take in sections.items()}
-    rows = flat(figures)
-    width = max(map(len, rows))
-    for name, value in rows.items():
-        print(
-            f"{name:<{width}}  {value:,}" if isinstance(value, int) else f"{name:<{width}}  {value}"
-        )
+    print_table(*([figures] if before is None else [before, figures]))
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if chosen.record:
+        write_record(chosen.record, before, figures)
+
+
+def _read_before(chosen: argparse.Namespace) -> Figures | None:
+    """Return the figures of the earlier edition, from a file of their own or from the record."""
+    if chosen.before:
+        return json.loads(read(chosen.before))
+    if chosen.record and chosen.record.is_file():
+        return json.loads(read(chosen.record))["before"]
+    return None
 
 
 if __name__ == "__main__":

@@ -121,6 +121,25 @@ def test_the_table_is_printed_and_written(tmp_path):
     assert not any(figures["violations"].values())
 
 
+def test_a_record_keeps_the_earlier_figures_beside_the_new_ones(tmp_path):
+    write_small_tree(tmp_path / "tree")
+    earlier, record = tmp_path / "earlier.json", tmp_path / "record.json"
+    earlier.write_text('{"commit": "abc", "size": {"modules": 240}}')
+    options = ["--without", "calls", "--without", "copies", "--record", str(record)]
+    command = [sys.executable, measure.__file__, str(tmp_path / "tree"), *options]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert (refused.returncode, "--before" in refused.stderr) == (2, True)
+
+    for more in (["--before", str(earlier)], []):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+        found = json.loads(record.read_text(encoding="utf-8"))
+        assert found["before"] == {"commit": "abc", "size": {"modules": 240}}
+        assert f"size.modules 240 {found['after']['size']['modules']}" in " ".join(
+            done.stdout.split()
+        )
+        assert {"command", "date", "device", "torch", "python"} < set(found)
+
+
 def test_a_root_without_a_package_is_refused(tmp_path):
     command = [sys.executable, measure.__file__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
