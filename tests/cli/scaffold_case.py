@@ -163,7 +163,9 @@ def scaffold(bundle: Bundle, *arguments: object, cwd: Path) -> Ran:
 def shell(command: str, *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run what a user would type, with this Python as `python` and no path of ours."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment = inherited | {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1"} | variables
+    # Without plugins, as for a user who has torch and pytest alone; and no threads that wait.
+    ours = {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = inherited | ours | variables
     return subprocess.run(
         command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )

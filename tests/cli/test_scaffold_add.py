@@ -1,21 +1,26 @@
-"""One technique into a repository that exists: where it goes, whose files it spares, and that its test runs there."""
+"""One technique into a repository that exists: where it goes, whose files stay, and its test.
+
+Run: `python -m pytest tests/cli/test_scaffold_add.py`.
+"""
 
 import os
 import re
 from pathlib import Path
 
 import pytest
-from scaffold_case import ROOT, after, make_bundle, scaffold, shell, times, tree, write
+from scaffold_case import REAL, after, edit, make_bundle, scaffold, shell, times, tree, write
 from warm_python import warm_python
 
-from scaffolding.bundle import Technique, read_bundle
-from scaffolding.target import find_target
+from curry_train.cli.ownership import TECHNIQUES, Bundle, Kind, Technique
+from curry_train.cli.scaffold import find_target
 
-TECHNIQUES = read_bundle(ROOT).techniques
+OWNED = [technique for technique in TECHNIQUES if technique.kind is Kind.OWNED]
+ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
+TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Path:
+def bundle(tmp_path: Path) -> Bundle:
     return make_bundle(tmp_path / "bundle")
 
 
@@ -29,77 +34,101 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+def test_add_copies_the_closure_flat_and_one_test(bundle: Bundle, repository: Path) -> None:
+    before = tree(repository)
+    added = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
+    assert added.returncode == 0, added.stderr
+    assert sorted(set(tree(repository)) - set(before)) == [
+        "curry-train.lock",
+        "src/mylib/training/__init__.py",
+        "src/mylib/training/blocks.py",
+        "src/mylib/training/checkpointed.py",
+        "src/mylib/training/sac.py",
+        "tests/test_sac.py",
+    ]
+
+
 def test_add_into_src_layout_prints_the_command_that_runs_its_test(
-    bundle: Path, repository: Path
+    bundle: Bundle, repository: Path
 ) -> None:
     added = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
     assert added.returncode == 0, added.stderr
     command = after(added.stdout, "Next:")
-    assert command == "PYTHONPATH=src python -m pytest tests/gates/test_grad_accum.py"
+    assert command == "PYTHONPATH=src python -m pytest tests/test_grad_accum.py"
     ran = shell(command, cwd=repository)
     assert "1 passed" in ran.stdout, ran.stdout
     line = after(added.stdout, "Use it:")
-    assert line == "from mylib.training.primitives import Accumulation"
+    assert line == "from mylib.training.grad_accum import train_window"
     assert shell(f'PYTHONPATH=src python -c "{line}"', cwd=repository).returncode == 0
 
 
 @pytest.mark.parametrize("tests_init", [True, False])
 @pytest.mark.parametrize("inside", ["training", "mylib/training"])
 def test_add_into_flat_layout_from_elsewhere_runs_too(
-    bundle: Path, tmp_path: Path, inside: str, tests_init: bool
+    bundle: Bundle, tmp_path: Path, inside: str, tests_init: bool
 ) -> None:
     root = tmp_path / "my repository"
     write(root / "setup.py", "")
     write(root / "mylib/__init__.py", "")
     if tests_init:
         write(root / "tests/__init__.py", "")
-    added = scaffold(bundle, "add", "recompute", "--into", root / inside, cwd=tmp_path)
+    added = scaffold(bundle, "add", "sac", "--into", root / inside, cwd=tmp_path)
     assert added.returncode == 0, added.stderr
     command = after(added.stdout, "Next:")
-    assert command == "cd 'my repository' && python -m pytest tests/gates/test_recompute.py"
+    assert command == "cd 'my repository' && python -m pytest tests/test_sac.py"
     ran = shell(command, cwd=tmp_path)
     assert "1 passed" in ran.stdout, ran.stdout
 
 
-def test_add_into_a_scaffolded_project_that_lacks_it(bundle: Path, tmp_path: Path) -> None:
-    scaffold(bundle, "new", "run", "--technique", "grad-accum", cwd=tmp_path)
-    project = tmp_path / "run"
-    write(project / "curry_train/__init__.py", '"""Mine now."""\n')
-    missing = shell('python -c "from curry_train.primitives import Recompute"', cwd=project)
-    assert "scaffold.py add recompute --into curry_train" in missing.stderr
-    added = scaffold(bundle, "add", "recompute", "--into", "curry_train", cwd=project)
+def test_add_of_two_techniques_copies_a_shared_module_once(
+    bundle: Bundle, repository: Path
+) -> None:
+    edit(
+        bundle.package / "primitives/grad_accum.py",
+        "\n\n\ndef train",
+        "\n\nfrom ..core.blocks import find_blocks\n\n\ndef train",
+    )
+    scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
+    added = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
     assert added.returncode == 0, added.stderr
-    assert "yours    curry_train/__init__.py" in added.stdout
-    assert "1 passed" in shell(after(added.stdout, "Next:"), cwd=project).stdout
-    assert (project / "curry_train/__init__.py").read_text() == '"""Mine now."""\n'
+    assert "create     src/mylib/training/grad_accum.py" in added.stdout
+    assert "same       2 files" in added.stdout
+    shown = scaffold(bundle, "diff", cwd=repository).stdout
+    assert shown.endswith("7 files: 7 as it came\n")
+
+
+def test_add_into_a_project_of_new(bundle: Bundle, tmp_path: Path) -> None:
+    scaffold(bundle, "new", "run", cwd=tmp_path)
+    refused = scaffold(bundle, "add", "sac", "--into", "run", cwd=tmp_path)
+    assert "use --into" in refused.stderr
+    added = scaffold(bundle, "add", "sac", "--into", "run/techniques", cwd=tmp_path)
+    assert added.returncode == 0, added.stderr
+    assert "1 passed" in shell(after(added.stdout, "Next:"), cwd=tmp_path).stdout
+    # The project is still the same project.
+    assert "Nothing to do" in scaffold(bundle, "new", "run", cwd=tmp_path).stdout
+    assert "Nothing to do" in scaffold(bundle, "update", "run", cwd=tmp_path).stdout
 
 
 def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(
     tmp_path: Path,
 ) -> None:
-    work, other = _folder(tmp_path / "work/sub").parent, _folder(tmp_path / "other")
+    work = _folder(tmp_path / "work/sub").parent
+    other = _folder(tmp_path / "other")
     inside = find_target(Path("sub/training"), working_directory=work)
     assert (inside.root, inside.package, inside.search_path) == (work, "training", work / "sub")
     outside = find_target(other / "training", working_directory=work)
     assert (outside.root, outside.package, outside.search_path) == (other, "training", other)
 
 
-def test_add_leaves_an_init_of_the_user_and_brings_no_marker_for_it(
-    bundle: Path, repository: Path
-) -> None:
+def test_add_leaves_an_init_of_the_user(bundle: Bundle, repository: Path) -> None:
     write(repository / "src/mylib/training/__init__.py", "MINE = 1\n")
-    added = scaffold(
-        bundle, "add", "grad-accum", "--into", "src/mylib/training", "--overwrite", cwd=repository
-    )
-    assert "yours    src/mylib/training/__init__.py" in added.stdout
-    made = tree(repository / "src/mylib/training")
-    assert made["__init__.py"] == b"MINE = 1\n"
-    assert "py.typed" not in made
-    assert "core/tables/costs.json" in made
+    arguments = ("add", "grad-accum", "--into", "src/mylib/training", "--overwrite")
+    added = scaffold(bundle, *arguments, cwd=repository)
+    assert (repository / "src/mylib/training/__init__.py").read_text() == "MINE = 1\n"
     assert "1 passed" in shell(after(added.stdout, "Next:"), cwd=repository).stdout
 
 
-def test_add_twice_changes_nothing(bundle: Path, repository: Path) -> None:
+def test_add_twice_changes_nothing(bundle: Bundle, repository: Path) -> None:
     arguments = ("add", "grad-accum", "--into", "src/mylib/training")
     scaffold(bundle, *arguments, cwd=repository)
     before = times(repository)
@@ -108,54 +137,55 @@ def test_add_twice_changes_nothing(bundle: Path, repository: Path) -> None:
     assert "Nothing to do" in again.stdout
 
 
-def test_add_refuses_a_foreign_file_before_it_writes(bundle: Path, repository: Path) -> None:
-    write(repository / "src/mylib/training/core/__init__.py", "MINE = 1\n")
+def test_add_refuses_a_foreign_file_before_it_writes(bundle: Bundle, repository: Path) -> None:
+    write(repository / "src/mylib/training/__init__.py", "")
+    write(repository / "src/mylib/training/blocks.py", "MINE = 1\n")
     before = tree(repository)
-    refused = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
+    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
     assert refused.returncode == 2
-    assert "src/mylib/training/core/__init__.py: yours" in refused.stderr
-    assert f"--into {repository}/src/mylib/training/curry_train" in refused.stderr
+    assert "src/mylib/training/blocks.py: yours" in refused.stderr
+    apart = "src/mylib/training/techniques"
+    assert f"--into {repository}/{apart}" in refused.stderr
     assert tree(repository) == before
-    apart = scaffold(
-        bundle, "add", "grad-accum", "--into", "src/mylib/training/curry_train", cwd=repository
-    )
-    assert apart.returncode == 0, apart.stderr
-    assert "1 passed" in shell(after(apart.stdout, "Next:"), cwd=repository).stdout
+    added = scaffold(bundle, "add", "sac", "--into", apart, cwd=repository)
+    assert added.returncode == 0, added.stderr
+    assert "1 passed" in shell(after(added.stdout, "Next:"), cwd=repository).stdout
 
 
-def test_add_tells_an_edit_from_an_older_bundle_and_overwrites_on_request(
-    bundle: Path, repository: Path
+def test_add_names_an_edit_and_an_older_version_and_overwrites_on_request(
+    bundle: Bundle, repository: Path
 ) -> None:
-    arguments = ("add", "recompute", "--into", "src/mylib/training")
+    arguments = ("add", "sac", "--into", "src/mylib/training")
     scaffold(bundle, *arguments, cwd=repository)
-    package = repository / "src/mylib/training/primitives"
-    write(package / "recompute.py", "class Recompute: edited = True\n")
-    newer = "from .recompute import Region\n\nOFFLOAD = Region\nNEWER = 1\n"
-    write(bundle / "template/curry_train/primitives/offload.py", newer)
+    package = repository / "src/mylib/training"
+    write(package / "sac.py", "EDITED = True\n")
+    newer = "def find_blocks():\n    return ['newer']\n"
+    write(bundle.package / "core/blocks.py", newer)
     before = tree(repository)
     refused = scaffold(bundle, *arguments, cwd=repository)
     assert refused.returncode == 2
     assert "2 files are in the way; nothing was written" in refused.stderr
-    assert "recompute.py: edited by you (it came from bundle 0.1.0)" in refused.stderr
-    assert "offload.py: from an older bundle (0.1.0), not edited by you" in refused.stderr
+    assert "sac.py: edited by you (it came from 0.2.0)" in refused.stderr
+    assert "blocks.py: from an older version (0.2.0), not edited" in refused.stderr
+    assert "'curry-train update' merges" in refused.stderr
     assert tree(repository) == before
 
     planned = scaffold(bundle, *arguments, "--overwrite", "--dry-run", cwd=repository)
     assert tree(repository) == before
-    (package / "offload.py").chmod(0o640)
+    (package / "blocks.py").chmod(0o640)
     done = scaffold(bundle, *arguments, "--overwrite", cwd=repository)
     assert planned.stdout.replace("Dry run: would write", "Wrote") == done.stdout
     changed = {path for path, content in tree(repository).items() if before[path] != content}
     assert changed == {
         line.split()[1] for line in done.stdout.splitlines() if line.startswith("replace")
     }
-    assert (package / "offload.py").read_text() == newer
-    assert (package / "offload.py").stat().st_mode & 0o777 == 0o640
+    assert (package / "blocks.py").read_text() == newer
+    assert (package / "blocks.py").stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("link", ["src/mylib/training", "src/mylib/training/core", "tests"])
+@pytest.mark.parametrize("link", ["src/mylib/training", "src/mylib/training/blocks.py", "tests"])
 def test_add_does_not_follow_a_link_out_of_the_project(
-    bundle: Path, repository: Path, tmp_path: Path, link: str
+    bundle: Bundle, repository: Path, tmp_path: Path, link: str
 ) -> None:
     outside = _folder(tmp_path / "outside")
     for file in (repository / "tests").iterdir():
@@ -163,65 +193,120 @@ def test_add_does_not_follow_a_link_out_of_the_project(
     (repository / "tests").rmdir()
     (repository / link).parent.mkdir(exist_ok=True)
     (repository / link).symlink_to(outside)
-    refused = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
+    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
     assert refused.returncode == 2
     assert "out of" in refused.stderr
     assert tree(outside) == {}
 
 
 def test_add_writes_through_a_link_that_stays_in_the_project(
-    bundle: Path, repository: Path
+    bundle: Bundle, repository: Path
 ) -> None:
     _folder(repository / "elsewhere")
     (repository / "src/mylib/training").symlink_to(repository / "elsewhere")
-    assert (
-        scaffold(
-            bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository
-        ).returncode
-        == 0
-    )
-    assert "primitives/grad_accum.py" in tree(repository / "elsewhere")
+    arguments = ("add", "grad-accum", "--into", "src/mylib/training")
+    assert scaffold(bundle, *arguments, cwd=repository).returncode == 0
+    assert "grad_accum.py" in tree(repository / "elsewhere")
 
 
-def test_add_goes_to_one_package_of_a_project(bundle: Path, repository: Path) -> None:
+def test_add_goes_to_one_package_of_a_project(bundle: Bundle, repository: Path) -> None:
     scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
-    refused = scaffold(bundle, "add", "recompute", "--into", "src/mylib/other", cwd=repository)
+    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/other", cwd=repository)
     assert refused.returncode == 2
     assert f"use --into {repository}/src/mylib/training" in refused.stderr
 
 
-def add_and_test(technique: Technique, repository: Path, *, chosen: str = "") -> str:
-    """Add it, run its own test as the command says, or what is chosen of it, and use it; what the test printed."""
-    added = scaffold(ROOT, "add", technique.name, "--into", "src/mylib/training", cwd=repository)
+@pytest.mark.parametrize("technique", TOOLS, ids=lambda technique: technique.name)
+def test_add_prints_the_command_of_a_tool_and_writes_nothing(
+    technique: Technique, tmp_path: Path
+) -> None:
+    done = scaffold(REAL, "add", technique.name, cwd=tmp_path)
+    assert (done.returncode, tree(tmp_path)) == (0, {})
+    assert "\n  curry-train " in done.stdout
+    refused = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
+    assert (refused.returncode, tree(tmp_path)) == (2, {})
+    assert "is a tool and is never copied" in refused.stderr
+
+
+@pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
+def test_add_prints_a_dependency_and_lines_that_python_reads(
+    technique: Technique, tmp_path: Path
+) -> None:
+    done = scaffold(REAL, "add", technique.name, cwd=tmp_path)
+    assert (done.returncode, tree(tmp_path)) == (0, {})
+    assert re.search(r'^Dependency:\n  "curry-train==[\d.]+"$', done.stdout, re.MULTILINE)
+    lines = done.stdout.split("In the training loop:\n")[1].splitlines()[:-1]
+    compile("\n".join(line.removeprefix("  ") for line in lines), "loop", "exec")
+    assert "with --own only" in scaffold(
+        REAL, "add", technique.name, "--into", "training", cwd=tmp_path
+    ).stderr  # fmt: skip
+
+
+def test_add_own_copies_the_room_and_it_runs_alone(bundle: Bundle, repository: Path) -> None:
+    arguments = ("add", "loss-spike", "--own", "--into", "src/mylib/saving")
+    added = scaffold(bundle, *arguments, cwd=repository)
     assert added.returncode == 0, added.stderr
+    assert set(tree(repository / "src/mylib/saving")) == {
+        "__init__.py", "attach.py", "measure.py", "spike.py",
+    }  # fmt: skip
+    code = "from mylib.saving.attach import saving; print(saving())"
+    ran = shell(
+        f"PYTHONPATH=src python -I -S -c \"import sys; sys.path.insert(0, 'src'); {code}\"",
+        cwd=repository,
+    )
+    assert ran.stdout.startswith("(3.14"), ran.stderr
+
+
+def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path: Path) -> None:
+    write(tmp_path / "setup.py", "")
+    added = scaffold(REAL, "add", "checkpoint-policy", "--own", "--into", "saving", cwd=tmp_path)
+    assert added.returncode == 0, added.stderr
+    write(tmp_path / "use.py", USE_SAVING)
+    python = warm_python()
+    first = shell(f"{python} use.py", cwd=tmp_path)
+    assert first.stdout == "None\n", first.stderr
+    second = shell(f"{python} use.py", cwd=tmp_path)
+    assert second.stdout == "2\n", second.stderr
+
+
+USE_SAVING = """
+import sys
+sys.modules["curry_train"] = None
+import torch
+from saving.attach import saving
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+run = saving(model, optimizer, runs="runs/mine", rollback_every=1)
+print(run.resumed.saved.step if run.resumed else None)
+for _ in range(2):
+    loss = model(torch.ones(2)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    run.step(loss=loss)
+run.close()
+"""
+
+
+@pytest.mark.parametrize("technique", OWNED, ids=lambda technique: technique.name)
+def test_add_brings_a_technique_whose_test_passes_there(
+    technique: Technique, repository: Path
+) -> None:
+    """The copied test and technique need neither the package nor anything but torch and pytest."""
+    arguments = ("add", technique.name, "--into", "src/mylib/training")
+    added = scaffold(REAL, *arguments, cwd=repository)
+    assert added.returncode == 0, added.stderr
+    write(repository / "conftest.py", "import sys\n\nsys.modules['curry_train'] = None\n")
     variables = {
         "PATH": f"{Path(warm_python()).parent}{os.pathsep}{os.environ['PATH']}",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    ran = shell(after(added.stdout, "Next:") + chosen, cwd=repository, **variables)
+    ran = shell(after(added.stdout, "Next:"), cwd=repository, **variables)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) >= 2, ran.stdout  # type: ignore[index]
     line = after(added.stdout, "Use it:")
     assert shell(f'PYTHONPATH=src python -c "{line}"', cwd=repository, **variables).returncode == 0
-    return ran.stdout
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_add_brings_a_technique_whose_gates_hold_there(
-    technique: Technique, repository: Path
-) -> None:
-    """Every gate on one model, and one on two ranks, which import the package anew; all of its test is a long one."""
-    model = "snn" if technique.name == "snn-timesteps" else "mlp"
-    ran = add_and_test(technique, repository, chosen=f' -k "gates_hold and {model} or ranks_hold"')
-    assert int(re.search(r"(\d+) passed", ran)[1]) >= 2, ran  # type: ignore[index]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_add_brings_a_technique_whose_own_test_passes_there(
-    technique: Technique, repository: Path
-) -> None:
-    add_and_test(technique, repository)
 
 
 def _folder(path: Path) -> Path:

@@ -1,89 +1,135 @@
-"""`scaffold.py` at the terminal: the states of `diff`, what `list` shows, and one line for each mistake."""
+"""The commands at the terminal: states of `diff`, what `list` shows, one message for a mistake.
+
+Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
+"""
 
 import errno
 import json
 import os
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from scaffold_case import ROOT, make_bundle, scaffold, shell, tree, write
+from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, shell, tree, write
 
-import scaffold as command
+from curry_train.cli.main import COMMANDS as GROUP_COMMANDS
+from curry_train.cli.ownership import TECHNIQUES, Bundle
+from curry_train.cli.scaffold import COMMANDS
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Path:
+def bundle(tmp_path: Path) -> Bundle:
     return make_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture
-def project(bundle: Path, tmp_path: Path) -> Path:
+def project(bundle: Bundle, tmp_path: Path) -> Path:
     scaffold(bundle, "new", "run", cwd=tmp_path)
     return tmp_path / "run"
 
 
-def test_diff_tells_whose_change_each_file_has(bundle: Path, project: Path) -> None:
-    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith(
-        "22 files: 22 unchanged\n"
-    )
-    package = "curry_train/primitives"
+def test_diff_names_whose_change_each_file_has(bundle: Bundle, project: Path) -> None:
+    write(bundle.project / "both.txt", "1\n2\n3\n")
+    write(bundle.project / "gone.txt", "1\n")
+    scaffold(bundle, "update", cwd=project)
+    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith("8 files: 8 as it came\n")
+
     write(project / "README.md", "# Mine\n")
-    write(project / f"{package}/recompute.py", "class Recompute: mine = 1\n")
-    write(bundle / "template" / package / "recompute.py", "class Recompute: theirs = 1\n")
-    write(bundle / "template" / package / "grad_accum.py", "class Accumulation: steps = 8")
-    write(project / f"{package}/offload.py", "BOTH = 'the same'\n")
-    write(bundle / "template" / package / "offload.py", "BOTH = 'the same'\n")
-    (project / "curry_train/benchmark.py").unlink()
-    (bundle / "template/curry_train/core/unused.py").unlink()
+    write(project / "both.txt", "mine\n2\n3\n")
+    write(bundle.project / "both.txt", "1\n2\ntheirs\n")
+    write(bundle.project / "train.py", "print('newer')\n")
+    write(project / ".gitignore", "the same\n")
+    write(bundle.project / ".gitignore", "the same\n")
+    write(bundle.project / "fresh.txt", "")
+    (project / "pyproject.toml").unlink()
+    (bundle.project / "gone.txt").unlink()
 
     done = scaffold(bundle, "diff", cwd=project)
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if not line.startswith("unchanged ")] == [
-        "edited by you         README.md",
-        "deleted by you        curry_train/benchmark.py",
-        "gone from the bundle  curry_train/core/unused.py",
-        f"newer in the bundle   {package}/grad_accum.py",
-        f"both edited and newer {package}/recompute.py",
-        "22 files: 17 unchanged, 1 edited by you, 1 newer in the bundle, 1 both edited",
-        "  and newer, 1 deleted by you, 1 gone from the bundle",
+    assert [line for line in done.stdout.splitlines() if not line.startswith("as it came ")] == [
+        "edited           README.md",
+        "both             both.txt",
+        "new in bundle    fresh.txt",
+        "gone from bundle gone.txt",
+        "missing          pyproject.toml",
+        "newer in bundle  train.py",
+        "newer in bundle  wheels/curry_train-0.2.0-py3-none-any.whl",
+        "9 files: 2 as it came, 1 edited, 2 newer in bundle, 1 both, 1 missing, 1 gone",
+        "  from bundle, 1 new in bundle",
     ]
 
 
-def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Path, project: Path) -> None:
+def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, project: Path) -> None:
     write(project / "README.md", "# Mine")
-    (project / "curry_train/benchmark.py").unlink()
-    write(
-        bundle / "template/curry_train/primitives/grad_accum.py",
-        "class Accumulation:\n    steps = 8",
-    )
+    (project / "pyproject.toml").unlink()
+    edit(bundle.project / "train.py", "if __name__ == '__main__':\n    main()\n", "main()")
     shown = scaffold(bundle, "diff", "--patch", cwd=project).stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
-    subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
-    assert scaffold(bundle, "diff", cwd=project).stdout.endswith("22 files: 22 unchanged\n")
+    # The wheel holds the template, so it differs too; git applies no binary patch.
+    text = "".join(line for line in shown.splitlines(True) if not line.startswith("Binary "))
+    subprocess.run(["git", "apply", "-"], cwd=project, input=text, text=True, check=True)
+    again = scaffold(bundle, "diff", cwd=project).stdout
+    assert again.endswith("6 files: 5 as it came, 1 newer in bundle\n")
 
 
-def test_diff_of_an_added_technique_compares_its_moved_test(bundle: Path, tmp_path: Path) -> None:
+def test_diff_of_an_added_technique_compares_its_moved_test(bundle: Bundle, tmp_path: Path) -> None:
     write(tmp_path / "repository/src/mylib/__init__.py", "")
     write(tmp_path / "repository/setup.cfg", "")
-    scaffold(bundle, "add", "recompute", "--into", "repository/src/mylib/training", cwd=tmp_path)
+    scaffold(bundle, "add", "sac", "--into", "repository/src/mylib/training", cwd=tmp_path)
     shown = scaffold(bundle, "diff", "repository", cwd=tmp_path).stdout
-    assert "unchanged             tests/gates/test_recompute.py" in shown
-    assert shown.endswith("13 files: 13 unchanged\n")
+    assert "as it came       tests/test_sac.py" in shown
+    assert shown.endswith("5 files: 5 as it came\n")
 
 
-def test_list_fits_into_80_columns() -> None:
-    shown = scaffold(ROOT, "list", cwd=ROOT).stdout
-    assert "curry_train/primitives/grad_accum.py" in shown
-    assert max(map(len, shown.splitlines())) <= 80
+def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: Path) -> None:
+    shown = scaffold(REAL, "list", cwd=tmp_path).stdout
+    assert "primitives/grad_accum.py; add: 1 module, " in shown
+    assert "plan/planner.py; add: prints the command" in shown
+    assert "runs/attach.py; add: prints the lines; with --own " in shown
+    lines = shown.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
+        technique.name for technique in TECHNIQUES
+    ]
+    assert max(map(len, lines)) <= 80
 
 
-def test_list_ends_quietly_when_its_reader_goes_away(bundle: Path) -> None:
-    ran = shell(f"python {bundle}/scripts/scaffold.py list | true", cwd=bundle)
+def test_list_counts_what_add_then_writes(bundle: Bundle, tmp_path: Path) -> None:
+    write(tmp_path / "setup.py", "")
+    shown = scaffold(bundle, "list", cwd=tmp_path).stdout
+    assert "primitives/sac.py; add: 3 modules, 23 lines, 1 test" in shown
+    scaffold(bundle, "add", "sac", "--into", "owned", cwd=tmp_path)
+    copied = [path for path in (tmp_path / "owned").iterdir() if path.name != "__init__.py"]
+    assert len(copied) == 3
+    # An import that was written over several lines takes one in the copy.
+    assert sum(len(path.read_text().splitlines()) for path in copied) == 21
+
+
+def test_list_ends_quietly_when_its_reader_goes_away() -> None:
+    ran = shell(f"python {ROOT}/scripts/scaffold.py list | true", cwd=ROOT)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Path) -> None:
+    assert set(COMMANDS) <= set(GROUP_COMMANDS)
+    code = (
+        "import sys; sys.argv[1:] = ['list']; from curry_train.cli.scaffold import scaffold_group;"
+        "scaffold_group(standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "template", capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_screen_and_has_an_example(name: str, tmp_path: Path) -> None:
+    shown = scaffold(REAL, name, "--help", cwd=tmp_path).stdout.splitlines()
+    assert len(shown) <= 24
+    assert max(map(len, shown)) <= 80
+    if name != "list":
+        assert shown[-1].startswith("Example: ")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +140,10 @@ def test_list_ends_quietly_when_its_reader_goes_away(bundle: Path) -> None:
         (["new", "run", "--name", "class"], "'class' can't be a project's name"),
         (["new", "run", "--name", "größe"], "ASCII"),
         (["new", "run", "--name", "__"], "ASCII"),
-        (["new", "run", "--name", "torch"], "a package that the project needs itself"),
-        (["new", "run", "--technique", "grad_acum"], "did you mean 'grad-accum'?"),
-        (["new", "run", "--technique", "zzz"], "there are grad-accum, recompute"),
+        (["new", "run", "--name", "torch"], "something that the project needs itself"),
+        (["new", "run", "--name", "yaml"], "something that the project needs itself"),
+        (["new", "run", "--name", "Curry_Train"], "something that the project needs itself"),
+        (["new", "run", "--name", "train"], "something that the project needs itself"),
         (["new", "full"], "full exists and is not empty"),
         (["new", "file"], "file is a file"),
         (["new", "file/run"], "file is not a folder"),
@@ -104,49 +151,56 @@ def test_list_ends_quietly_when_its_reader_goes_away(bundle: Path) -> None:
         (["new", "link", "--name", "run"], "link is a link"),
         (["new", ".", "--name", "run"], "exists and is not empty"),
         (["new", "x" * 300], "File name too long"),
-        (["add", "Recompute2", "--into", "package"], "did you mean 'recompute'?"),
+        (["add", "Sacs", "--into", "package"], "did you mean 'sac'?"),
         (
-            ["add", "recompute", "--into", "my-package"],
-            "Python can't import a folder called 'my-package'",
+            ["add", "zzzz", "--into", "package"],
+            "there are memory-plan, sac, grad-accum, loss-spike",
         ),
-        (["add", "recompute", "--into", "class"], "Python can't import a folder called 'class'"),
-        (["add", "recompute", "--into", "file"], "file is a file"),
-        (["add", "recompute", "--into", "file/package"], "file is not a folder"),
-        (["add", "recompute", "--into", "gone/package"], "gone is not a folder"),
-        (["add", "recompute", "--into", "/"], "Python can't import a folder called ''"),
-        (["add", "recompute", "--into", "root"], "root is a project's root, not a package in it"),
-        (
-            ["add", "recompute", "--into", "blocked"],
-            "blocked/core is a file, and a folder must go there",
-        ),
-        (
-            ["add", "recompute", "--into", "hole"],
-            "core/lazy.py is a folder, and a file must go there",
-        ),
+        (["add", "sac"], "--into is missing"),
+        (["add", "memory-plan", "--own"], "is a tool and is never copied"),
+        (["add", "sac", "--into", "my-package"], "can't import a folder called 'my-package'"),
+        (["add", "sac", "--into", "class"], "can't import a folder called 'class'"),
+        (["add", "sac", "--into", "file"], "file is a file"),
+        (["add", "sac", "--into", "file/package"], "file is not a folder"),
+        (["add", "sac", "--into", "gone/package"], "gone is not a folder"),
+        (["add", "sac", "--into", "/"], "can't import a folder called ''"),
+        (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),
+        (["add", "sac", "--into", "tests"], "tests is a file, and a folder must go there"),
+        (["add", "sac", "--into", "hole"], "hole/sac.py is a folder, and a file must go there"),
         (["diff", "full"], "full has no curry-train.lock"),
+        (["update", "full"], "full has no curry-train.lock"),
+        (["update", "gone"], "gone has no curry-train.lock"),
         (["diff", "damaged"], "curry-train.lock is damaged"),
+        (["update", "damaged"], "curry-train.lock is damaged"),
+        (["diff", "first_edition"], "curry-train.lock is damaged (format 1"),
+        (["diff", "torn"], "a base does not have its recorded hash"),
         (["diff", "hostile"], "names ../secret, which lies outside the project"),
+        (["update", "hostile"], "names ../secret, which lies outside the project"),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(
-    bundle: Path, tmp_path: Path, arguments: list[str], message: str
+    bundle: Bundle, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     place = tmp_path / "place"
     write(place / "full/notes.txt", "")
     write(place / "file", "")
     (place / "link").symlink_to(place / "full")
     write(place / "root/pyproject.toml", "")
-    write(place / "blocked/core", "")
-    write(place / "hole/core/lazy.py/notes.txt", "")
-    write(place / "damaged/curry-train.lock", '{"bundle": 1}')
-    record = {"../secret": {"sha256": "", "bundle": ""}}
-    hostile = {
-        "bundle": "",
-        "project": None,
-        "package": {"directory": "a", "name": "a"},
-        "files": record,
-    }
-    write(place / "hostile/curry-train.lock", json.dumps(hostile))
+    if arguments[-1] == "tests":
+        arguments[-1] = "package"
+        write(place / "tests", "")
+    write(place / "hole/sac.py/notes.txt", "")
+    write(place / "damaged/curry-train.lock", '{"format": 2')
+    write(place / "first_edition/curry-train.lock", '{"format": 1}')
+    record = {"source": "", "version": "", "sha256": "0", "base": None}
+    head = {
+        "format": 2, "version": "0", "project": None, "own": False,
+        "directory": "a", "package": "a", "techniques": [],
+    }  # fmt: skip
+    hostile = json.dumps(head | {"files": {"../secret": record}})
+    write(place / "hostile/curry-train.lock", hostile)
+    torn = json.dumps(head | {"files": {"a": record | {"base": "eJwDAAAAAAE="}}})
+    write(place / "torn/curry-train.lock", torn)
     before = tree(tmp_path)
     refused = scaffold(bundle, *arguments, cwd=place)
     assert refused.returncode == 2
@@ -156,39 +210,55 @@ def test_a_mistake_gets_one_line_and_status_2(
     assert tree(tmp_path) == before
 
 
-def test_new_does_not_replace_the_current_folder(bundle: Path, tmp_path: Path) -> None:
+def test_new_does_not_replace_the_current_folder(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     refused = scaffold(bundle, "new", ".", cwd=tmp_path / "here")
     assert (refused.returncode, "is the current directory" in refused.stderr) == (2, True)
 
 
+def test_a_bundle_that_is_not_whole_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    (bundle.package.parents[1] / "pyproject.toml").unlink()
+    refused = scaffold(bundle, "new", "run", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "neither a pyproject.toml above it nor a dist-info" in refused.stderr
+    nothing = Bundle(bundle.package, tmp_path / "none", bundle.tests, bundle.techniques)
+    write(bundle.package.parents[1] / "pyproject.toml", (ROOT / "pyproject.toml").read_text())
+    refused = scaffold(nothing, "new", "run", cwd=tmp_path)
+    assert "holds no project to copy" in refused.stderr
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-@pytest.mark.parametrize("arguments", [["new", "run"], ["add", "recompute", "--into", "package"]])
+@pytest.mark.parametrize("writes", [0, 3])
+@pytest.mark.parametrize("name", ["new", "add", "update"])
 def test_a_place_that_takes_no_file_gets_one_line_and_keeps_nothing(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], number: int
+    bundle: Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    writes: int,
+    number: int,
 ) -> None:
+    arguments = {
+        "new": ["new", "other"],
+        "add": ["add", "sac", "--into", "package"],
+        "update": ["update", "run"],
+    }
+    scaffold(bundle, "new", "run", cwd=tmp_path)
+    write(bundle.package / "core/blocks.py", "def find_blocks():\n    return ['newer']\n")
     genuine = Path.open
+    count = 0
 
     def refuse(self: Path, mode: str = "r", **options: Any) -> Any:
-        if "x" in mode:
+        nonlocal count
+        count += "x" in mode
+        if "x" in mode and count > writes:
             raise OSError(number, os.strerror(number))
         return genuine(self, mode, **options)
 
-    monkeypatch.setattr(command, "BUNDLE", bundle)
-    monkeypatch.chdir(tmp_path)
     before = tree(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refuse)
-        result = CliRunner().invoke(command.main, arguments)
-    assert result.exit_code == 2
-    assert f"Error: {os.strerror(number)}: {tmp_path}" in result.output
+        result = scaffold(bundle, *arguments[name], cwd=tmp_path)
+    assert result.returncode == 2
+    assert f"Error: {os.strerror(number)}: {tmp_path}" in result.stderr
     assert tree(tmp_path) == before
-
-
-def test_lock_of_a_copied_bundle_does_not_depend_on_where_the_bundle_is(
-    bundle: Path, tmp_path: Path
-) -> None:
-    other = shutil.copytree(bundle, tmp_path / "other")
-    scaffold(bundle, "new", "one", "--name", "run", cwd=tmp_path)
-    scaffold(other, "new", "two", "--name", "run", cwd=tmp_path)
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")

@@ -423,6 +423,8 @@ def _updated(comparison: Comparison) -> Change:
             return Change(path, "replace", yours, theirs)
         case State.BOTH:
             return _merged(comparison)
+        case State.EDITED if _has_conflict(yours):
+            return Change(path, "conflict", yours, yours)
         case State.GONE:
             edited = yours is not None and digest(yours) != getattr(comparison.record, "sha256", "")
             return (
@@ -439,6 +441,12 @@ def _updated(comparison: Comparison) -> Change:
     return Change(path, actions[comparison.state], yours, yours)
 
 
+def _has_conflict(content: bytes | None) -> bool:
+    """Check for a conflict that an earlier update marked and nobody resolved."""
+    lines = (content or b"").splitlines()
+    return OURS_MARKER.encode() in lines and THEIRS_MARKER.encode() in lines
+
+
 def _merged(comparison: Comparison) -> Change:
     assert comparison.yours is not None
     assert comparison.wanted is not None
@@ -447,7 +455,7 @@ def _merged(comparison: Comparison) -> Change:
     base = comparison.record.base if comparison.record else None
     if ours is None or theirs is None or base is None:
         return Change(comparison.path, "in the way", comparison.yours, comparison.yours)
-    if f"{OURS_MARKER}\n" in ours:
+    if _has_conflict(comparison.yours):
         raise ScaffoldError(
             f"{comparison.path} has an unresolved conflict from an earlier update; "
             f"resolve it first: look for {OURS_MARKER!r}"

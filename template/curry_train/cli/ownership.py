@@ -18,7 +18,7 @@ import keyword
 import re
 import tomllib
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -37,8 +37,8 @@ DISTRIBUTIONS_OF_IMPORTS = {"torch": "torch", "numpy": "numpy", "yaml": "pyyaml"
 
 PLACEHOLDER_NAME = "my_project"
 PLACEHOLDER_VERSION = "0.0.0"
-# What a run or a test of the template leaves in its folder.
-NEVER_COPIED = {"runs", "build", "wheels", "curry-train.lock"}
+# What a run of the template leaves in its folder.
+LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})
 
 
 class ScaffoldError(ValueError):
@@ -433,7 +433,7 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, SourceFi
     """Return the files of a new project called `name`, with the wheel or the owned rooms."""
     check_project_name(name)
     metadata = read_metadata(bundle)
-    sources = list(_files_below(bundle.project))
+    sources = list(_files_below(bundle.project, leave_out=LEFT_BY_RUNS))
     if not sources:
         raise ScaffoldError(
             f"{bundle.project} holds no project to copy; take a whole copy of curry-train"
@@ -541,13 +541,13 @@ def _imported_distributions(bundle: Bundle) -> set[str]:
     return {DISTRIBUTIONS_OF_IMPORTS[name] for name in found & set(DISTRIBUTIONS_OF_IMPORTS)}
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the files that belong to the bundle, not what a run or a test left there."""
+def _files_below(folder: Path, *, leave_out: Collection[str] = ()) -> Iterator[str]:
+    """Yield the files below `folder` except caches, hidden ones and those in `leave_out`."""
     for path in sorted(folder.rglob("*")):
         names = path.relative_to(folder).parts
         hidden = [part for part in names if part.startswith(".") and part != ".gitignore"]
         made = [part for part in names if part == "__pycache__" or part.endswith(".egg-info")]
-        if path.is_file() and not hidden and not made and names[0] not in NEVER_COPIED:
+        if path.is_file() and not hidden and not made and names[0] not in leave_out:
             yield "/".join(names)
 
 
@@ -653,7 +653,7 @@ def bundled_files(bundle: Bundle) -> dict[str, bytes]:
     """Return the template of a project and the owned tests, as an installed package has them."""
     files = {}
     for name, folder in (("project", bundle.project), ("tests", bundle.tests)):
-        for path in _files_below(folder):
+        for path in _files_below(folder, leave_out=LEFT_BY_RUNS):
             files[f"{name}/{path}"] = (folder / path).read_bytes()
     return files
 

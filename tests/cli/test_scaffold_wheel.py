@@ -1,0 +1,190 @@
+"""The wheel that a project carries: its bytes, its metadata, and that pip installs from it alone.
+
+Run: `python -m pytest tests/cli/test_scaffold_wheel.py`.
+"""
+
+import base64
+import csv
+import email
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from scaffold_case import REAL, ROOT, make_bundle, scaffold, shell, tree, write
+
+from curry_train.cli.ownership import (
+    BUNDLED,
+    Bundle,
+    build_wheel,
+    bundled_files,
+    find_bundle,
+    read_metadata,
+)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return make_bundle(tmp_path / "bundle")
+
+
+def test_wheel_has_the_same_bytes_wherever_it_is_built(bundle: Bundle, tmp_path: Path) -> None:
+    name, content = build_wheel(bundle)
+    assert name == "curry_train-0.2.0-py3-none-any.whl"
+    write(bundle.package / "core/__pycache__/blocks.pyc", "")
+    os.utime(bundle.package / "loop.py", (0, 0))
+    assert build_wheel(bundle) == (name, content)
+    assert build_wheel(make_bundle(tmp_path / "elsewhere")) == (name, content)
+    write(bundle.package / "loop.py", "NEWER = 1\n")
+    assert build_wheel(bundle)[1] != content
+
+
+def test_wheel_records_the_hash_of_every_file(bundle: Bundle) -> None:
+    wheel = zipfile.ZipFile(io.BytesIO(build_wheel(bundle)[1]))
+    assert wheel.testzip() is None
+    rows = list(csv.reader(wheel.read("curry_train-0.2.0.dist-info/RECORD").decode().splitlines()))
+    assert [row[0] for row in rows] == wheel.namelist()
+    for path, digest, size in rows[:-1]:
+        content = wheel.read(path)
+        wanted = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+        assert (digest, size) == (f"sha256={wanted}", str(len(content)))
+    assert rows[-1] == ["curry_train-0.2.0.dist-info/RECORD", "", ""]
+
+
+def test_wheel_declares_what_pyproject_does(bundle: Bundle) -> None:
+    wheel = zipfile.ZipFile(io.BytesIO(build_wheel(bundle)[1]))
+    fields = email.message_from_bytes(wheel.read("curry_train-0.2.0.dist-info/METADATA"))
+    assert (fields["Name"], fields["Version"]) == ("curry-train", "0.2.0")
+    assert fields["Requires-Python"] == ">=3.11"
+    assert fields.get_all("Provides-Extra") == ["plots"]
+    assert fields.get_all("Requires-Dist") == [
+        "torch!=2.12.*,<2.14,>=2.11",
+        "numpy>=1.26",
+        "click>=8.1",
+        "pyyaml>=6",
+        'matplotlib>=3.8; extra == "plots"',
+    ]
+    entry = wheel.read("curry_train-0.2.0.dist-info/entry_points.txt").decode()
+    assert entry == "[console_scripts]\ncurry-train = curry_train.cli.main:main\n"
+
+
+def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy() -> None:
+    names = zipfile.ZipFile(io.BytesIO(build_wheel(REAL)[1])).namelist()
+    modules = [path.relative_to(REAL.package.parent) for path in REAL.package.rglob("*.py")]
+    assert {path.as_posix() for path in modules} <= set(names)
+    assert "curry_train/py.typed" in names
+    assert f"curry_train/{BUNDLED}/project/train.py" in names
+    assert f"curry_train/{BUNDLED}/tests/test_sac.py" in names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that sees torch and the other packages here, but not curry-train."""
+    place = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    here = Path(sysconfig.get_paths()["purelib"])
+    # Links instead of a path file, which would bring the editable curry-train too.
+    for path in here.iterdir():
+        if "curry" not in path.name and not (packages / path.name).exists():
+            (packages / path.name).symlink_to(path)
+    return place
+
+
+@pytest.fixture(scope="module")
+def installed(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new project, moved away, with its wheel installed from its own folder."""
+    folder = tmp_path_factory.mktemp("new")
+    assert scaffold(REAL, "new", "my-run", cwd=folder).returncode == 0
+    moved = (folder / "my-run").rename(tmp_path_factory.mktemp("moved") / "elsewhere")
+    pin = next(
+        text
+        for text in tomllib.loads((moved / "pyproject.toml").read_text())["project"]["dependencies"]
+        if text.startswith("curry-train")
+    )
+    done = shell(
+        f"{environment}/bin/python -m pip install --no-index --find-links wheels '{pin}'", cwd=moved
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return moved
+
+
+def test_project_installs_from_its_own_wheel_alone(environment: Path, installed: Path) -> None:
+    code = "import curry_train; print(curry_train.__file__, curry_train.__version__)"
+    shown = shell(f'{environment}/bin/python -c "{code}"', cwd=installed).stdout.split()
+    assert Path(shown[0]).is_relative_to(environment)
+    assert shown[1] == read_metadata(REAL).version
+    assert (environment / "bin/curry-train").is_file()
+
+
+def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
+    environment: Path, installed: Path, tmp_path: Path
+) -> None:
+    """The wheel holds the template, the tests and its metadata, so it needs no clone."""
+    write(tmp_path / "theirs/setup.py", "")
+    write(tmp_path / "ours/setup.py", "")
+    command = f"{environment}/bin/curry-train"
+    made = shell(f"{command} new run && cd theirs && {command} add sac --into owned", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert scaffold(REAL, "new", "other", "--name", "run", cwd=tmp_path).returncode == 0
+    assert scaffold(REAL, "add", "sac", "--into", "owned", cwd=tmp_path / "ours").returncode == 0
+    assert tree(tmp_path / "run") == tree(tmp_path / "other")
+    assert tree(tmp_path / "theirs") == tree(tmp_path / "ours")
+    again = shell(f"{command} update run", cwd=tmp_path)
+    assert again.stdout.startswith("same "), again.stderr
+
+
+def test_project_passes_its_own_tests_without_the_bundle(
+    environment: Path, installed: Path
+) -> None:
+    ran = shell(f"make test PYTHON={environment}/bin/python", cwd=installed)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
+
+
+def test_project_makes_its_environment_once_and_trains(environment: Path, tmp_path: Path) -> None:
+    assert scaffold(REAL, "new", "run", cwd=tmp_path).returncode == 0
+    project = tmp_path / "run"
+    shutil.copytree(environment, project / ".venv", symlinks=True)
+    offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "BASE_PYTHON": sys.executable}
+    train = 'make train ARGS="steps=12 batch_size=4 microbatch=2 evaluate.samples=4 device=cpu"'
+    made = shell(train, cwd=project, **offline)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (journal,) = (project / "runs").glob("*/journal.jsonl")
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert "pip install" not in shell("make --dry-run train", cwd=project, **offline).stdout
+
+
+def test_pip_builds_the_package_with_what_the_commands_copy(tmp_path: Path) -> None:
+    """A wheel of setuptools and the wheel of a project hold the same files."""
+    pytest.importorskip("setuptools", minversion="77", reason="builds without isolation")
+    copy = tmp_path / "clone"
+    copy.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, copy / name)
+    shutil.copytree(
+        ROOT / "template", copy / "template", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    build = "wheel --no-deps --no-index --no-build-isolation --wheel-dir dist ./clone"
+    done = shell(f"python -m pip {build}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = (tmp_path / "dist").iterdir()
+    unpacked = tmp_path / "installed"
+    zipfile.ZipFile(built).extractall(unpacked)
+    again = find_bundle(unpacked / "curry_train")
+    assert again.project == unpacked / "curry_train" / BUNDLED / "project"
+    assert bundled_files(again) == bundled_files(REAL)
+    assert read_metadata(again) == read_metadata(REAL)
+    assert build_wheel(again) == build_wheel(REAL)
