@@ -1,0 +1,232 @@
+"""A loop over data that resume from one integer: saved, rolled back and ended in one process.
+
+python -m pytest tests/runs/test_attached_stream.py
+"""
+
+import os
+import re
+import shutil
+import signal
+
+import pytest
+import torch
+from journals import lines_of
+from torch import nn
+
+from curry_train.primitives import NonFiniteWindow
+from curry_train.runs import saving
+
+STEPS = 60
+BAD = range(40, 44)  # positions whose targets are nonsense
+BACK = {"action": "rollback", "window": 16, "skip_around": 2}
+
+
+class Rows:
+    """One row for each position, which is all of the stream that `saving` needs."""
+
+    def __init__(self, bad=BAD):
+        self.position = 0
+        self.bad = bad
+        self.skipped = set()
+
+    def after(self, position, *, windows):
+        for _ in range(windows):
+            position = self._here(position) + 1
+        return position
+
+    def skip(self, start, stop):
+        self.skipped |= set(range(start, stop))
+
+    def samples_between(self, start, stop):
+        return [place for place in range(start, stop) if place not in self.skipped]
+
+    def take(self):
+        place = self._here(self.position)
+        self.position = place + 1
+        row = torch.randn(8, 4, generator=torch.Generator().manual_seed(place))
+        return row, row.sum(1, keepdim=True) + (50.0 if place in self.bad else 0.0)
+
+    def _here(self, position):
+        while position in self.skipped:
+            position += 1
+        return position
+
+
+def train(folder, *, bad=BAD, steps=STEPS, rate=1e-2, at_step=None, loss_at=None, **options):
+    """Train a loop that is not ours, with dropout; return the run, its weights and its losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    stream = Rows(bad)
+    options = {"spike": BACK, "rollback_every": 10, "journal": True, **options}
+    losses = []
+    with saving(model, optimizer, runs=folder, stream=stream, **options) as run:
+        while run.continues(until=steps):
+            factor = run.learning_rate_factor()
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            inputs, targets = stream.take()
+            loss = (model(inputs) - targets).square().mean()
+            if loss_at == run.steps + 1:
+                loss_at = None
+                run.not_finite(NonFiniteWindow("planted"))
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            figures = {"grad_norm": 1.0, "learning_rate": optimizer.param_groups[0]["lr"]}
+            run.step(loss=loss, figures=figures)
+            if at_step is not None:
+                at_step(run)
+    return run, {name: value.clone() for name, value in model.state_dict().items()}, losses
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def events(folder, *kinds):
+    return [line for line in lines_of(folder) if line["kind"] in kinds]
+
+
+def test_a_spike_is_rolled_back_in_the_process_to_a_run_that_never_saw_its_samples(tmp_path):
+    run, weights, losses = train(tmp_path / "spiked")
+    assert run.steps == STEPS
+    assert len(losses) > STEPS
+    (recovery,) = run.recoveries.done
+    assert recovery.start <= BAD[0] < recovery.stop
+    (tmp_path / "never").mkdir()
+    shutil.copy(tmp_path / "spiked/recoveries.json", tmp_path / "never")
+    _, never_weights, never_losses = train(tmp_path / "never")
+    assert len(never_losses) == STEPS
+    assert same(weights, never_weights)
+    assert not same(weights, train(tmp_path / "through", spike=None)[1])
+
+
+def test_the_journal_has_the_spike_the_rollback_and_the_samples(tmp_path):
+    train(tmp_path / "run")
+    spike, rollback, skip = events(tmp_path / "run", "spike", "rollback", "skip")
+    assert spike["first"] == BAD[0] + 1
+    assert (rollback["step"], rollback["from_step"]) == (30, 43)
+    assert skip["num_samples"] == len(skip["samples"]) == skip["stop"] - skip["start"]
+    assert lines_of(tmp_path / "run")[-1]["reason"] == "steps"
+    assert all(line["grad_norm"] == 1.0 for line in events(tmp_path / "run", "step"))
+
+
+def test_a_step_that_is_not_finite_is_rolled_back_at_once(tmp_path):
+    run, _, _ = train(tmp_path / "run", bad=(), loss_at=25)
+    assert run.steps == STEPS
+    spike, rollback = events(tmp_path / "run", "spike", "rollback")
+    assert (spike["step"], spike["reason"], spike["loss"]) == (25, "planted", None)
+    assert rollback["step"] == 20
+    with pytest.raises(NonFiniteWindow, match="planted"):
+        train(tmp_path / "warned", bad=(), loss_at=25, spike={"action": "warn"})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_loop_and_a_resume_is_equal_to_the_bit(tmp_path, number):
+    _, weights, losses = train(tmp_path / "straight", steps=20)
+
+    def send(run):
+        if run.steps == 7:
+            os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(number)
+    run, _, first = train(tmp_path / "ended", steps=20, at_step=send)
+    assert (run.steps, run.ended_by, run.exit_status) == (7, number.name, 128 + number)
+    assert signal.getsignal(number) == handler
+    run, resumed, rest = train(tmp_path / "ended", steps=20)
+    assert (run.ended_by, run.exit_status) == ("steps", 0)
+    assert first + rest == losses
+    assert same(weights, resumed)
+
+
+def test_random_numbers_drawn_before_the_first_step_do_not_change_a_resume(tmp_path, monkeypatch):
+    _, weights, _ = train(tmp_path / "straight", steps=12, bad=())
+    train(tmp_path / "ended", steps=6, bad=())
+    made = saving
+
+    def drawing(*arguments, **options):
+        run = made(*arguments, **options)
+        torch.rand(5)
+        return run
+
+    monkeypatch.setitem(globals(), "saving", drawing)
+    assert same(weights, train(tmp_path / "ended", steps=12, bad=())[1])
+
+
+def test_the_rate_is_lower_after_a_rollback_where_the_loop_asks_for_the_factor(tmp_path):
+    lower = BACK | {"lower_rate": 0.5, "lower_rate_steps": 5}
+    run, _, _ = train(tmp_path / "run", spike=lower)
+    (recovery,) = run.recoveries.done
+    rates = {line["step"]: line["learning_rate"] for line in events(tmp_path / "run", "step")}
+    assert rates[recovery.slower_until] == pytest.approx(5e-3)
+    assert rates[recovery.slower_until + 1] == pytest.approx(1e-2)
+
+
+def test_a_lower_rate_that_the_loop_would_ignore_is_refused(tmp_path):
+    spike = BACK | {"lower_rate": 0.5}
+    model = nn.Linear(2, 1)
+    run = saving(model, runs=tmp_path / "run", stream=Rows(), spike=spike)
+    assert run.continues(until=3)
+    with pytest.raises(ValueError, match=re.escape("run.learning_rate_factor()")):
+        run.step(loss=1.0)
+
+
+def test_settings_of_this_start_replace_the_saved_ones_only_where_asked_for(tmp_path):
+    def rate_after_resume(**options):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with saving(model, optimizer, runs=tmp_path / "run", stream=Rows(), **options):
+            return optimizer.param_groups[0]["lr"]
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with saving(model, optimizer, runs=tmp_path / "run", stream=Rows()) as run:
+        run.step(loss=1.0)
+    assert rate_after_resume() == 0.1
+    assert rate_after_resume(keep_settings=True) == 0.5
+
+
+def test_the_calls_of_the_other_kind_of_loop_are_refused(tmp_path):
+    with saving(nn.Linear(2, 1), runs=tmp_path / "stream", stream=Rows()) as run:
+        with pytest.raises(ValueError, match=r"run\.batches is for a DataLoader"):
+            next(run.batches([1]))
+        with pytest.raises(ValueError, match=r"run\.epochs is for a DataLoader"):
+            next(run.epochs([1]))
+    with (
+        saving(nn.Linear(2, 1), runs=tmp_path / "loader") as run,
+        pytest.raises(ValueError, match=r"call saving\(\.\.\., stream=stream\)"),
+    ):
+        run.continues(until=3)
+
+
+def test_a_new_run_from_the_best_parameters_takes_batches(tmp_path):
+    """Best parameters come without generators, so there is no random state to restore."""
+    by_loss = {"best_k_metric": "loss"}
+    with saving(nn.Linear(2, 1), runs=tmp_path / "first", **by_loss) as run:
+        for row in run.batches(torch.ones(3, 2)):
+            run.step(loss=float(row.sum()) - run.steps)
+    best = f"{tmp_path}/first@best"
+    with saving(nn.Linear(2, 1), runs=tmp_path / "second", resume=best, **by_loss) as run:
+        for _ in run.batches(torch.ones(3, 2)):
+            run.step(loss=1.0)
+        assert run.steps == 3
+    by_loss["stream"] = Rows()
+    with saving(nn.Linear(2, 1), runs=tmp_path / "third", resume=best, **by_loss) as run:
+        assert run.continues(until=3)
+        assert run.steps == 0
+
+
+def test_the_configuration_is_in_the_journal_and_in_every_state(tmp_path):
+    config = {"mine": 3}
+    options = {"stream": Rows(), "journal": True}
+    with saving(nn.Linear(2, 1), runs=tmp_path / "run", config=config, **options) as run:
+        run.step(loss=1.0, dev_loss=0.5)
+    start = lines_of(tmp_path / "run")[0]
+    assert start["config"] == {"mine": 3}
+    evaluation = events(tmp_path / "run", "eval")[0]
+    assert (evaluation["metric"], evaluation["value"]) == ("dev_loss", 0.5)
+    with saving(nn.Linear(2, 1), runs=tmp_path / "run", config={"mine": 4}, **options) as run:
+        assert "the configuration differs in mine" in run.resumed.words
