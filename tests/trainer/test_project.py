@@ -1,0 +1,134 @@
+"""The project that `new` renders: its visible loop is the trainer's, on one process and on two.
+
+python -m pytest tests/trainer/test_project.py
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from journals import lines_of
+from tree import ROOT
+
+PROJECT = ROOT / "template/project"
+MOST_FILES = 10  # the lock and the wheel that `new` adds make twelve
+MOST_LINES = 900
+MOST_LOOP_LINES = 250
+WORDS = (
+    "device=cpu",
+    "steps=4",
+    "batch_size=8",
+    "microbatch=2",
+    "data.length=16",
+    "evaluate={every: 2, samples: 6}",
+)
+
+# Trains the model and the data of the project with `curry_train.trainer` instead of its own loop.
+BY_THE_TRAINER = """
+import sys
+from curry_train.config import load_config
+from curry_train.core.random import seeded
+from curry_train.plan import Plan
+from curry_train.trainer import TrainingTask, train
+from data import open_data
+from model import build, num_tokens, summed_loss
+
+config = load_config("config.yaml", sys.argv[1:])
+with seeded(config.seed):
+    module = build()
+task = TrainingTask("mine", module, summed_loss, num_tokens, *open_data(config.data))
+train(config, task, load_plan=Plan.load)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rendered") / "project"
+    shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    return folder
+
+
+def run(project, *command):
+    paths = os.pathsep.join([str(ROOT / "template")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def figures(runs):
+    """Return the loss, norm and rate of each step, and the dev losses, of the only run."""
+    (folder,) = runs.iterdir()
+    lines = lines_of(folder)
+    steps = [line for line in lines if line["kind"] == "step"]
+    kept = [
+        (line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in steps
+    ]
+    return kept, [line["value"] for line in lines if line["kind"] == "eval"]
+
+
+def test_it_can_be_read_in_one_sitting():
+    found = subprocess.run(
+        ["git", "ls-files", "."], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
+    files = [PROJECT / name for name in found.stdout.splitlines()]
+    assert 8 <= len(files) <= MOST_FILES
+    lines = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert sum(lines.values()) <= MOST_LINES - 60  # of the lock
+    assert lines["train.py"] <= MOST_LOOP_LINES
+    assert all("jinja" not in path.name and "{{" not in path.read_text() for path in files)
+
+
+def test_the_placeholders_are_where_the_renderer_looks():
+    assert '"curry-train==0.0.0"' in (PROJECT / "pyproject.toml").read_text()
+    for name in ("README.md", "pyproject.toml", "config.yaml"):
+        assert "my_project" in (PROJECT / name).read_text()
+
+
+def test_the_visible_loop_is_that_of_the_trainer_to_the_bit(project, tmp_path):
+    words = [*WORDS, "recompute.strategy=sac", "precision=bfloat16"]
+    run(project, "train.py", *words, f"runs={tmp_path}/own")
+    run(project, "-c", BY_THE_TRAINER, *words, f"runs={tmp_path}/trainer")
+    own = figures(tmp_path / "own")
+    assert len(own[0]) == 4
+    assert len(own[1]) == 2
+    assert own == figures(tmp_path / "trainer")
+
+
+def test_two_ranks_train_with_fsdp2(project, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run(project, *torchrun, "train.py", "parallel=fsdp2", *WORDS, f"runs={tmp_path}")
+    losses, dev = figures(tmp_path)
+    assert [step for step, *_ in losses] == [1, 2, 3, 4]
+    assert len(dev) == 2
+
+
+def test_a_plan_file_of_the_command_is_applied(project, tmp_path):
+    plan = tmp_path / "plan.json"
+    words = ["--budget", "60MiB", "--global-batch", "8", "--microbatch", "2", "--out", plan]
+    run(project, "-m", "curry_train", "plan", "--model", "model.py:example", *words)
+    assert json.loads(plan.read_text())["microbatch"] == 2
+    recompute = f"recompute={{strategy: plan, plan: {plan}}}"
+    out = run(project, "train.py", *WORDS, recompute, f"runs={tmp_path}/runs")
+    assert "step 4/4" in out
+
+
+def test_the_commands_take_its_configuration(project, tmp_path):
+    """`train` and the checks of `runs` use the model that config.yaml names."""
+    words = [*WORDS, "steps=2", f"runs={tmp_path}"]
+    out = run(project, "-m", "curry_train", "train", "--config", "config.yaml", *words)
+    assert "2 steps done" in out
+
+
+def test_its_own_tests_pass(project):
+    run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
