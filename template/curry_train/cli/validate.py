@@ -21,7 +21,8 @@ from rich.table import Table
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.random import heap_kept
 from ..core.wording import provenance, write_json
-from ..gates.run import GateRow, discover, measure_rows
+from ..gates.implementation import Implementation, WrongImplementation, load_implementation
+from ..gates.run import GateRow, discover, judged_of, measure_rows, techniques_of
 from ..gates.verdict import Gate, Verdict, no_such_gate
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
@@ -34,10 +35,9 @@ from .options import (
     model_option,
     run_options,
 )
+from .screen import ScreenCommand
 
-# ------------------------------------------------------------------------------
 # Terminal tables of gate results: a line per technique or per gate.
-# ------------------------------------------------------------------------------
 
 VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
@@ -127,9 +127,7 @@ def _print_detail(console: Console, row: GateRow) -> None:
         console.print(f"  {label}: {escape(text)}")
 
 
-# ------------------------------------------------------------------------------
 # Command line of a project.
-# ------------------------------------------------------------------------------
 
 
 def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
@@ -137,7 +135,7 @@ def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
 
     A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
     """
-    gates = discover()
+    gates = discover(patterns)
     if not patterns:
         return tuple(gates)
 
@@ -145,16 +143,30 @@ def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
     for pattern in patterns:
         matching = [gate.name for gate in gates if _matches(gate, pattern)]
         if not matching:
-            raise UnusableInput(no_such_gate(pattern, [gate.name for gate in gates]))
+            raise UnusableInput(no_such_gate(pattern, [gate.name for gate in discover()]))
         chosen.update(matching)
     return tuple(gate for gate in gates if gate.name in chosen)
+
+
+def load_implementations(
+    texts: Sequence[str], patterns: Sequence[str]
+) -> tuple[Implementation, ...]:
+    """Load what `--impl` names; without patterns it may belong to any technique."""
+    if not texts:
+        return ()
+    techniques = techniques_of(patterns)
+    judged = {technique: judged_of(technique) for technique in techniques}
+    try:
+        return tuple(load_implementation(text, judged, techniques=techniques) for text in texts)
+    except WrongImplementation as error:
+        raise UnusableInput(" ".join(str(error).split())) from error
 
 
 def _matches(gate: Gate, pattern: str) -> bool:
     return fnmatch.fnmatch(gate.name, pattern) or gate.name.startswith(f"{pattern}/")
 
 
-@click.command("validate")
+@click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
 @model_option("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
@@ -163,12 +175,21 @@ def _matches(gate: Gate, pattern: str) -> bool:
     metavar="PATTERN",
     help="Run only these gates: a technique or a glob. Repeatable.",
 )
+@click.option(
+    "--impl",
+    "implementations",
+    multiple=True,
+    metavar="[NAME=]SPEC",
+    help="Judge package.module:function instead of ours. NAME: a technique, or what it stands "
+    "for. Repeatable.",
+)
 @run_options
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
 @click.option("--list", "list_only", is_flag=True, help="List the gates and exit.")
 def validate_command(
     models: tuple[str, ...],
     patterns: tuple[str, ...],
+    implementations: tuple[str, ...],
     blocks: str | None,
     device: str,
     dtype: str,
@@ -183,7 +204,10 @@ def validate_command(
     Exit status: 0 all gates held, 1 a gate failed, 2 wrong usage or no gate applies, 3 device
     not available.
     """
+    given = load_implementations(implementations, patterns)
     gates = choose_gates(patterns)
+    if given and not patterns:
+        gates = tuple(gate for gate in gates if any(one.judged in gate.judges for one in given))
     place = choose_device(device)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     if list_only:
@@ -206,15 +230,19 @@ def validate_command(
         f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}",
         style="dim",
     )
+    for one in given:
+        console.print(f"judged: {one.spec} in place of our {one.judged}", style="dim")
     start = time.perf_counter()
     with heap_kept():
-        rows = list(_measure(cases, gates))
+        rows = list(_measure(cases, gates, given))
     settings = {
         "dtype": dtype,
         "batch_size": batch_size,
         "seed": seed,
         "seconds": round(time.perf_counter() - start, 1),
     }
+    if given:
+        settings["implementations"] = {one.judged: one.spec for one in given}
 
     show = print_figures if figures or patterns else print_summary
     show(console, rows, blocks=blocks_by_workload)
@@ -248,7 +276,9 @@ def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
     ]
 
 
-def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[GateRow]:
+def _measure(
+    cases: Sequence[Case], gates: Sequence[Gate], given: Sequence[Implementation]
+) -> Iterator[GateRow]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(
@@ -256,7 +286,7 @@ def _measure(cases: Sequence[Case], gates: Sequence[Gate]) -> Iterator[GateRow]:
     ) as progress:
         task = progress.add_task("", total=len(cases) * len(gates))
         names = [f"{case.workload.name}: {gate.name}" for case in cases for gate in gates]
-        rows = measure_rows(cases, gates)
+        rows = measure_rows(cases, gates, implementations=given)
         for name in names:
             progress.update(task, description=name)
             yield next(rows)

@@ -28,11 +28,10 @@ from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case, Workload
 from .fixtures import PlantedMachine
-from .verdict import Gate, Verdict, not_applicable
+from .implementation import Judged
+from .verdict import Gate, Takes, Verdict, not_applicable
 
-# ------------------------------------------------------------------------------
 # Gates of the benchmark's timings: step times exclude machine effects, and steps train.
-# ------------------------------------------------------------------------------
 
 Measure = Callable[..., Bench]
 MakeStep = Callable[..., Any]
@@ -181,10 +180,20 @@ def whole_step(
     return Verdict("bench/whole-step", not hint, measured, required, hint)
 
 
+JUDGED = (
+    Judged("time_in_turns", lambda steps, *, rounds, warmup, clock, wait: None),
+    Judged("paired_ratio", lambda seconds, others: None),
+    Judged("spread_of", lambda seconds: None),
+    Judged("TrainingStep", lambda case, *, learning_rate: None),
+    Judged("measure_levers", lambda case, levers, *, rounds, warmup: None),
+)
+TIMED = {"time_in_turns": Takes("time"), "paired_ratio": Takes("ratio")}
+MEASURED = {"measure_levers": Takes("measure")}
+
 BENCH_TIMING_GATES = (
-    Gate("bench/twice", twice),
-    Gate("bench/same", step_against_itself),
-    Gate("bench/whole-step", whole_step),
+    Gate("bench/twice", twice, TIMED | {"spread_of": Takes("summary")}),
+    Gate("bench/same", step_against_itself, TIMED),
+    Gate("bench/whole-step", whole_step, MEASURED | {"TrainingStep": Takes("make")}),
 )
 
 
@@ -225,9 +234,7 @@ def _state(module: nn.Module, loss: Tensor) -> StepRecord:
     return StepRecord(loss, weights, buffers, {})
 
 
-# ------------------------------------------------------------------------------
 # Gates of the benchmark's memory and FLOP figures: they equal independent counts.
-# ------------------------------------------------------------------------------
 
 # Bytes at most: the loss and the gradient norm, which a window holds until its end.
 SCALAR_BYTES = 16
@@ -317,8 +324,8 @@ def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
 
 
 BENCH_FIGURE_GATES = (
-    Gate("bench/flops", bench_flops),
-    Gate("bench/peak", peak),
+    Gate("bench/flops", bench_flops, MEASURED),
+    Gate("bench/peak", peak, MEASURED),
 )
 
 

@@ -31,6 +31,7 @@ from ..runs.ranks import DamagedCheckpoint, HostileCheckpoint, RunError, SaveErr
 from ..runs.resume import Resumed, load_chosen
 from ..runs.store import SavedRun, Store, Writing
 from ..workloads.workload import Case
+from .implementation import Implementation, Judged, as_ours, with_errors
 from .trials import (
     SOUND_STORE,
     Interrupted,
@@ -45,11 +46,9 @@ from .trials import (
     train_step,
     trained,
 )
-from .verdict import Gate, Verdict, not_applicable
+from .verdict import Gate, Takes, Verdict, not_applicable
 
-# ------------------------------------------------------------------------------
 # Gates of checkpoints: atomic commits, bitwise resume, detected damage, safe reading.
-# ------------------------------------------------------------------------------
 
 NUM_FLIPS = 40
 # Most bits of the manifest are in hashes, where any change is detected; only a few are elsewhere.
@@ -217,11 +216,28 @@ def hostile(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     return Verdict(gate, not wrong, f"{len(attacks)} attacks, {len(wrong)} wrong", required, hint)
 
 
+STORE_ERRORS = (DamagedCheckpoint, HostileCheckpoint, SaveError)
+
+
+def _store_component(name: str) -> Takes:
+    """Take one component of the store, beside those that were taken before."""
+
+    def adapt(given: Implementation, present: Any) -> StoreComponents:
+        value = given.value if name == "state" else as_ours(given.value, *STORE_ERRORS)
+        return replace(present or SOUND_STORE, **{name: value})
+
+    return Takes("parts", adapt)
+
+
+STATE = {"TrainingState": _store_component("state")}
+COMMIT = {"Writing.commit": _store_component("commit")}
+VERIFY = {"SavedRun.verify": _store_component("verify")}
+LOAD = {"SavedRun.load": _store_component("load")}
 CHECKPOINT_GATES = (
-    Gate("checkpoint-policy/committed", committed),
-    Gate("checkpoint-policy/bitwise", bitwise),
-    Gate("checkpoint-policy/damage", damage),
-    Gate("checkpoint-policy/hostile", hostile),
+    Gate("checkpoint-policy/committed", committed, STATE | COMMIT),
+    Gate("checkpoint-policy/bitwise", bitwise, STATE | LOAD),
+    Gate("checkpoint-policy/damage", damage, STATE | VERIFY),
+    Gate("checkpoint-policy/hostile", hostile, STATE | LOAD),
 )
 
 
@@ -327,9 +343,7 @@ def _forge(reader: SavedRun, folder: str, data: bytes) -> None:
         Path(reader.files.location(f"{folder}/{name}")).write_bytes(content)
 
 
-# ------------------------------------------------------------------------------
 # Gates of the run journal: no lost events, torn ends, and attempts.
-# ------------------------------------------------------------------------------
 
 NUM_STEPS = 6
 MOST_CUTS = 60
@@ -432,10 +446,11 @@ def attempts(
     )
 
 
+JOURNAL = {"Journal": Takes("journal")}
 JOURNAL_GATES = (
-    Gate("run-journal/complete", journal_complete),
-    Gate("run-journal/torn", torn),
-    Gate("run-journal/attempts", attempts),
+    Gate("run-journal/complete", journal_complete, JOURNAL),
+    Gate("run-journal/torn", torn, JOURNAL),
+    Gate("run-journal/attempts", attempts, JOURNAL | {"read_history": Takes("read")}),
 )
 
 
@@ -477,9 +492,7 @@ def _own_losses(case: Case) -> list[float]:
         return [float(train_step(case, state)) for _ in range(NUM_STEPS)]
 
 
-# ------------------------------------------------------------------------------
 # Gates of checkpoint retention: deletion rules, fallback to an older checkpoint, one write.
-# ------------------------------------------------------------------------------
 
 NUM_HISTORIES = 400
 EVERY_STEP = PolicyConfig(rollback_every=1, recovery_every=1, best_k=1)
@@ -512,7 +525,12 @@ def retention(case: Case, *, rules: Rules | None = None) -> Verdict:
     )
 
 
-def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load_chosen) -> Verdict:
+def fallback(
+    case: Case,
+    *,
+    load: Callable[[Any, Any, str], Resumed] = load_chosen,
+    saved_run: Callable[[Path], Any] = SavedRun,
+) -> Verdict:
     """Flip a bit in the newer of two checkpoints and resume a fresh model from `latest`."""
     gate = "checkpoint-policy/fallback"
     required = "the older state to the bit, and the newer one reported"
@@ -526,7 +544,7 @@ def fallback(case: Case, *, load: Callable[[SavedRun, Any, str], Resumed] = load
         other = new_state(case, SOUND_STORE, seed=case.seed + 1)
         try:
             with unheard(load_chosen.__module__):
-                resumed = load(SavedRun(folder), other, "latest")
+                resumed = load(saved_run(folder), other, "latest")
         except RunError as error:
             return Verdict(
                 gate,
@@ -585,10 +603,22 @@ def coinciding_saves_once(
     return Verdict(gate, not hint, measured, required, hint)
 
 
+def _rule(name: str) -> Takes:
+    return Takes("rules", lambda given, present: replace(present or Rules(), **{name: given.value}))
+
+
 RETENTION_GATES = (
-    Gate("checkpoint-policy/retention", retention),
-    Gate("checkpoint-policy/fallback", fallback),
-    Gate("checkpoint-policy/once", coinciding_saves_once),
+    Gate(
+        "checkpoint-policy/retention",
+        retention,
+        {"to_delete": _rule("delete"), "is_among_best": _rule("among_best")},
+    ),
+    Gate(
+        "checkpoint-policy/fallback",
+        fallback,
+        {"load_chosen": Takes("load", with_errors(RunError)), "SavedRun": Takes("saved_run")},
+    ),
+    Gate("checkpoint-policy/once", coinciding_saves_once, {"SavingPolicy": Takes("policy")}),
 )
 
 
@@ -612,4 +642,17 @@ def _bytes_in(folder: Path) -> int:
     )
 
 
+JUDGED = (
+    Judged("SavingPolicy", lambda store, config: None),
+    Judged("TrainingState", lambda model, optimizer: None),
+    Judged("Writing.commit", lambda writing, state: None),
+    Judged("SavedRun.verify", lambda run, folder: None),
+    Judged("SavedRun.load", lambda run, folder, state: None),
+    Judged("load_chosen", lambda run, state, what: None),
+    Judged("SavedRun", lambda folder: None),
+    Judged("to_delete", lambda saved, config, *, step, damaged, protected: None),
+    Judged("is_among_best", lambda value, step, saved, config: None),
+    Judged("Journal", lambda folder: None),
+    Judged("read_history", lambda folder: None),
+)
 GATES = (*CHECKPOINT_GATES, *RETENTION_GATES, *JOURNAL_GATES)

@@ -26,7 +26,8 @@ from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train
 from ..workloads.load import load_workload
 from ..workloads.workload import Case, Workload, batch_size, take
 from .fixtures import GradientSyncs, load_function, run_on_ranks
-from .verdict import Gate, NotApplicable, Verdict, not_applicable
+from .implementation import Implementation, Judged, with_errors
+from .verdict import Gate, NotApplicable, Takes, Verdict, not_applicable
 
 # In float32 only the order of summation differs: a few units of 6e-8 relative to a gradient's norm.
 GRADIENT_TOLERANCE = 1e-6
@@ -36,19 +37,28 @@ HALVED_BATCH_FACTOR = 3
 # A larger difference between the batch and its halves is not rounding.
 COUPLED_DIFFERENCE = 1e-3
 Train = Callable[..., Any]
+Windows = Callable[[Any, int, Callable[[Any], int]], Any]  # of microbatches, steps and count
 
 
-def equal_windows(case: Case, *, train: Train = train_window) -> Verdict:
+def _our_windows(microbatches: Any, steps: int, count: Callable[[Any], int]) -> Any:
+    return GradientAccumulation(steps).windows(microbatches, count=count)
+
+
+def equal_windows(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
     """Compare four equally weighted microbatches with one large batch."""
-    found = _parity(case, sizes=[case.batch_size] * 4, train=train)
+    found = _parity(case, sizes=[case.batch_size] * 4, train=train, windows=windows)
     return _verdict(
         "grad-accum/equal", found, "divide each summed loss once, by the terms of the whole window"
     )
 
 
-def uneven_windows(case: Case, *, train: Train = train_window) -> Verdict:
+def uneven_windows(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
     """Compare microbatches of different sizes and, if the loss can be masked, token counts."""
-    found = _parity(case, sizes=[1, 4, 2, 3], masked=True, train=train)
+    found = _parity(case, sizes=[1, 4, 2, 3], masked=True, train=train, windows=windows)
     return _verdict(
         "grad-accum/uneven",
         found,
@@ -56,9 +66,11 @@ def uneven_windows(case: Case, *, train: Train = train_window) -> Verdict:
     )
 
 
-def short_window(case: Case, *, train: Train = train_window) -> Verdict:
+def short_window(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
     """Compare six microbatches in windows of four, where the last window has two."""
-    found = _parity(case, sizes=[2] * 6, masked=True, steps=4, train=train)
+    found = _parity(case, sizes=[2] * 6, masked=True, steps=4, train=train, windows=windows)
     return _verdict(
         "grad-accum/short-window",
         found,
@@ -66,11 +78,20 @@ def short_window(case: Case, *, train: Train = train_window) -> Verdict:
     )
 
 
-def once_per_window(case: Case, *, train: Train = train_window) -> Verdict:
+def once_per_window(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
     """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
     steps = {"steps": 0, "schedule steps": 0}
     parity, tolerance = _parity(
-        case, sizes=[2] * 8, masked=True, steps=4, clip=0.5, train=train, counted=steps
+        case,
+        sizes=[2] * 8,
+        masked=True,
+        steps=4,
+        clip=0.5,
+        train=train,
+        windows=windows,
+        counted=steps,
     )
     expected = {"steps": 2, "schedule steps": 2}
     held = parity.holds and steps == expected
@@ -82,7 +103,9 @@ def once_per_window(case: Case, *, train: Train = train_window) -> Verdict:
     return Verdict("grad-accum/once", held, measured, required, hint)
 
 
-def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
+def non_finite(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
     """Check that a NaN loss in one microbatch stops the window before the weights change."""
     module = case.build().eval()
     workload = case.workload
@@ -93,11 +116,9 @@ def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
     def poisoned(model: nn.Module, numbered: tuple[int, Any]) -> torch.Tensor:
         return workload.loss(model, numbered[1]) * (float("nan") if numbered[0] == 2 else 1.0)
 
-    windows = GradientAccumulation(steps=4).windows(
-        microbatches, count=lambda numbered: workload.count(numbered[1])
-    )
+    (window,) = windows(microbatches, 4, lambda numbered: workload.count(numbered[1]))
     try:
-        train(module, next(windows), poisoned, optimizer)
+        train(module, window, poisoned, optimizer)
         report = "no error"
     except NonFiniteWindow as error:
         report = "names microbatch 2" if "microbatch 2 " in str(error) else f"wrong place: {error}"
@@ -160,13 +181,30 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     return Verdict(gate, held, measured, required, hint)
 
 
+def _windows(given: Implementation, present: Any) -> Windows:
+    return lambda microbatches, steps, count: given.value(steps=steps).windows(
+        microbatches, count=count
+    )
+
+
+JUDGED = (
+    Judged("train_window", lambda model, window, loss, optimizer, *, clip_norm, scheduler: None),
+    Judged("GradientAccumulation", lambda *, steps: None),
+)
+TRAIN = {
+    "train_window": Takes("train", with_errors(NonFiniteWindow)),
+    "GradientAccumulation": Takes("windows", _windows),
+}
+# The ranks load the function by its name.
+TRAIN_BY_NAME = {"train_window": Takes("train", lambda given, present: given.spec)}
+
 GATES = (
-    Gate("grad-accum/equal", equal_windows),
-    Gate("grad-accum/uneven", uneven_windows),
-    Gate("grad-accum/short-window", short_window),
-    Gate("grad-accum/once", once_per_window),
-    Gate("grad-accum/non-finite", non_finite),
-    Gate("grad-accum/two-ranks", two_ranks),
+    Gate("grad-accum/equal", equal_windows, TRAIN),
+    Gate("grad-accum/uneven", uneven_windows, TRAIN),
+    Gate("grad-accum/short-window", short_window, TRAIN),
+    Gate("grad-accum/once", once_per_window, TRAIN),
+    Gate("grad-accum/non-finite", non_finite, TRAIN),
+    Gate("grad-accum/two-ranks", two_ranks, TRAIN_BY_NAME),
 )
 
 
@@ -175,6 +213,7 @@ def _parity(
     *,
     sizes: Sequence[int],
     train: Train,
+    windows: Windows,
     masked: bool = False,
     steps: int | None = None,
     clip: float | None = None,
@@ -197,7 +236,7 @@ def _parity(
     optimizer, scheduler = _optimizer(candidate)
     if counted is not None:
         optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
-    for window in GradientAccumulation(steps).windows(microbatches, count=workload.count):
+    for window in windows(microbatches, steps, workload.count):
         loss = train(
             candidate, window, workload.loss, optimizer, clip_norm=clip, scheduler=scheduler
         ).loss

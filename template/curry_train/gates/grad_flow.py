@@ -23,7 +23,8 @@ from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import LayerFlow, StepFlow, ValueSpread
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
-from .verdict import Gate, Verdict, not_applicable
+from .implementation import Judged
+from .verdict import Gate, Takes, Verdict, not_applicable
 
 FlowProbe = Callable[..., Any]
 NORM_TOLERANCE = 1e-9  # both sums are float64, in different orders
@@ -153,11 +154,14 @@ def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
         return storages.bytes_alive if value.requires_grad else 0
 
 
+JUDGED = (Judged("GradFlow", lambda model, optimizer, *, every, recompute: None),)
+PROBED = {"GradFlow": Takes("probe")}
+
 GATES = (
-    Gate("grad-flow/exact", exact),
-    Gate("grad-flow/once", layers_counted_once),
-    Gate("grad-flow/same-training", flow_same_training),
-    Gate("grad-flow/held-bytes", held_bytes),
+    Gate("grad-flow/exact", exact, PROBED),
+    Gate("grad-flow/once", layers_counted_once, PROBED),
+    Gate("grad-flow/same-training", flow_same_training, PROBED),
+    Gate("grad-flow/held-bytes", held_bytes, PROBED),
 )
 
 

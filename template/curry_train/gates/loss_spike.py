@@ -20,6 +20,7 @@ from ..core.random import seeded
 from ..runs.policy_config import SpikeConfig
 from ..runs.spike import SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
+from .implementation import Implementation, Judged, as_ours
 from .trials import (
     FIRST_BAD,
     SOUND_SPIKE,
@@ -29,7 +30,7 @@ from .trials import (
     StoreTrial,
     same_bits,
 )
-from .verdict import Gate, Verdict
+from .verdict import Gate, Takes, Verdict
 
 HEALTHY_STEPS = 40  # steps of healthy training
 NUM_PLANTED = 16
@@ -133,11 +134,32 @@ def bounded(case: Case, *, parts: SpikeComponents = SOUND_SPIKE) -> Verdict:
     return Verdict(gate, not hint, f"{num_rollbacks} rollbacks, then {outcome}", required, hint)
 
 
+def _component(name: str) -> Takes:
+    """Take one component of the recovery, beside those that were taken before."""
+
+    def adapt(given: Implementation, present: Any) -> SpikeComponents:
+        value = as_ours(given.value, SpikeNotRecovered) if name == "recover" else given.value
+        return replace(present or SOUND_SPIKE, **{name: value})
+
+    return Takes("parts", adapt)
+
+
+JUDGED = (
+    Judged("SpikeWatchdog", lambda config: None),
+    Judged("recover", lambda spike, config, *, state, load, after, recoveries: None),
+    Judged("Recoveries", lambda files: None),
+)
+COMPONENTS = {
+    "SpikeWatchdog": _component("watchdog"),
+    "recover": _component("recover"),
+    "Recoveries": _component("recoveries"),
+}
+
 GATES = (
-    Gate("loss-spike/found", found),
-    Gate("loss-spike/recovered", recovered),
-    Gate("loss-spike/resumed", spike_resumed),
-    Gate("loss-spike/bounded", bounded),
+    Gate("loss-spike/found", found, {"SpikeWatchdog": Takes("watchdog")}),
+    Gate("loss-spike/recovered", recovered, COMPONENTS),
+    Gate("loss-spike/resumed", spike_resumed, COMPONENTS),
+    Gate("loss-spike/bounded", bounded, COMPONENTS),
 )
 
 

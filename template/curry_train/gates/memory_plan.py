@@ -18,7 +18,6 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
-from ..plan.device import find_profile
 from ..plan.estimate import Sketch, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import (
@@ -32,14 +31,17 @@ from ..plan.saved import (
 )
 from ..plan.shapes import pretended
 from ..plan.timeline import record_step_storages, timeline_of
-from ..primitives.chunked_loss import apply_chunked_loss, chunked_loss_report
+from ..primitives.chunked_loss import (
+    UnsuitableHead,
+    apply_chunked_loss,
+    chunked_loss_report,
+)
 from ..workloads.workload import Case, token_loss
+from .implementation import Implementation, Judged
 from .same_training import same_training
-from .verdict import Gate, Verdict, not_applicable
+from .verdict import Gate, Takes, Verdict, not_applicable
 
-# ------------------------------------------------------------------------------
 # Gates of the chunked loss: the same training step, at a lower peak.
-# ------------------------------------------------------------------------------
 
 ApplyToHead = Callable[..., list[str]]  # takes what apply_chunked_loss takes
 HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
@@ -134,9 +136,10 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
     return Verdict(gate, held, measured, required, hint)
 
 
+CHUNKED = {"apply_chunked_loss": Takes("apply")}
 CHUNKED_LOSS_GATES = (
-    Gate("memory-plan/chunked-loss", chunked_loss),
-    Gate("memory-plan/chunked-memory", chunked_memory),
+    Gate("memory-plan/chunked-loss", chunked_loss, CHUNKED),
+    Gate("memory-plan/chunked-memory", chunked_memory, CHUNKED),
 )
 
 
@@ -171,8 +174,8 @@ def _find_head(case: Case) -> Head | str:
     rows = list[int]()
     try:
         (name,) = apply_chunked_loss(module)
-    except ValueError as error:
-        return str(error).split(";")[0]
+    except UnsuitableHead as error:
+        return error.in_short
     head: Any = module.get_submodule(name)
     head.register_forward_pre_hook(lambda _, args: rows.append(args[0].numel() // head.in_features))
     with untouched(module), seeded(case.seed):
@@ -215,9 +218,7 @@ def _head_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return token_loss(module(hidden), targets) / len(targets)
 
 
-# ------------------------------------------------------------------------------
 # Gates of memory plans: exact estimates, peaks within the budget, the same training.
-# ------------------------------------------------------------------------------
 
 # The model unchanged, and with blocks alternately under full recompute and under regions.
 PLAIN_VARIANT = "plain"
@@ -294,10 +295,39 @@ def plan_parity(case: Case, *, make: Callable[[Case], Plan | str] | None = None)
     return same_training(gate, case, lambda module, sample: plan.apply(module), alone=_alone(plan))
 
 
+def _planned_by(given: Implementation, present: Any) -> Callable[[Case], Plan | str]:
+    """Plan with another `plan` for the budget that our own plan meets."""
+
+    def make(case: Case) -> Plan | str:
+        ours = planned(case)
+        if isinstance(ours, str):
+            return ours
+        size = case.batch_size
+        plan: Plan = given.value(
+            case.workload,
+            ours.budget_bytes,
+            global_batch=size,
+            microbatch=size,
+            **_planner_options(case),
+        )
+        return plan
+
+    return make
+
+
+JUDGED = (
+    Judged(
+        "plan",
+        lambda workload, budget_bytes, *, global_batch, microbatch, device, **options: None,
+    ),
+    Judged("apply_chunked_loss", lambda model, *, head, chunk_tokens: None),
+)
+PLANNED = {"plan": Takes("make", _planned_by)}
+
 PLAN_GATES = (
     Gate("memory-plan/estimate", estimate),
-    Gate("memory-plan/fits", fits),
-    Gate("memory-plan/parity-plan", plan_parity),
+    Gate("memory-plan/fits", fits, PLANNED),
+    Gate("memory-plan/parity-plan", plan_parity, PLANNED),
 )
 
 
@@ -353,15 +383,18 @@ def measured_peak(case: Case, change: ModelChange | None) -> int:
 
 def _planner(case: Case) -> Planner:
     """Build a planner with few options, for speed; the techniques' gates check the others."""
-    return Planner(
-        case.workload,
-        device=find_profile("h100" if case.device.type == "cuda" else "cpu"),
-        dtype=case.dtype,
-        blocks=case.blocks,
-        chunked_loss=False,
-        without=(SAC_KIND, OFFLOAD_KIND),
-        seed=case.seed,
-    )
+    return Planner(case.workload, **_planner_options(case))
+
+
+def _planner_options(case: Case) -> dict[str, Any]:
+    return {
+        "device": "h100" if case.device.type == "cuda" else "cpu",
+        "dtype": case.dtype,
+        "blocks": case.blocks,
+        "chunked_loss": False,
+        "without": (SAC_KIND, OFFLOAD_KIND),
+        "seed": case.seed,
+    }
 
 
 def _in_turns(pattern: str | None) -> ModelChange:

@@ -34,14 +34,13 @@ from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
-from ..primitives.strategies import STRATEGIES, Apply, Sample, offload_one
+from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
-from .same_training import calls_counted, same_training, sample_of
-from .verdict import Gate, Verdict, not_applicable
+from .implementation import Implementation, Judged, as_ours
+from .same_training import calls_counted, in_place, same_training, sample_of
+from .verdict import Gate, Takes, Verdict, not_applicable
 
-# ------------------------------------------------------------------------------
 # Gates of recompute: less memory, the predicted FLOPs, and the same training.
-# ------------------------------------------------------------------------------
 
 APPLY_FULL = STRATEGIES["full"].apply
 MOST_RECOMPUTE_SHARE = 0.7  # of the held bytes, and of the peak, without recompute
@@ -204,14 +203,33 @@ def profiler(case: Case, *, profiled: Callable[..., Any] = MemoryProfiler) -> Ve
     return Verdict("recompute/profiler", passed, measured, required, hint)
 
 
+def _in_segments(given: Implementation, present: Any) -> Apply:
+    """Make a strategy of segments, as many as our own has the lowest peak with."""
+
+    def apply(module: nn.Module, sample: Sample) -> list[str]:
+        names = list(find_blocks(module, sample.blocks))
+        count = choose_segments(module, sample.batch, sample.loss, blocks=names)
+        if count < 2:  # the last segment is not recomputed
+            return []
+        given.value(module, count, blocks=names)
+        return names
+
+    return apply
+
+
+RECOMPUTED = {"recompute_blocks": Takes("apply", in_place())}
 RECOMPUTE_GATES = (
-    Gate("recompute/memory", recompute_memory),
-    Gate("recompute/parity-full", partial(recompute_parity, strategy="full")),
-    Gate("recompute/parity-sequential", partial(recompute_parity, strategy="sequential")),
+    Gate("recompute/memory", recompute_memory, RECOMPUTED),
+    Gate("recompute/parity-full", partial(recompute_parity, strategy="full"), RECOMPUTED),
+    Gate(
+        "recompute/parity-sequential",
+        partial(recompute_parity, strategy="sequential"),
+        {"recompute_segments": Takes("apply", _in_segments)},
+    ),
     Gate("recompute/parity-selective", partial(recompute_parity, strategy="selective")),
-    Gate("recompute/flops", recomputed_flops),
-    Gate("recompute/off", off),
-    Gate("recompute/profiler", profiler),
+    Gate("recompute/flops", recomputed_flops, RECOMPUTED),
+    Gate("recompute/off", off, RECOMPUTED),
+    Gate("recompute/profiler", profiler, {"MemoryProfiler": Takes("profiled")}),
 )
 
 
@@ -226,9 +244,7 @@ def _large_enough(case: Case) -> tuple[Case, Memory]:
         case = replace(case, batch_size=2 * case.batch_size)
 
 
-# ------------------------------------------------------------------------------
 # Gates of memory budgets for compiled blocks: same gradients, fewer saved bytes.
-# ------------------------------------------------------------------------------
 
 Bounded = Callable[[nn.Module, Sample, float], list[str]]
 MODEL_BUDGETS = (1.0, 0.5)  # the default of compiled code, and the budget of the strategy
@@ -337,9 +353,21 @@ def scope(case: Case, *, apply: Bounded = _bounded) -> Verdict:
     return Verdict(gate, not hint, measured, required, hint)
 
 
+def _within_budget(given: Implementation, present: Any) -> Bounded:
+    call = as_ours(given.value, CompileFailed)
+
+    def apply(module: nn.Module, sample: Sample, budget: float) -> list[str]:
+        names = list(find_blocks(module, sample.blocks))
+        call(module, budget, blocks=names, backend="aot_eager")
+        return names
+
+    return apply
+
+
+BUDGETED = {"memory_budget": Takes("apply", _within_budget)}
 MEMORY_BUDGET_GATES = (
-    Gate("recompute/budget-parity", budget_parity),
-    Gate("recompute/budget-scope", scope),
+    Gate("recompute/budget-parity", budget_parity, BUDGETED),
+    Gate("recompute/budget-scope", scope, BUDGETED),
 )
 
 
@@ -378,9 +406,7 @@ def _listed(values: Iterable[float]) -> str:
     return ", ".join(f"{value:,}" for value in values)
 
 
-# ------------------------------------------------------------------------------
 # Gates of offload: the same training, each storage moved once, and no parameter moved.
-# ------------------------------------------------------------------------------
 
 APPLY_OFFLOAD = STRATEGIES["offload"].apply
 LEAST_BYTES = 4096  # smaller storages stay on the device
@@ -439,9 +465,23 @@ def moved_bytes(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
     return Verdict(gate, not hint, measured, f"{span}: each storage once", hint)
 
 
+def _offloaded(given: Implementation, present: Any) -> Apply:
+    """Make a strategy of offload: all blocks but the last, and a single block itself."""
+    call = as_ours(given.value, NothingToMove)
+
+    def apply(module: nn.Module, sample: Sample) -> list[str]:
+        names = list(find_blocks(module, sample.blocks))
+        names = names[:-1] or names
+        call(module, blocks=names, keep_last=0, batch=sample.batch, loss=sample.loss)
+        return names
+
+    return apply
+
+
+OFFLOADED = {"offload_blocks": Takes("apply", _offloaded)}
 OFFLOAD_GATES = (
-    Gate("recompute/offload-parity", offload_parity),
-    Gate("recompute/offload-bytes", moved_bytes),
+    Gate("recompute/offload-parity", offload_parity, OFFLOADED),
+    Gate("recompute/offload-bytes", moved_bytes, OFFLOADED),
 )
 
 
@@ -536,4 +576,11 @@ def _is_sure(tensor: Tensor) -> bool:
     return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
+JUDGED = (
+    Judged("recompute_blocks", lambda model, *, blocks: None),
+    Judged("recompute_segments", lambda model, num_segments, *, blocks: None),
+    Judged("offload_blocks", lambda model, *, blocks, keep_last, batch, loss: None),
+    Judged("memory_budget", lambda model, budget, *, blocks, backend: None),
+    Judged("MemoryProfiler", lambda model: None),
+)
 GATES = (*RECOMPUTE_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES)

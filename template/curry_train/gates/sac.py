@@ -34,10 +34,11 @@ from ..core.random import seeded, untouched
 from ..primitives import sac
 from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
-from ..primitives.strategies import STRATEGIES, Apply
+from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
-from .same_training import same_training
-from .verdict import Gate, NotApplicable, Verdict, not_applicable
+from .implementation import Implementation, Judged, is_kind
+from .same_training import in_place, same_training, sample_of
+from .verdict import Gate, NotApplicable, Takes, Verdict, not_applicable
 
 # Of the Python function calls that torch's own selective checkpointing adds to a step.
 MOST_CALL_OVERHEAD = 0.4
@@ -47,8 +48,9 @@ Policies = Callable[..., list[str]]  # takes a model, a policy, and the blocks t
 def sac_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """Compare loss, gradients, buffers and generators of one step with and without SAC."""
     gate = f"sac/parity-{strategy.removeprefix('sac_').replace('_', '-')}"
-    with _where_outputs_can_be_kept():
-        return same_training(gate, case, apply or STRATEGIES[strategy].apply, by_block=True)
+    ours = STRATEGIES[strategy].apply
+    with _where_outputs_can_be_kept(case, lambda module: ours(module, sample_of(case))):
+        return same_training(gate, case, apply or ours, by_block=True)
 
 
 def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
@@ -72,7 +74,9 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     for policy, expected in (("save_expensive", 0), ("every_second_matmul", every_second)):
         module = case.build()
         apply(module, policy, blocks=case.blocks)
-        with seeded(case.seed), set_checkpoint_early_stop(False), _where_outputs_can_be_kept():
+        ours = partial(apply_sac, policy=policy, blocks=case.blocks)
+        keeping = _where_outputs_can_be_kept(case, ours)
+        with seeded(case.seed), set_checkpoint_early_stop(False), keeping:
             found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
     held = all(recomputed == expected for recomputed, expected in found.values())
     measured = "; ".join(
@@ -108,10 +112,10 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
     held = measure_memory(module, batch, loss).held_bytes / before.held_bytes
     again = recompute_flops(count_flops(plain, batch, loss), count_flops(module, batch, loss))
     torch_sac(selective, case)
-    with _where_outputs_can_be_kept():
+    with _where_outputs_can_be_kept(case):
         held_by_sac = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
 
-    with _where_outputs_can_be_kept():
+    with _where_outputs_can_be_kept(case):
         calls = python_calls(case, partial(_apply, apply))
         calls_of_sac = python_calls(case, torch_sac)
     calls_of_plain = python_calls(case, lambda module, case: None)
@@ -164,13 +168,47 @@ def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     return Verdict(gate, not accepted, f"{len(refused)} of 3 refused", "3 of 3", hint)
 
 
+def _freeing_regions(given: Implementation, present: Any) -> Apply:
+    """Make a strategy of regions, which finds nothing to do where they free nothing.
+
+    What they free is judged by `regions`.
+    """
+    apply_all = in_place()(given, None)
+
+    def apply(model: nn.Module, sample: Sample) -> list[str]:
+        before = measure_memory(model, sample.batch, sample.loss)
+        names = apply_all(model, sample)
+        after = measure_memory(model, sample.batch, sample.loss)
+        return names if after.held_bytes < before.held_bytes else []
+
+    return apply
+
+
+JUDGED = (
+    Judged("apply_sac", lambda model, policy, *, blocks: None),
+    Judged("apply_regions", lambda model, *, blocks: None),
+)
+POLICIES_TAKEN = {"apply_sac": Takes("apply")}
+
 GATES = (
-    Gate("sac/parity-sac", partial(sac_parity, strategy="sac")),
-    Gate("sac/parity-every-second", partial(sac_parity, strategy="sac_every_second")),
-    Gate("sac/parity-regions", partial(sac_parity, strategy="regions")),
-    Gate("sac/products", products),
-    Gate("sac/regions", regions),
-    Gate("sac/refused", refusals),
+    Gate(
+        "sac/parity-sac",
+        partial(sac_parity, strategy="sac"),
+        {"apply_sac": Takes("apply", in_place("save_expensive"))},
+    ),
+    Gate(
+        "sac/parity-every-second",
+        partial(sac_parity, strategy="sac_every_second"),
+        {"apply_sac": Takes("apply", in_place("every_second_matmul"))},
+    ),
+    Gate(
+        "sac/parity-regions",
+        partial(sac_parity, strategy="regions"),
+        {"apply_regions": Takes("apply", _freeing_regions)},
+    ),
+    Gate("sac/products", products, POLICIES_TAKEN),
+    Gate("sac/regions", regions, {"apply_regions": Takes("apply")}),
+    Gate("sac/refused", refusals, POLICIES_TAKEN),
 )
 
 
@@ -180,20 +218,39 @@ def _keep_cheap(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool
 
 
 @contextlib.contextmanager
-def _where_outputs_can_be_kept() -> Iterator[None]:
-    """Turn errors of blocks without outputs that a policy could save into `NotApplicable`."""
+def _where_outputs_can_be_kept(
+    case: Case, ours: Callable[[nn.Module], Any] | None = None
+) -> Iterator[None]:
+    """Turn errors of blocks without outputs that a policy could save into `NotApplicable`.
+
+    `ours` applies our own implementation. Where that runs, an error of another one stays an error.
+    """
     try:
         yield
-    except PolicyError as error:
-        raise NotApplicable(str(error).split(";")[0], required="an operation to keep") from error
-    except RuntimeError as error:
-        if "has been mutated" not in str(error):
+    except (ValueError, RuntimeError) as error:
+        is_refused = is_kind(error, PolicyError)
+        is_overwritten = isinstance(error, RuntimeError) and "has been mutated" in str(error)
+        if not (is_refused or is_overwritten) or (ours is not None and _runs(case, ours)):
             raise
-        raise NotApplicable(
+        why = (
             "a block overwrites in place an output that would be saved: recompute it whole, or "
-            "write to another tensor",
-            required="an operation to keep",
-        ) from error
+            "write to another tensor"
+        )
+        if is_refused:
+            why = getattr(error, "in_short", str(error))
+        raise NotApplicable(why, required="an operation to keep") from error
+
+
+def _runs(case: Case, change: Callable[[nn.Module], Any]) -> bool:
+    """Return whether a step of the changed model runs."""
+    module = case.build()
+    try:
+        change(module)
+        with seeded(case.seed), untouched(module):
+            _ = case.workload.mean_loss(module, case.batch()).backward()
+    except (PolicyError, RuntimeError):
+        return False
+    return True
 
 
 def _apply(apply: Callable[..., Any], module: nn.Module, case: Case) -> None:

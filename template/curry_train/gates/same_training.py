@@ -5,7 +5,7 @@
 Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
+from .implementation import Implementation, as_ours
 from .verdict import Verdict, not_applicable
 
 
@@ -28,15 +29,23 @@ def sample_of(case: Case) -> Sample:
 
 
 def same_training(
-    gate: str, case: Case, apply: Apply, *, alone: Apply | None = None, by_block: bool = False
+    gate: str,
+    case: Case,
+    apply: Apply,
+    *,
+    alone: Apply | None = None,
+    by_block: bool = False,
+    can_leave_out: bool = True,
 ) -> Verdict:
     """Check that a technique keeps loss, gradients, buffers and random generators of a step.
 
     They must be equal bit for bit if the plain step repeats bit for bit. To find the blocks that
     break parity, `alone` is applied to one block at a time, or `apply` if it works on a single
     block. `by_block`: the technique recomputes each block by itself, so it may do nothing where
-    torch's own checkpoint would do nothing.
+    torch's own checkpoint would do nothing. `can_leave_out`: `--blocks` can leave out a block that
+    breaks parity, which the hint then says.
     """
+    otherwise = "; or leave it out with --blocks" if can_leave_out else ""
     reference, plain, _ = _step(case, lambda module, sample: [])
     again, _, _ = _step(case, lambda module, sample: [])
     repeats = compare(reference, again).bit_equal
@@ -50,7 +59,7 @@ def same_training(
         candidate, ours, names = _step(case, apply)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        hint = _where(case, alone or apply, "computes other tensors the second time")
+        hint = _where(case, alone or apply, "computes other tensors the second time") + otherwise
         return Verdict(gate, False, measured, required, hint)
 
     found = compare(reference, candidate, tolerance=tolerance)
@@ -58,7 +67,7 @@ def same_training(
         return not_applicable(
             gate, required=required, why="the strategy finds nothing worth changing"
         )
-    hint = "" if found.holds else _where(case, alone or apply, _cause(found))
+    hint = "" if found.holds else _where(case, alone or apply, _cause(found)) + otherwise
     if not hint and not ours.differs_from(plain):
         if by_block and not _torch_does_something(case, plain):
             why = (
@@ -71,6 +80,26 @@ def same_training(
             "is the wrapper in the forward?"
         )
     return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
+
+
+def in_place(*arguments: Any, errors: Sequence[type[Exception]] = ()) -> Callable[..., Apply]:
+    """Return an adapter from `function(module, *arguments, blocks=names)` to a strategy.
+
+    Every named block counts as changed, whatever the function returns: one that does nothing is
+    then a fault, and not a strategy that found nothing to do.
+    """
+
+    def adapt(given: Implementation, present: Any) -> Apply:
+        call = as_ours(given.value, *errors)
+
+        def apply(module: nn.Module, sample: Sample) -> list[str]:
+            names = list(find_blocks(module, sample.blocks))
+            call(module, *arguments, blocks=names)
+            return names
+
+        return apply
+
+    return adapt
 
 
 @contextmanager
@@ -190,4 +219,4 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
     blocks = ", ".join(guilty[:4])
     if len(guilty) > 4:
         blocks += f" and {len(guilty) - 4} more"
-    return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"
+    return f"{blocks or 'the recomputed part'} {cause}"

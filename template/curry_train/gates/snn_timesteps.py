@@ -21,7 +21,7 @@ from ..core.blocks import NoBlocks
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
 from ..core.random import seeded, untouched
 from ..primitives.hidden_state import HiddenState, check_step
-from ..primitives.strategies import STRATEGIES, Apply
+from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..primitives.time_loop import (
     ChunkSchedule,
     Costs,
@@ -35,8 +35,9 @@ from ..primitives.time_loop import (
     times_again,
 )
 from ..workloads.workload import Case
+from .implementation import Implementation, Judged, with_errors
 from .same_training import same_training, sample_of
-from .verdict import Gate, Verdict, not_applicable
+from .verdict import Gate, Takes, Verdict, not_applicable
 
 NO_LOOP = (
     "no module has a loop over time in a method unroll(step, inputs, state), so there is no loop "
@@ -120,14 +121,17 @@ def timestep_parity(case: Case, *, strategy: str, apply: Apply | None = None) ->
         return not_applicable(gate, required="bit-equal", why=NO_LOOP)
 
     try:
-        found = same_training(
-            gate, case, apply or STRATEGIES[strategy].apply, alone=lambda model, sample: []
+        return same_training(
+            gate,
+            case,
+            apply or STRATEGIES[strategy].apply,
+            alone=lambda model, sample: [],
+            can_leave_out=False,
         )
     except NoBlocks:
         # Raised only after a difference was found, by the search for the block that causes it.
         hint = "the recomputed values differ from those of the first run"
         return Verdict(gate, False, "differs", "bit-equal", hint)
-    return replace(found, hint=found.hint.removesuffix("; or leave it out with --blocks"))
 
 
 def timestep_flops(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
@@ -231,13 +235,68 @@ def _named(gate: str, strategy: str) -> str:
     return f"snn-timesteps/{gate}{strategy.removeprefix('timesteps').replace('_', '-')}"
 
 
+def _unrolled(levels: int) -> Takes:
+    """Take a `checkpoint_timesteps`: the loops of a model over time run through it."""
+
+    def adapt(given: Implementation, present: Any) -> Apply:
+        def unroll(step: TimestepFunction, inputs: Any, state: Any, **options: Any) -> Any:
+            return given.value(step, inputs, state, levels=levels, **options)
+
+        def apply(model: nn.Module, sample: Sample) -> list[str]:
+            found = steppers(model)
+            for stepper in found.values():
+                stepper.unroll = unroll  # type: ignore[assignment]
+            return list(found)
+
+        return apply
+
+    return Takes("apply", adapt)
+
+
+def _replaced(levels: int) -> Takes:
+    """Take a `recompute_timesteps`, which changes the model."""
+
+    def adapt(given: Implementation, present: Any) -> Apply:
+        def apply(model: nn.Module, sample: Sample) -> list[str]:
+            names = list(steppers(model))
+            given.value(model, levels=levels)
+            return names
+
+        return apply
+
+    return Takes("apply", adapt)
+
+
+JUDGED = (
+    Judged(
+        "checkpoint_timesteps",
+        lambda step, inputs, state, *, levels, time_dim, outputs: None,
+    ),
+    Judged("recompute_timesteps", lambda model, *, levels: None),
+    Judged("check_step", lambda step, timesteps, state: None),
+)
+LOOPS = {"checkpoint_timesteps": _unrolled(1), "recompute_timesteps": _replaced(1)}
+NESTED_LOOPS = {"checkpoint_timesteps": _unrolled(2), "recompute_timesteps": _replaced(2)}
+
 GATES = (
-    Gate("snn-timesteps/memory", timestep_memory),
-    Gate("snn-timesteps/parity", partial(timestep_parity, strategy="timesteps")),
-    Gate("snn-timesteps/parity-nested", partial(timestep_parity, strategy="timesteps_nested")),
-    Gate("snn-timesteps/flops", partial(timestep_flops, strategy="timesteps")),
-    Gate("snn-timesteps/flops-nested", partial(timestep_flops, strategy="timesteps_nested")),
-    Gate("snn-timesteps/hidden-state", hidden_state),
+    Gate("snn-timesteps/memory", timestep_memory, LOOPS),
+    Gate("snn-timesteps/parity", partial(timestep_parity, strategy="timesteps"), LOOPS),
+    Gate(
+        "snn-timesteps/parity-nested",
+        partial(timestep_parity, strategy="timesteps_nested"),
+        NESTED_LOOPS,
+    ),
+    Gate("snn-timesteps/flops", partial(timestep_flops, strategy="timesteps"), LOOPS),
+    Gate(
+        "snn-timesteps/flops-nested",
+        partial(timestep_flops, strategy="timesteps_nested"),
+        NESTED_LOOPS,
+    ),
+    Gate(
+        "snn-timesteps/hidden-state",
+        hidden_state,
+        {"check_step": Takes("check", with_errors(HiddenState))},
+    ),
 )
 
 

@@ -5,8 +5,8 @@ A gate passes on a right implementation, and its tests show that it fails on wro
 
 import fnmatch
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..core.blocks import NoBlocks
@@ -46,11 +46,26 @@ class NotApplicable(ValueError):
 
 
 @dataclass(frozen=True)
+class Takes:
+    """How a gate's check takes another implementation of what it judges."""
+
+    # The keyword argument of the check.
+    parameter: str
+
+    # Makes the argument of an `Implementation`, and of the argument made so far for the same
+    # parameter, or None.
+    adapt: Callable[[Any, Any], Any] = lambda given, present: given.value
+
+
+@dataclass(frozen=True)
 class Gate:
     """A named claim and the function that checks it on a case."""
 
     name: str
-    check: Callable[[Case], Verdict]
+    check: Callable[..., Verdict]
+
+    # What the gate judges, by its public name; `gates/implementation.py` puts others in its place.
+    judges: Mapping[str, Takes] = field(default_factory=dict)
 
     def run(self, case: Case) -> Verdict:
         """Check a case; a check that fails on the user's model is a gate that does not hold."""
