@@ -30,7 +30,13 @@ from .loop import RunReport, StepReport, mean_loss, run_training_steps
 from .primitives import apply_config
 from .primitives.grad_accum import GradientAccumulation
 from .runs.attach import AttachedRun, saving
-from .runs.layout import BEST_KIND, CHECKPOINT_KINDS, SavedCheckpoint, step_of, what_runs_there_are
+from .runs.layout import (
+    BEST_KIND,
+    CHECKPOINT_KINDS,
+    SavedCheckpoint,
+    describe_existing_runs,
+    step_of,
+)
 from .runs.ranks import Ranks
 
 # What is trained: a model, its loss and its data, which no configuration file holds.
@@ -189,7 +195,7 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     wanted = config.name if place == "latest" else Path(place).name
     known = f"no run in {searched} has one"
     if names:
-        known = what_runs_there_are(wanted, names, root=searched)
+        known = describe_existing_runs(wanted, names, root=searched)
     raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
 
 

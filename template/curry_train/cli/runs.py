@@ -19,7 +19,7 @@ from rich.table import Table
 from ..core.wording import format_bytes, write_json
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
-from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, read_manifest, what_runs_there_are
+from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
 from ..runs.policy_config import PolicyConfig
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk, free_bytes
@@ -334,7 +334,7 @@ def _open(run: str) -> SavedRun:
     root = Path(run).parent if Path(run).parent.name else Path("runs")
     names = [path.name for path in root.glob("*/") if _is_run(path)]
     if names:
-        advice = what_runs_there_are(Path(run).name, names, root=root)
+        advice = describe_existing_runs(Path(run).name, names, root=root)
     else:
         folders = ", ".join(CHECKPOINT_KINDS)
         advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"

@@ -122,7 +122,7 @@ def _about(mark: str, history: History) -> str:
 
 
 def _part(name: str, changes: Sequence[SettingChange], found: RunDifference) -> Iterator[str]:
-    recorded = zip((found.a, found.b), found.told[name], strict=True)
+    recorded = zip((found.a, found.b), found.recorded[name], strict=True)
     unknown = [run for run, is_recorded in recorded if not is_recorded]
     if unknown:
         yield _wrapped(f"{name}: unknown for {' and '.join(unknown)}")

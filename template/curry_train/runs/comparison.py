@@ -219,7 +219,7 @@ class RunDifference:
     # The events of A and of B, by kind.
     events: dict[str, tuple[Seen, Seen]] = field(default_factory=dict)
     # Whether the journals of A and of B record the configuration, the code and the environment.
-    told: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    recorded: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -261,7 +261,7 @@ def difference(a: History, b: History) -> RunDifference:
         costs=_costs(a, b),
         metrics=_metrics(a, b),
         events={kind: (_seen(a, kind), _seen(b, kind)) for kind in sorted(kinds)},
-        told=recorded,
+        recorded=recorded,
     )
 
 

@@ -35,7 +35,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from .files import close_here, keep_from_children, open_here
-from .layout import what_runs_there_are
+from .layout import describe_existing_runs
 from .ranks import LockedRun, RunError
 
 # Encode and parse one line of a journal: an event as JSON.
@@ -367,7 +367,7 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
             f"there is no run {path}; no folder in {folder} has a {JOURNAL_FILE_NAME}"
         )
     raise JournalError(
-        f"there is no run {path}; {what_runs_there_are(inside.name, runs, root=folder)}"
+        f"there is no run {path}; {describe_existing_runs(inside.name, runs, root=folder)}"
     )
 
 

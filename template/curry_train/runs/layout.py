@@ -110,10 +110,10 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER_PATTERN.fullmatch(name) is not None
 
 
-def what_runs_there_are(name: str, there: Iterable[str], *, root: object) -> str:
+def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) -> str:
     """List the runs in `root`, the most similar first, for an error about a missing run."""
     wanted = name.lower()
-    runs = sorted(there)
+    runs = sorted(existing)
     if not runs:
         return f"{root} has no run"
 
