@@ -1,4 +1,4 @@
-"""Model of torch's CUDA caching allocator: which memory it reserves for a sequence of allocations.
+"""Model torch's CUDA caching allocator: the memory it reserves for a sequence of allocations.
 
     allocator = CudaAllocator()
     block = allocator.allocate(4096)
@@ -83,7 +83,7 @@ def segment_size(block_bytes: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class MemoryBlock:
     """A range of addresses in one segment, allocated or free."""
 
     address: int
@@ -91,8 +91,8 @@ class Block:
     pool: "_Pool"
     free: bool = True
     # Neighbours in the same segment.
-    before: "Block | None" = None
-    after: "Block | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
 
 
 @dataclass(eq=False, slots=True)
@@ -101,22 +101,22 @@ class _Pool:
 
     small: bool
     keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)
+    blocks: dict[int, MemoryBlock] = field(default_factory=dict)
     # Of an expandable segment: its last block, and the bytes that are mapped.
-    last: Block | None = None
+    last: MemoryBlock | None = None
     mapped: int = 0
     base: int = 0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         block.free = True
         bisect.insort(self.keys, (block.num_bytes, block.address))
         self.blocks[block.address] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         del self.keys[bisect.bisect_left(self.keys, (block.num_bytes, block.address))]
         del self.blocks[block.address]
 
-    def at_least(self, num_bytes: int) -> Iterable[Block]:
+    def at_least(self, num_bytes: int) -> Iterable[MemoryBlock]:
         """Yield the free blocks that are large enough, the smallest and lowest first."""
         for place in range(bisect.bisect_left(self.keys, (num_bytes, -1)), len(self.keys)):
             yield self.blocks[self.keys[place][1]]
@@ -146,7 +146,7 @@ class CudaAllocator:
         self._lowest_address = FIRST_ADDRESS
         self._new_address = new_address or self._next_address_down
 
-    def allocate(self, num_bytes: int, *, stream: int = 0) -> Block:
+    def allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
         """Return the block that torch would take; raises DeviceFull."""
         size = self.settings.rounded(num_bytes)
         pool = self._pool(stream, small=size <= LARGEST_SMALL_BLOCK)
@@ -161,7 +161,7 @@ class CudaAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Return a block to the cache, merged with its free neighbours."""
         if block.free:
             raise ValueError(f"the block at address {block.address} is free already")
@@ -191,20 +191,20 @@ class CudaAllocator:
 
     def add_segment(
         self, address: int, num_bytes: int, *, stream: int, small: bool, used: list[tuple[int, int]]
-    ) -> list[Block]:
+    ) -> list[MemoryBlock]:
         """Add a segment that exists already, with its used blocks as (address, bytes).
 
         Returns those blocks. The ranges between them are free.
         """
         pool = self._pool(stream, small=small)
         self._add_reserved(address, num_bytes)
-        blocks: list[Block] = []
-        previous: Block | None = None
+        blocks: list[MemoryBlock] = []
+        previous: MemoryBlock | None = None
         position = address
 
-        def append(end: int, *, free: bool) -> Block:
+        def append(end: int, *, free: bool) -> MemoryBlock:
             nonlocal previous, position
-            block = Block(position, end - position, pool, free=free, before=previous)
+            block = MemoryBlock(position, end - position, pool, free=free, before=previous)
             if previous is not None:
                 previous.after = block
             previous = block
@@ -224,7 +224,7 @@ class CudaAllocator:
     def _pool(self, stream: int, *, small: bool) -> _Pool:
         return self._pools.setdefault((stream, small), _Pool(small))
 
-    def _find(self, pool: _Pool, size: int) -> Block | None:
+    def _find(self, pool: _Pool, size: int) -> MemoryBlock | None:
         if self.settings.expandable_segments:
             return _best_expandable(pool, size)
         block = next(iter(pool.at_least(size)), None)
@@ -238,7 +238,7 @@ class CudaAllocator:
             return None
         return block
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: MemoryBlock, size: int) -> None:
         rest_bytes = block.num_bytes - size
         limit = self.settings.max_split_bytes
         if block.pool.small or self.settings.expandable_segments:
@@ -248,7 +248,7 @@ class CudaAllocator:
         if not splits:
             return
         pool = block.pool
-        rest = Block(block.address + size, rest_bytes, pool, before=block, after=block.after)
+        rest = MemoryBlock(block.address + size, rest_bytes, pool, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.after = rest
@@ -257,7 +257,7 @@ class CudaAllocator:
             pool.last = rest
         pool.add(rest)
 
-    def _reserve(self, pool: _Pool, size: int) -> Block:
+    def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
         """Reserve memory for a block; if the device is full, give the cache back first."""
         expandable = self.settings.expandable_segments
         needed = self._growth(pool, size) if expandable else segment_size(size)
@@ -276,7 +276,7 @@ class CudaAllocator:
             return self._grow(pool, needed)
         address = self._new_address(needed)
         self._add_reserved(address, needed)
-        return Block(address, needed, pool)
+        return MemoryBlock(address, needed, pool)
 
     def _lacks(self, num_bytes: int) -> bool:
         capacity = self.settings.capacity
@@ -305,7 +305,7 @@ class CudaAllocator:
             released += block.num_bytes
             self._give_back(block)
 
-    def _give_back(self, block: Block) -> None:
+    def _give_back(self, block: MemoryBlock) -> None:
         block.pool.remove(block)
         self.reserved -= self.segments.pop(block.address)
 
@@ -314,7 +314,7 @@ class CudaAllocator:
         available = end.num_bytes if end is not None and end.free else 0
         return _round_up(size - available, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
 
-    def _grow(self, pool: _Pool, num_bytes: int) -> Block:
+    def _grow(self, pool: _Pool, num_bytes: int) -> MemoryBlock:
         """Map more memory at the end of an expandable segment; return its last block."""
         if pool.mapped == 0:
             pool.base = self._new_address(num_bytes)
@@ -323,7 +323,7 @@ class CudaAllocator:
             pool.remove(end)
             end.num_bytes += num_bytes
         else:
-            new = Block(pool.base + pool.mapped, num_bytes, pool, before=end)
+            new = MemoryBlock(pool.base + pool.mapped, num_bytes, pool, before=end)
             if end is not None:
                 end.after = new
             end = pool.last = new
@@ -362,7 +362,7 @@ class CudaAllocator:
         return self._lowest_address
 
 
-def _best_expandable(pool: _Pool, size: int) -> Block | None:
+def _best_expandable(pool: _Pool, size: int) -> MemoryBlock | None:
     """Return the smallest free block; the end of the segment counts as very large."""
     fallback = None
     for block in pool.at_least(size):
@@ -372,7 +372,7 @@ def _best_expandable(pool: _Pool, size: int) -> Block | None:
     return fallback
 
 
-def _merged(block: Block, neighbour: Block) -> Block:
+def _merged(block: MemoryBlock, neighbour: MemoryBlock) -> MemoryBlock:
     """Merge two neighbours into the lower one."""
     lower, upper = (neighbour, block) if neighbour is block.before else (block, neighbour)
     lower.num_bytes += upper.num_bytes
