@@ -92,7 +92,7 @@ def missing(requirements: list[str]) -> str | None:
 
 
 def satisfies(version: str, specifiers: str) -> bool:
-    """Whether a version meets `>=`, `<` and `!=`; local and pre-release parts do not count."""
+    """Return whether a version meets `>=`, `<` and `!=`; suffixes do not count."""
     release = _numbers(re.split(r"[^\d.]", version)[0].rstrip("."))
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         parts = SPECIFIER.fullmatch(specifier)

@@ -54,7 +54,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """How a run ended.
+    """The end of a run.
 
     `ended_by` is "steps", "data", or the name of a signal; `last` is None if no step was run.
     """

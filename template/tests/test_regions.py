@@ -1,4 +1,4 @@
-"""Tests of regions, which recompute norms and activations; torch and pytest are all they need.
+"""Tests of regions, which recompute norms and activations; they need torch and pytest.
 
 Recomputed operations are the same arithmetic, so everything is compared bit for bit.
 """

@@ -1,4 +1,4 @@
-"""The memory command: which layer holds how much, who owns the peak, and the timeline as a picture.
+"""The memory command: bytes that each layer holds, owners of the peak, and the timeline.
 
 Proof: `python -m pytest tests/plan/test_timeline.py`.
 """

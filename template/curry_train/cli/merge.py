@@ -175,7 +175,7 @@ class Chunk:
 
     @property
     def is_conflict(self) -> bool:
-        """Whether both sides changed these lines, in different ways."""
+        """Return whether both sides changed these lines, in different ways."""
         return self.ours != self.theirs and self.base not in (self.ours, self.theirs)
 
     def merged(self) -> list[str]:
@@ -305,7 +305,7 @@ class Change:
 
     @property
     def writes(self) -> bool:
-        """Whether the plan changes this file."""
+        """Return whether the plan changes this file."""
         return self.before != self.after
 
 

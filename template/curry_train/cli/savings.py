@@ -1,4 +1,4 @@
-"""The savings command: measure what each strategy saves and costs, with its table and picture.
+"""The savings command: what each strategy saves and costs, as a table and a picture.
 
     curry-train savings --model transformer --out savings
 
@@ -176,15 +176,7 @@ def _draw(
             markeredgecolor="white",
             zorder=4,
         )
-        share = (
-            ""
-            if row.peak_ratio is None or row.strategy == REFERENCE_STRATEGY
-            else f" {row.peak_ratio:.0%}"
-        )
-        unchanged = (
-            " (changes nothing)" if not row.modules and row.strategy != REFERENCE_STRATEGY else ""
-        )
-        marks.append((place, peak / BYTES_PER_MIB, f"{row.strategy}{unchanged or share}", colour))
+        marks.append((place, peak / BYTES_PER_MIB, _mark_label(row), colour))
 
     front = pareto([(place, peak) for place, peak, _, _ in marks])
     highest = max((peak for _, peak, _, _ in marks), default=1.0)
@@ -206,6 +198,15 @@ def _draw(
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return marks
+
+
+def _mark_label(row: SavingsRow) -> str:
+    """Return the strategy with its share of the reference's peak, or that it changes nothing."""
+    if row.strategy == REFERENCE_STRATEGY:
+        return row.strategy
+    if not row.modules:
+        return f"{row.strategy} (changes nothing)"
+    return row.strategy if row.peak_ratio is None else f"{row.strategy} {row.peak_ratio:.0%}"
 
 
 def _draw_pareto_front(

@@ -180,7 +180,7 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
 
 
 def is_rendered(text: str) -> bool:
-    """Whether a file was rendered by this module and may be overwritten."""
+    """Return whether a file was rendered by this module and may be overwritten."""
     return GENERATED_FILE_MARK in text
 
 

@@ -1,4 +1,4 @@
-"""What two rooms or more need; imports torch and the standard library only."""
+"""Code that two rooms or more need; it imports torch and the standard library only."""
 
 from .lazy import lazy_names
 

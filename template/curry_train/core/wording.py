@@ -1,4 +1,4 @@
-"""Format and parse what people read and type: sizes, suggested names, provenance, log levels.
+"""Format and parse what people read and type: sizes, suggested names, provenance.
 
 Proof: `python -m pytest tests/cli tests/core`.
 """

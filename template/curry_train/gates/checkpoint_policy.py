@@ -273,7 +273,7 @@ def _too_large(tensors: dict[str, Tensor]) -> str:
 
 
 def _repeats(case: Case, parts: StoreComponents, folder: Path, saved: str) -> bool:
-    """Whether the step after two loads of one checkpoint is the same."""
+    """Return whether the step after two loads of one checkpoint is the same."""
     losses = []
     states = []
     for _ in range(2):

@@ -164,7 +164,7 @@ GATES = (
 
 
 def _three_windows(step: int, position: int) -> bool:
-    """Whether a position is bad; a window is one position here, and step 1 takes position 0."""
+    """Return whether a position is bad; a window is one position, and step 1 takes the first."""
     return FIRST_BAD - 1 <= position < FIRST_BAD + 2
 
 

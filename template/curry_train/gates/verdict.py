@@ -47,7 +47,7 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True)
 class Takes:
-    """How a gate's check takes another implementation of what it judges."""
+    """The way a gate's check takes another implementation of what it judges."""
 
     # The keyword argument of the check.
     parameter: str

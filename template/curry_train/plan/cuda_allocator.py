@@ -1,4 +1,4 @@
-"""Model torch's CUDA caching allocator: the memory it reserves for a sequence of allocations.
+"""Model torch's CUDA caching allocator: the memory that a sequence of allocations reserves.
 
     allocator = CudaAllocator()
     block = allocator.allocate(4096)

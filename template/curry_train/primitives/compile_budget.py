@@ -207,7 +207,7 @@ HALF_PRECISION_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Budget:
-    """How a block is compiled; stored on the block, and copied with it."""
+    """The way a block is compiled; stored on the block, and copied with it."""
 
     share: float
     backend: str
@@ -222,7 +222,7 @@ class Budgeted(Derived):
 
     @property
     def runs_compiled(self) -> bool:
-        """Whether a forward would run compiled now."""
+        """Return whether a forward would run compiled now."""
         return bool(self.training and torch.is_grad_enabled())
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]

@@ -245,7 +245,7 @@ def empty_sums(num_rows: int, device: torch.device) -> Tensor:
 
 
 def sums_of(tensor: Tensor) -> Tensor:
-    """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two elements."""
+    """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two."""
     tensor = dense(tensor.detach())
     elements = tensor.numel()
     if tensor.is_sparse:

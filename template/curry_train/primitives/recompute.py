@@ -44,7 +44,7 @@ class Recompute(Derived):
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward would recompute a forward that runs now."""
+        """Return whether backward would recompute a forward that runs now."""
         return bool(
             self.__dict__[RECOMPUTE_ATTRIBUTE].enabled and self.training and torch.is_grad_enabled()
         )

@@ -1,4 +1,4 @@
-"""Save and restore exactly: plain values as JSON, random generators, the position in the data.
+"""Save and restore plain values as JSON, random generators and the position in the data.
 
 Each rank has its own state, so its keys end in the rank.
 

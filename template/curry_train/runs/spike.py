@@ -451,7 +451,7 @@ class AttachedWatch:
                 self._stream.skip(recovery.start, recovery.stop)
 
     def skips(self, position: int) -> bool:
-        """Whether to skip the batch at this position, because it lies around an earlier spike."""
+        """Return whether to skip the batch at this position, around an earlier spike."""
         return any(recovery.start <= position < recovery.stop for recovery in self.recoveries.done)
 
     def judge(self, step: int, loss: Any) -> Spike | None:

@@ -1,4 +1,4 @@
-"""The promises of this project: it learns, and neither recompute nor a resume changes a loss."""
+"""The project learns, and neither recompute nor a resume changes a loss."""
 
 import json
 import os
