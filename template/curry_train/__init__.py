@@ -1,6 +1,6 @@
-"""PyTorch training in less memory, with a gate that checks every technique.
+"""PyTorch training in less memory, with gates that check every technique.
 
-`python -m curry_train validate` measures every claim that this copy makes.
+`curry-train validate` measures every claim.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

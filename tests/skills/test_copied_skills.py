@@ -1,6 +1,7 @@
-"""A skill can be followed wherever it was installed: with the bundle around it, or as its folder alone.
+"""Skills work wherever they were installed: with the bundle around them, or as a folder alone.
 
-The user's repository, with the model, is elsewhere each time, as it is for an agent. Paths hold a space.
+The user's repository, with the model, is elsewhere each time, as it is for an agent. Paths hold a
+space.
 Run: `python -m pytest tests/skills/test_copied_skills.py`.
 """
 
@@ -16,51 +17,57 @@ import pytest
 from markdown import fenced_blocks
 from tree import ROOT, files, skills
 
-# Each skill opens its steps with these words.
-TOLD = """\
-Paths start at ROOT, the full path of `../..` from this skill's folder. If it has no `scripts/`, only the skill was
-copied: `git clone https://github.com/curry-train/curry-train ~/curry-train` gets ROOT. Run from the user's folder,
-where `--model package.module:factory` is found: `python "ROOT/scripts/..."`, and, for Python blocks too,
-`PYTHONPATH="ROOT/template" python ...`.
+# Each skill opens its steps with this paragraph.
+ORIENTATION = """\
+Commands are `curry-train ...`. Where that is missing, `python "ROOT/scripts/curry_train.py" ...`
+is the same; ROOT is the full path of `../..` from this skill's folder. If ROOT has no `scripts/`,
+only the skill was copied: `git clone https://github.com/curry-train/curry-train ~/curry-train`
+gets ROOT. The command `python -m pip install ROOT` installs `curry-train` and the package that
+Python blocks import. Run from the user's folder, where `--model package.module:factory` is found.
 """
 NAMES = [skill.name for skill in skills(ROOT)]
-# The command of each skill that runs in the copy: the cheapest that shows that its paths are found. A skill that is not
-# named runs its gates.
+# The command of each skill that runs in the copy: the cheapest that shows that its paths are found.
+# A skill that is not listed runs its gates.
 CHEAPEST = {
-    "bench": "python -m curry_train bench .*--against",
+    "bench": "curry-train bench .*--against",
     "checkpoint-policy": "runs estimate",
-    "grad-accum": "python scripts/scaffold.py add",  # its Python blocks run below
-    "grad-flow": "python -m curry_train grad-flow",
-    "memory-plan": "plan_memory.py .*--explain",
-    "recompute": "gen_checkpoint_tests.py",
-    "snn-timesteps": "python -m curry_train memory",
+    "grad-accum": "curry-train add",  # its Python blocks run below
+    "grad-flow": "curry-train grad-flow",
+    "memory-plan": "curry-train plan .*--explain",
+    "recompute": "curry-train gen-tests",
+    "snn-timesteps": "curry-train memory",
 }
+TOOLS = {"bench", "memory-plan"}  # `add` prints the command to run instead of copying
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 MODEL = """\
 import torch
 
 
 def build():
-    layers = [torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)) for _ in range(3)]
-    return torch.nn.Sequential(*layers), torch.randn(8, 16)
+    blocks = []
+    for _ in range(3):
+        layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+        blocks.append(torch.nn.Sequential(*layers))
+    return torch.nn.Sequential(*blocks), torch.randn(8, 16)
 """
 
 
 def problems_of_a_copy(folder: Path) -> list[str]:
-    """What in a skill's folder needs something outside of it, other than through the words of TOLD."""
+    """Return what in a skill's folder needs something outside of it, other than by ORIENTATION."""
     page = (folder / "SKILL.md").read_text(encoding="utf-8")
     _, _, steps = page.partition("\n## Steps\n")
     found = (
         []
-        if steps.startswith(TOLD)
-        else ["SKILL.md: open its steps with the words of TOLD in this test"]
+        if steps.startswith(ORIENTATION)
+        else ["SKILL.md: open its steps with ORIENTATION of this test"]
     )
     for path in sorted(folder.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
-        for up in re.findall(r"(?:\.\./)+\w[\w./-]*", text.replace(TOLD, "")):
+        for up in re.findall(r"(?:\.\./)+\w[\w./-]*", text.replace(ORIENTATION, "")):
             if not (path.parent / up).resolve().is_relative_to(folder):
                 found.append(
-                    f"{path.name} names {up}, which is outside of a copy: write the path from the root"
+                    f"{path.name} names {up}, which is outside of a copy: "
+                    "write the path from the root"
                 )
         for target in (first or second for first, second in LINK.findall(text)):
             inside = (path.parent / target.partition("#")[0]).resolve()
@@ -84,39 +91,36 @@ def chosen(name: str, pattern: str) -> str:
     return next(line for line in commands(name) if re.search(pattern, line))
 
 
-def as_told(command: str, root: Path) -> str:
-    """The command as an agent types it that follows TOLD, for the user's own model."""
-    assert command.startswith(("python scripts/", "PYTHONPATH=template python ")), command
-    command = re.sub(
-        r"^python (scripts/\w+\.py)", lambda found: f'python "{root}/{found[1]}"', command
-    )
-    command = command.replace("PYTHONPATH=template ", f'PYTHONPATH="{root}/template" ', 1)
+def from_root(command: str, root: Path) -> str:
+    """Return a command as an agent types it from ORIENTATION, for the user's own model."""
+    assert command.startswith("curry-train "), command
+    command = command.replace("curry-train", f'python "{root}/scripts/curry_train.py"', 1)
     return re.sub(r"--(model|against) \w+", r"--\1 mymodel:build", command)
 
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """A home of its own, `python` being this one, and no way into this repository."""
+    """Return a folder with a home of its own, where `python` is this one."""
     folder = tmp_path_factory.mktemp("another place")
     (folder / "bin").mkdir()
     (folder / "bin/python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     (folder / "bin/python").chmod(0o755)
     (folder / "home").mkdir()
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHONPATH", "GIT_", "CURRY_"))
     }
-    kept |= {
+    environment |= {
         "HOME": str(folder / "home"),
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
-    return folder, kept | {"OMP_NUM_THREADS": "1"}
+    return folder, environment | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
 def user(tmp_path):
-    """A user's repository, in which an agent works."""
+    """Make a user's repository, in which an agent works."""
     folder = tmp_path / "their repository"
     (folder / "my_package").mkdir(parents=True)
     (folder / "my_package/__init__.py").touch()
@@ -134,7 +138,7 @@ def copy_bundle(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def read_only(elsewhere):
-    """The bundle as a client installs it, where nobody may write."""
+    """Copy the bundle as a client installs it, where nobody may write."""
     root = copy_bundle(elsewhere[0] / "plug ins/curry-train")
     subprocess.run(
         [sys.executable, "-m", "compileall", "-q", root / "template", root / "scripts"], check=True
@@ -153,12 +157,12 @@ def read_only(elsewhere):
 
 @pytest.fixture(scope="module")
 def cloned(elsewhere):
-    """What the command in TOLD brings; a local repository stands in for the address, as git's own insteadOf."""
+    """Clone as ORIENTATION says; git's insteadOf puts a local repository in the address's place."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed, and a copied skill gets the rest with it")
     folder, environment = elsewhere
     origin = copy_bundle(folder / "origin")
-    clone, address = re.search(r"`(git clone (\S+) ~/curry-train)`", TOLD).groups()
+    clone, address = re.search(r"`(git clone (\S+) ~/curry-train)`", ORIENTATION).groups()
     git = ["git", "-C", str(origin), "-c", "user.name=test", "-c", "user.email=test@localhost"]
     for words in (
         ["init", "--quiet"],
@@ -186,28 +190,41 @@ def test_all_skills_are_tried():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_of_the_skill_runs_from_the_users_folder(name, read_only, elsewhere, user):
-    command = as_told(chosen(name, CHEAPEST.get(name, f"--gate {name} ")), read_only)
+    command = from_root(chosen(name, CHEAPEST.get(name, f"--gate {name} ")), read_only)
     ended = run(command, user, elsewhere[1])
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     if "--out" in command:
         assert len(list(user.iterdir())) > 2, "what it wrote is in the user's folder"
 
 
-def test_python_blocks_run_from_the_users_folder(read_only, elsewhere, user):
-    block = fenced_blocks(
-        (read_only / "skills/grad-accum/SKILL.md").read_text(), language="python"
-    )[0]
-    (user / "block.py").write_text(block.text)
-    ended = run(f'PYTHONPATH="{read_only}/template" python block.py', user, elsewhere[1])
+@pytest.fixture(scope="module")
+def installed(cloned, elsewhere):
+    """Install as ORIENTATION says, into a folder instead of an environment."""
+    folder, environment = elsewhere
+    target = folder / "installed"
+    command = (
+        "python -m pip install ROOT --no-deps --no-build-isolation --no-index --quiet --target"
+    )
+    assert command.startswith(re.search(r"`(python -m pip install ROOT)`", ORIENTATION)[1])
+    command = command.replace("ROOT", f'"{cloned}"') + f' "{target}"'
+    ended = run(command, folder, environment)
+    assert ended.returncode == 0, ended.stderr
+    return target
+
+
+def test_python_blocks_run_from_the_users_folder_once_installed(installed, elsewhere, user):
+    page = ROOT / "skills/grad-accum/SKILL.md"
+    (user / "block.py").write_text(fenced_blocks(page.read_text(), language="python")[0].text)
+    ended = run(f'PYTHONPATH="{installed}" python block.py', user, elsewhere[1])
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_command_without_the_root_is_not_found(name, elsewhere, user):
-    """Were it found, these tests would be about this repository and not about the copy."""
-    ended = run(chosen(name, "python scripts/"), user, elsewhere[1])
-    assert ended.returncode != 0
-    assert "can't open file" in ended.stderr
+def test_the_installed_command_runs_on_the_users_model(installed, elsewhere, user):
+    command = chosen("grad-accum", "--gate grad-accum ").replace("transformer", "mymodel:build")
+    environment = elsewhere[1] | {"PYTHONPATH": str(installed)}
+    ended = run(f'"{installed}/bin/"{command} --gate grad-accum/equal', user, environment)
+    assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
+    assert "grad-accum/equal" in ended.stdout
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -219,15 +236,18 @@ def test_a_skill_copied_alone_says_how_to_get_the_rest_and_that_suffices(
     assert problems_of_a_copy(alone) == []
     assert not any(
         (alone / "../.." / folder).exists() for folder in ("scripts", "template")
-    )  # so TOLD's `if` applies
-    command = as_told(chosen(name, "scripts/scaffold.py add"), cloned).replace(" --dry-run", "")
+    )  # so ORIENTATION's `if` applies
+    if name in TOOLS:
+        command = from_root(f"curry-train add {name}", cloned)
+    else:
+        command = from_root(chosen(name, "curry-train add"), cloned).replace(" --dry-run", "")
     ended = run(command, user, elsewhere[1])
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-    assert (user / "my_package/training").is_dir()
+    assert (user / "my_package/training").is_dir() == (name not in TOOLS)
 
 
 def test_a_gate_runs_on_the_users_model_from_what_a_copied_skill_gets(cloned, elsewhere, user):
-    command = as_told(chosen("sac", "--gate sac "), cloned)
+    command = from_root(chosen("sac", "--gate sac "), cloned)
     ended = run(command, user, elsewhere[1])
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     assert "sac/products" in ended.stdout
@@ -236,8 +256,8 @@ def test_a_gate_runs_on_the_users_model_from_what_a_copied_skill_gets(cloned, el
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("`../..` from this", "two up from this", "open its steps with the words of TOLD"),
-        ("git clone https", "get https", "open its steps with the words of TOLD"),
+        ("`../..` from this", "two up from this", "open its steps with ORIENTATION"),
+        ("git clone https", "get https", "open its steps with ORIENTATION"),
         (
             "# Recompute",
             "# [Another](../sac/SKILL.md)",

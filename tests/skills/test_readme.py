@@ -1,6 +1,6 @@
-"""Every command and every Python block of the README and the skills runs, in a copy, as it is written.
+"""Every command and Python block of the README and the skills runs as written, in a copy.
 
-python -m pytest tests/skills/test_readme.py
+Run: `python -m pytest tests/skills/test_readme.py`.
 """
 
 import os
@@ -28,7 +28,7 @@ def blocks(language):
 
 
 def python_files_of(page):
-    """Python blocks that open with `# name.py` are files that the commands use."""
+    """Return the Python blocks that open with `# name.py`: files that the commands use."""
     sources = [
         block.text
         for language_page, block in BLOCKS
@@ -40,12 +40,20 @@ def python_files_of(page):
 TEXTS = [
     block.text for block in fenced_blocks(PAGES[0].read_text(encoding="utf-8"), language="text")
 ]
-# What the README says a command prints, where two runs print the same; the first line names the machine.
+# What the README shows of a command, where two runs print the same; the first line names the
+# machine.
 SHOWN = {
-    "make validate ARGS='--model my_model.py:build'": next(
+    "curry-train validate --model my_model.py:build": next(
         text for text in TEXTS if " held, " in text
     )
 }
+
+
+# Stands for what pip writes for the entry point, with the python of the test.
+INSTALLED_COMMAND = """\
+#!/bin/sh
+exec python -c 'from curry_train.cli.main import main; main(prog_name="curry-train")' "$@"
+"""
 
 
 def _words(printed):
@@ -54,7 +62,7 @@ def _words(printed):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The bundle elsewhere, with `python` being one that has torch already and a user's package to add to."""
+    """Copy the bundle, with a `python` that has torch, and a user's package to add to."""
     root = tmp_path_factory.mktemp("bundle") / "bundle"
     ignored = shutil.ignore_patterns(
         ".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
@@ -66,6 +74,8 @@ def copy(tmp_path_factory):
     (root / "my_package" / "__init__.py").touch()
     (root / "bin").mkdir()
     (root / "bin" / "python").symlink_to(warm_python())
+    (root / "bin" / "curry-train").write_text(INSTALLED_COMMAND)
+    (root / "bin" / "curry-train").chmod(0o755)
     return root
 
 
@@ -77,7 +87,10 @@ def test_enough_is_found():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("block", blocks("bash"))
 def test_command_runs(block, copy):
-    environment = os.environ | {"PATH": f"{copy / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {
+        "PATH": f"{copy / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(copy / "template"),
+    }
     makefile = (ROOT / "Makefile").read_text()
     for line in block.text.splitlines():
         words = shlex.split(line, comments=True)
@@ -86,10 +99,9 @@ def test_command_runs(block, copy):
                 f"the Makefile has no target {words[1]}"
             )
             continue
-        assert words[0] in ("python", "make") or words[:2] == ["PYTHONPATH=template", "python"]
-        command = (
-            f"{line} PYTHON=python" if words[0] == "make" else line
-        )  # what is installed already
+        assert words[0] in ("python", "make", "curry-train")
+        # What is installed already is used.
+        command = f"{line} PYTHON=python" if words[0] == "make" else line
         ended = subprocess.run(
             command, shell=True, cwd=copy, env=environment, capture_output=True, text=True
         )
