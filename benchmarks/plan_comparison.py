@@ -43,6 +43,15 @@ def every_second(kind: BlockKind) -> Option:
     return Option(SAC_KIND, frozenset(kept))
 
 
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print peak and recompute of each choice."""
+    for row in rows:
+        click.echo(
+            f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} "
+            f"{row['of_forward']:>7.1%} again"
+        )
+
+
 @click.command()
 @model_option("spec", default=LLAMA)
 @batch_size_option(default=1)
@@ -82,39 +91,29 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
             ("the plan", plan.peak_bytes, plan.cost / number),
         )
     ]
-    click.echo(
-        f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, "
-        f"{format_bytes(step.peak_bytes)}"
-    )
-    click.echo(
-        f"{number} blocks alone, {format_bytes(plain.held)} each; "
-        "recomputed, as a part of their forward:"
-    )
-    for row in rows:
-        click.echo(
-            f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} "
-            f"{row['of_forward']:>7.1%} again"
-        )
     of_policy = plan.cost / number / policy.cost
     of_halves = plan.cost / halves.cost
+    click.echo(
+        f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, "
+        f"{format_bytes(step.peak_bytes)}\n{number} blocks alone, {format_bytes(plain.held)} each; "
+        "recomputed, as a part of their forward:"
+    )
+    show(rows)
     click.echo(
         f"the plan recomputes {of_policy:.3f} of what the policy does, "
         f"{of_halves:.3f} of what the best of none and full does"
     )
     if json_path:
-        found = {
+        figures = {
             "rows": rows,
             "of_policy": of_policy,
             "of_none_and_full": of_halves,
             "block_bytes": plain.held,
-        }
-        chosen = Counter(menu[index].name for index in plan.chosen)
-        more = {
             "estimate_seconds": seconds,
             "step_peak_bytes": step.peak_bytes,
-            "chosen": dict(chosen),
+            "chosen": dict(Counter(menu[index].name for index in plan.chosen)),
         }
-        write_json(json_path, provenance(torch.device("cpu")) | found | more)
+        write_json(json_path, provenance(torch.device("cpu")) | figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import memory_savings_benchmark as command
 from curry_train.bench import savings
 from curry_train.bench.savings import (
     MEASURED_OUTCOME,
@@ -27,7 +26,14 @@ from curry_train.bench.savings import (
     search,
     step_bytes,
 )
-from curry_train.cli.savings import choose_cases, pareto, plot_savings, savings_table
+from curry_train.cli import savings as command
+from curry_train.cli.savings import (
+    choose_cases,
+    pareto,
+    plot_savings,
+    savings_command,
+    savings_table,
+)
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Strategy
 from curry_train.workloads.models import transformer
@@ -345,7 +351,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return lambda *arguments: CliRunner().invoke(
-        command.main, ["--out", "out", "--repeats", "1", *arguments]
+        savings_command, ["--out", "out", "--repeats", "1", *arguments]
     )
 
 

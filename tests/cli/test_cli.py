@@ -40,7 +40,7 @@ def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
         "grad-accum/equal",
         lambda case: Verdict("grad-accum/equal", False, "3 of 5", "5 of 5", "mend it"),
     )
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: (broken,))
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (broken,))
     ended = run(*QUICK[:4])
     assert ended.exit_code == 1
     for said in (
@@ -67,13 +67,13 @@ def applies_to(*workloads, name="some/gate", hint="no such layer"):
     return Gate(name, check)
 
 
-def measured_here(cases, gates):
+def measured_here(cases, gates, **settings):
     return (GateRow(case.workload.name, gate.run(case)) for case in cases for gate in gates)
 
 
 def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch):
     gates = (applies_to(), applies_to("mlp", name="other/gate"))
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: gates)
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     ended = run("--model", "mlp")
     assert ended.exit_code == 0
     assert "1 n/a: no such layer" in ended.output
@@ -89,7 +89,7 @@ def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(
         applies_to(name="some/other"),
         applies_to(name="b/gate", hint="no\nloop"),
     )
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: gates)
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     path = tmp_path / "gates.json"
     ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
     assert ended.exit_code == 2
@@ -109,7 +109,7 @@ def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(
 
 @pytest.mark.parametrize(("workloads", "status"), [((), 2), (("snn",), 0)])
 def test_of_several_models_one_that_was_checked_is_enough(run, monkeypatch, workloads, status):
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: (applies_to(*workloads),))
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (applies_to(*workloads),))
     monkeypatch.setattr("curry_train.cli.validate.measure_rows", measured_here)
     ended = run("--model", "mlp", "--model", "snn")
     assert ended.exit_code == status, ended.output
@@ -130,7 +130,7 @@ def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, mo
         gate("b/two", None, "no layer"),
     )
     more = (gate("c/one", None, "no layer"), gate("c/two", None, "no block"))
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: (*gates, *more))
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (*gates, *more))
     lines = run("--model", "mlp").output.splitlines()
     assert [line.rstrip() for line in lines[2:5]] == [
         "  a  2 held",
@@ -178,7 +178,7 @@ def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch
         Gate("a/broken", broken),
         Gate("b/fine", lambda case: Verdict("b/fine", True, "1", "1")),
     )
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda: gates)
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     ended = run("--model", "mlp")
     assert ended.exit_code == 1
     assert "raised KeyError" in ended.output

@@ -1,6 +1,6 @@
-"""The tests that are generated for a model run from its own repository, pass where it is fit, and fail where it is not.
+"""Generated tests pass on a fit model, and fail on an unfit one with block and cause.
 
-python -m pytest tests/cli/test_gen_checkpoint_tests.py
+They run in a repository of the user's own. Run: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
 import os
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -16,12 +17,13 @@ from tree import ROOT
 from warm_python import warm_python
 
 import curry_train
-import gen_checkpoint_tests as command
+from curry_train.cli.main import main
 from curry_train.cli.testgen import differences, is_rendered
 
 TEMPLATE = str(ROOT / "template")
 
-# A repository with src/, whose models are fit or unfit for recompute; plain training can't tell them apart.
+# A repository with src/, whose models are fit or unfit for recompute; plain training shows no
+# difference.
 MODELS = """
 import random
 
@@ -127,9 +129,7 @@ def repository(tmp_path_factory):
 def run(repository, monkeypatch):
     monkeypatch.chdir(repository)
     monkeypatch.setattr(sys, "path", [str(repository / "src"), *sys.path])
-    return lambda *arguments: CliRunner().invoke(
-        command.main, [str(argument) for argument in arguments]
-    )
+    return lambda *arguments: CliRunner().invoke(main, ["gen-tests", *map(str, arguments)])
 
 
 def spec(name):
@@ -138,7 +138,7 @@ def spec(name):
 
 
 def pytest_run(root, *arguments, path):
-    """A pytest of the user's own: another folder, no plugin of ours, the package on PYTHONPATH."""
+    """Run pytest as a user does: in another folder, without our plugins."""
     words = [
         warm_python(),
         "-m",
@@ -156,7 +156,7 @@ def pytest_run(root, *arguments, path):
 
 
 def outcome(repository, run, names, gate):
-    """What became of every test of every model, by name of the model and name of the test; one pytest over all."""
+    """Run the generated tests of all models in one pytest; return outcomes by model and test."""
     for name in names:
         ended = run("--model", spec(name), "--out", f"tests/test_{name}.py", "--gate", gate)
         assert ended.exit_code == 0, ended.output
@@ -224,16 +224,17 @@ def test_the_command_in_the_header_renders_the_file_again(repository, run):
     path = repository / "tests" / "test_again.py"
     text = path.read_text()
     assert f"curry-train {curry_train.__version__}." in text
-    shown = re.search(r"^    python (?:.*\\\n)*.*$", text, re.MULTILINE)[0]
+    shown = re.search(r"^    curry-train (?:.*\\\n)*.*$", text, re.MULTILINE)[0]
     assert all(len(line) <= 88 for line in text.splitlines())
     path.unlink()
-    again = shown.strip().replace("python ", f"{warm_python()} ", 1)
+    command = f"{sys.executable} {ROOT / 'scripts/curry_train.py'} "
+    again = shown.strip().replace("curry-train ", command, 1)
     environment = os.environ | {"PYTHONPATH": "src"}
     ended = subprocess.run(
         again, shell=True, cwd=repository, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
-    assert path.read_text() == text
+    assert differences(path.read_text(), text) == []
     done = pytest_run(repository, "tests/test_again.py", path=TEMPLATE)
     assert done.returncode == 0, done.stdout
     assert "5 passed" in done.stdout or "4 passed, 1 skipped" in done.stdout, done.stdout
@@ -256,13 +257,18 @@ def test_check_says_whether_the_file_is_what_would_be_written(repository, run):
     assert "batch_size=4" in path.read_text()
 
 
-def test_another_place_of_the_script_is_no_difference(repository, run):
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python 'their tools/gen_checkpoint_tests.py'",
+        "python tools/curry_train.py gen-tests",
+        "python -m curry_train gen-tests",
+    ],
+)
+def test_another_way_to_start_the_command_is_no_difference(repository, run, start):
     run("--model", "mlp", "--out", "tests/test_placed.py")
     text = (repository / "tests" / "test_placed.py").read_text()
-    moved = re.sub(
-        r"python \S*gen_checkpoint_tests", "python 'their tools/gen_checkpoint_tests", text
-    )
-    moved = moved.replace("gen_checkpoint_tests.py \\", "gen_checkpoint_tests.py' \\")
+    moved = text.replace("    curry-train gen-tests", f"    {start}")
     assert moved != text
     assert differences(moved, text) == []
     assert differences(moved.replace("seed=0", "seed=1"), text)
@@ -368,3 +374,19 @@ def test_wrong_usage_is_one_line_and_writes_nothing(repository, run, arguments, 
     assert said in ended.output
     assert "Traceback" not in ended.output
     assert not (repository / "t.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        ("gen_checkpoint_tests.py", "gen_checkpoint_tests.py"),
+        ("curry_train.py", "curry_train.py gen-tests"),
+    ],
+)
+def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path, script, shown):
+    path = os.path.relpath(ROOT / "scripts" / script, tmp_path)
+    command = [sys.executable, path, *shown.split()[1:], "--model", "mlp", "--out", "test_mlp.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    text = (tmp_path / "test_mlp.py").read_text()
+    assert f"    python {Path(path).parent}/{shown} \\\n" in text

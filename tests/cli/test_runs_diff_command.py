@@ -7,14 +7,14 @@ import pytest
 from click.testing import CliRunner
 from journals import facts, loss_of, plant, plant_eventful, train
 
-from curry_train.cli.runs_diff import diff_command
+from curry_train.cli.runs_diff import runs_diff_command
 from curry_train.runs.journal import Journal
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    return lambda *words: CliRunner().invoke(diff_command, words)
+    return lambda *words: CliRunner().invoke(runs_diff_command, words)
 
 
 def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_path):

@@ -19,8 +19,8 @@ from curry_train.cli.runs_plot import (
     MOST_POINTS,
     OTHER_RUNS_COLOUR,
     choose_looks,
-    plot_command,
     plot_runs,
+    runs_plot_command,
     shorten,
     thinned,
 )
@@ -218,7 +218,7 @@ def test_the_command_draws_and_tells_in_figures(tmp_path, monkeypatch):
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
     ended = CliRunner().invoke(
-        plot_command, ["one", "two", "one", "--out", "both.png", "--json", "-"]
+        runs_plot_command, ["one", "two", "one", "--out", "both.png", "--json", "-"]
     )
     assert ended.exit_code == 0, ended.output
     assert ended.stderr == "2 runs drawn as both.png\n"
@@ -252,7 +252,7 @@ def test_the_command_draws_and_tells_in_figures(tmp_path, monkeypatch):
 def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/one")
-    ended = CliRunner().invoke(plot_command, words)
+    ended = CliRunner().invoke(runs_plot_command, words)
     assert ended.exit_code == 2
     assert message in " ".join(ended.stderr.split())
 
@@ -261,7 +261,7 @@ def test_a_plot_command_without_matplotlib_says_what_to_install(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/one")
     monkeypatch.setattr("curry_train.cli.console.importlib.util.find_spec", lambda name: None)
-    ended = CliRunner().invoke(plot_command, ["one"])
+    ended = CliRunner().invoke(runs_plot_command, ["one"])
     assert ended.exit_code == 2
     assert "pip install 'matplotlib" in ended.stderr
 

@@ -210,8 +210,8 @@ def _events(history: History, kind: str) -> list[Event]:
 
 JSON_OPTION = json_option()
 IN_MODULES = {
-    "diff": ("runs_diff:diff_command", "Compare two runs by their journals."),
-    "plot": ("runs_plot:plot_command", "Draw runs from their journals."),
+    "diff": ("runs_diff:runs_diff_command", "Compare two runs by their journals."),
+    "plot": ("runs_plot:runs_plot_command", "Draw runs from their journals."),
     "resume-check": (
         "resume_check:resume_check_command",
         "Check that a resumed run is bit-equal.",
@@ -232,7 +232,7 @@ def runs_command() -> None:
 @runs_command.command("list", example="runs")
 @click.argument("folder", default="runs")
 @JSON_OPTION
-def list_command(folder: str, json_path: str | None) -> None:
+def runs_list_command(folder: str, json_path: str | None) -> None:
     """List runs and their saved states.
 
     The files of the saved states in FOLDER are not all read; `verify` reads them.
@@ -343,7 +343,7 @@ def _open(run: str) -> SavedRun:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether a folder is a run; one that has saved nothing yet may have a journal."""
+    """Return whether a folder is a run; one that has saved nothing yet may have a journal."""
     return (
         any((path / kind).is_dir() for kind in CHECKPOINT_KINDS)
         or (path / JOURNAL_FILE_NAME).is_file()

@@ -47,7 +47,7 @@ LONGEST_CHANGE_VALUE = 18
     help="Folder of the runs given by name.",
 )
 @json_option()
-def diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
+def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     """Compare two runs by their journals.
 
     Compares configuration, code, environment and losses of runs A and B.

@@ -457,7 +457,7 @@ def _last_loss(history: History) -> float:
     help="Draw the loss as a mean over this many steps.",
 )
 @json_option()
-def plot_command(
+def runs_plot_command(
     names: tuple[str, ...],
     root: str,
     out: str,

@@ -24,13 +24,13 @@ BRIEF_LABEL = "Also: "
 
 # What click appends to a help text: the range of a number, which its error message names as
 # well, and that an option is required, which the usage line shows.
-_APPENDED = re.compile(
+_SUFFIX_PATTERN = re.compile(
     r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]|;? ?required(?=\])|  \[required\]"
 )
 
 
 class ScreenHelp(click.Command):
-    """Render help as summary, options, exit status and one example, without blank lines to spare.
+    """Render help in few lines: summary, options, exit status and one example.
 
     `example` is what follows the name of the command in a call that works.
     """
@@ -56,7 +56,7 @@ class ScreenHelp(click.Command):
             if option.name in BRIEF_OPTIONS:
                 brief.append(_brief_option(option))
             else:
-                rows.append((_plain_metavar(record[0]), _APPENDED.sub("", record[1])))
+                rows.append((_plain_metavar(record[0]), _SUFFIX_PATTERN.sub("", record[1])))
         return [*_table(rows), *_wrapped(BRIEF_LABEL + ", ".join([*brief, "--help"]), "  ")]
 
     def example_lines(self, ctx: click.Context) -> list[str]:
