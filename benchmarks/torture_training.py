@@ -16,7 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from curry_train.runs import SavedRun, Store, TrainingState
-from curry_train.runs.format import SafetensorsReader, facts_of, read_metadata, read_tensors
+from curry_train.runs.format import (
+    SafetensorsReader,
+    facts_of,
+    read_checkpoint_metadata,
+    read_tensors,
+)
 from curry_train.runs.layout import BEST_KIND, SavedCheckpoint, read_manifest
 from curry_train.runs.store import STATE_FILE_NAME
 from torture_ranks import start
@@ -99,7 +104,7 @@ def contents(run: SavedRun, saved: SavedCheckpoint) -> dict[str, str]:
         }
         reader.read_into(held)
     else:
-        metadata = read_metadata(run.files, saved.folder, manifest)
+        metadata = read_checkpoint_metadata(run.files, saved.folder, manifest)
         held = {
             name: torch.empty(facts.shape, dtype=facts.dtype)
             for name, facts in facts_of(metadata).items()

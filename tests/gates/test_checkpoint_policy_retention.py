@@ -10,7 +10,13 @@ import pytest
 
 from curry_train.gates import checkpoint_policy
 from curry_train.gates.trials import Rules
-from curry_train.runs.format import Contents, LoadReport, facts_of, read_metadata, read_tensors
+from curry_train.runs.format import (
+    Contents,
+    LoadReport,
+    facts_of,
+    read_checkpoint_metadata,
+    read_tensors,
+)
 from curry_train.runs.layout import read_manifest
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
@@ -56,7 +62,9 @@ def nothing(every, config, **_):
 def unverified(run, state, what):
     newest = run.latest()
     values = run._values(newest.folder)
-    metadata = read_metadata(run.files, newest.folder, read_manifest(run.files, newest.folder))
+    metadata = read_checkpoint_metadata(
+        run.files, newest.folder, read_manifest(run.files, newest.folder)
+    )
     contents = Contents(facts_of(metadata), values["values"], values["ranks"], values["ties"])
     loading = state.begin_load(contents)
     read_tensors(run.files, newest.folder, metadata, loading.targets)

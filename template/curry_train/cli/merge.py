@@ -533,7 +533,7 @@ def check_not_pending(root: Path) -> None:
         )
 
 
-def recover(root: Path) -> str | None:
+def recover_update(root: Path) -> str | None:
     """Complete a write that was killed, or undo it if its files are damaged; say which."""
     if not root.is_dir():
         return None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..config import load_config
 from ..core.wording import provenance
-from ..runs.format import facts_of, read_metadata, read_tensors
+from ..runs.format import facts_of, read_checkpoint_metadata, read_tensors
 from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
 from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
@@ -115,7 +115,7 @@ def final_tensors(run: Path) -> dict[str, Tensor]:
         raise ValueError(f"{run} has no saved state")
 
     manifest = read_manifest(saved.files, newest.folder)
-    metadata = read_metadata(saved.files, newest.folder, manifest)
+    metadata = read_checkpoint_metadata(saved.files, newest.folder, manifest)
     tensors = {
         name: torch.empty(facts.shape, dtype=facts.dtype)
         for name, facts in facts_of(metadata).items()

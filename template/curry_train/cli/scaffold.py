@@ -31,7 +31,7 @@ from .merge import (
     plan_copy,
     plan_update,
     read_lock,
-    recover,
+    recover_update,
     write_changes,
     write_project,
 )
@@ -435,7 +435,7 @@ def _require_lock(root: Path) -> Lock:
 def _finish_interrupted(root: Path, *, dry_run: bool) -> None:
     if dry_run:
         check_not_pending(root)
-    elif done := recover(root):
+    elif done := recover_update(root):
         click.echo(f"First {done}.", err=True)
 
 
@@ -485,7 +485,7 @@ def patch_lines(entry: Comparison) -> Iterator[str]:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-@click.command("list", cls=ScaffoldCommand)
+@click.command("list", cls=ScaffoldCommand, example="")
 def list_command() -> None:
     """List the techniques and what adding each one copies."""
     bundle = find_bundle()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .format import State
+from .format import SavableState
 from .layout import SavedCheckpoint
 from .ranks import Ranks, SaveError
 from .store import Store, Writing
@@ -158,7 +158,7 @@ class BackgroundSaver:
             self._error = None
 
     def save(
-        self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
+        self, kind: str, step: int, state: SavableState, *, metric: tuple[str, float] | None = None
     ) -> None:
         """Begin a save and return before it is copied.
 

@@ -13,7 +13,7 @@ from collections import deque
 
 from .background import BackgroundSaver
 from .files import Files
-from .format import State
+from .format import SavableState
 from .layout import RESUMABLE_KINDS
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks
@@ -236,7 +236,7 @@ class AutomaticCadence(CadenceFromOverhead):
         """Call after the run went back to an earlier step."""
         self._following = None if self.expected is None else 0
 
-    def is_due(self, step: int, state: State) -> bool:
+    def is_due(self, step: int, state: SavableState) -> bool:
         """Return whether a rollback is due after this step; call on all ranks together."""
         if self._config.rollback_every != AUTO_INTERVAL:
             return False
@@ -250,7 +250,7 @@ class AutomaticCadence(CadenceFromOverhead):
         self._following = step + max(1, remaining)
         return remaining == 0
 
-    def _expect(self, ranks: Ranks, state: State) -> None:
+    def _expect(self, ranks: Ranks, state: SavableState) -> None:
         """Estimate the duration of the first save by timing a small write."""
         began = time.perf_counter()
         num_bytes = bytes_to_write(

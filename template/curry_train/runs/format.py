@@ -217,7 +217,7 @@ class TensorFacts:
     dtype: torch.dtype
 
 
-def read_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
+def read_checkpoint_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
     """Read and validate the index of a checkpoint."""
     location = files.location(folder)
     try:
@@ -415,7 +415,7 @@ class Loading:
     report: LoadReport
 
 
-class State(Protocol):
+class SavableState(Protocol):
     """The interface of a state that the store saves and loads."""
 
     def snapshot(self) -> Snapshot: ...

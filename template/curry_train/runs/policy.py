@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .cadence import AutomaticCadence, due
-from .format import State
+from .format import SavableState
 from .layout import (
     BEST_KIND,
     CHECKPOINT_KINDS,
@@ -54,7 +54,7 @@ from .store import Store
 # Check that a state is finite before it is saved.
 
 
-def what_is_wrong(state: State, metrics: Mapping[str, Any]) -> str | None:
+def what_is_wrong(state: SavableState, metrics: Mapping[str, Any]) -> str | None:
     """Describe the first metric or parameter that is not finite; None if all are finite.
 
     Buffers and moments are not checked: masks among the buffers are infinite in sound models, and
@@ -147,7 +147,7 @@ class SavingPolicy:
             self.finish()
 
     def resume(
-        self, state: State, what: str | int = "latest", *, strict: bool = True
+        self, state: SavableState, what: str | int = "latest", *, strict: bool = True
     ) -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
@@ -168,7 +168,7 @@ class SavingPolicy:
         return resumed
 
     def after_step(
-        self, step: int, state: State, metrics: Mapping[str, Any]
+        self, step: int, state: SavableState, metrics: Mapping[str, Any]
     ) -> list[SavedCheckpoint]:
         """Save what is due after `step` steps; nothing if a metric or parameter is not finite.
 
@@ -197,7 +197,7 @@ class SavingPolicy:
         self._cadence.go_on()
         return saved
 
-    def save_now(self, step: int, state: State) -> list[SavedCheckpoint]:
+    def save_now(self, step: int, state: SavableState) -> list[SavedCheckpoint]:
         """Save a recovery at the end of a run, or before it is stopped.
 
         Nothing is saved if this step is saved already, or if a parameter is not finite.
@@ -239,7 +239,7 @@ class SavingPolicy:
         return self._settle()
 
     def _save_due(
-        self, step: int, state: State, kinds: tuple[str, ...], value: float
+        self, step: int, state: SavableState, kinds: tuple[str, ...], value: float
     ) -> list[SavedCheckpoint]:
         saved = self._settle()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
@@ -259,7 +259,7 @@ class SavingPolicy:
         return saved
 
     def _save(
-        self, kind: str, step: int, state: State, metric: tuple[str, float] | None
+        self, kind: str, step: int, state: SavableState, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
         ranks = Ranks(self.store.group)
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .format import LoadReport, State
+from .format import LoadReport, SavableState
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, OtherRank, Ranks, RunError
@@ -62,7 +62,7 @@ class Resumed:
 
 def load_chosen(
     run: SavedRun | str | os.PathLike[str],
-    state: State,
+    state: SavableState,
     what: str | int = "latest",
     *,
     config: PolicyConfig | None = None,
@@ -92,7 +92,7 @@ def load_chosen(
 
 
 def _try(
-    run: SavedRun, saved: SavedCheckpoint, state: State, *, strict: bool, ranks: Ranks
+    run: SavedRun, saved: SavedCheckpoint, state: SavableState, *, strict: bool, ranks: Ranks
 ) -> tuple[LoadReport | None, str]:
     """Load one checkpoint; return the report, or None and the reason why it is damaged.
 

@@ -31,11 +31,11 @@ from .format import (
     RankFiles,
     SafetensorsLayout,
     SafetensorsReader,
+    SavableState,
     ShardedLayout,
     Snapshot,
-    State,
     facts_of,
-    read_metadata,
+    read_checkpoint_metadata,
     read_tensors,
 )
 from .layout import (
@@ -243,7 +243,7 @@ class SavedRun:
     def load(
         self,
         checkpoint: SavedCheckpoint | str | os.PathLike[str],
-        state: State,
+        state: SavableState,
         *,
         strict: bool = True,
     ) -> LoadReport:
@@ -257,7 +257,7 @@ class SavedRun:
         with reading(self.files, folder):
             return self._load(folder, state, ranks, strict=strict)
 
-    def _load(self, folder: str, state: State, ranks: Ranks, *, strict: bool) -> LoadReport:
+    def _load(self, folder: str, state: SavableState, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
@@ -282,7 +282,7 @@ class SavedRun:
                 reader = SafetensorsReader(self.files, folder)
                 contents = Contents(reader.facts(), values, rank_values, ties, model_only=True)
                 return _Content(contents, reader.read_into)
-            metadata = read_metadata(self.files, folder, manifest)
+            metadata = read_checkpoint_metadata(self.files, folder, manifest)
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{self.files.location(folder)} can't be read ({error})"
@@ -435,7 +435,7 @@ class Store(SavedRun):
         self._opened = False
 
     def save(
-        self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
+        self, kind: str, step: int, state: SavableState, *, metric: tuple[str, float] | None = None
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
         ranks = Ranks(self.group)
@@ -450,7 +450,7 @@ class Store(SavedRun):
             raise self.failed(writing, error) from error
 
     def begin(
-        self, kind: str, step: int, state: State, *, metric: tuple[str, float] | None = None
+        self, kind: str, step: int, state: SavableState, *, metric: tuple[str, float] | None = None
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks(self.group)
