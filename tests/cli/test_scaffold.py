@@ -15,6 +15,7 @@ from scaffold_case import PACKAGE, REAL, ROOT, make_bundle, scaffold, times, tre
 
 from curry_train.cli.merge import read_lock
 from curry_train.cli.ownership import (
+    OWN_TEXTS,
     TECHNIQUES,
     Bundle,
     Kind,
@@ -311,8 +312,16 @@ def test_real_project_owns_its_rooms_too() -> None:
     )
     assert "my_run/runs/attach.py" in files
     assert not [
-        path for path in files if re.match(r"my_run/(plan|gates|bench|cli|workloads)", path)
+        path for path in files if re.match(r"my_run/(plan|gates|bench|cli|workloads)/", path)
     ]
+
+
+@pytest.mark.parametrize("text", OWN_TEXTS)
+def test_template_has_the_texts_that_own_replaces(text: str) -> None:
+    files = project_files(REAL, name="my_run", own=False).items()
+    assert [path for path, file in files if path[-4:] != ".whl" and text.encode() in file.content]
+    for path, file in project_files(REAL, name="my_run", own=True).items():
+        assert path.startswith("my_run/") or text.encode() not in file.content
 
 
 def test_new_writes_the_project_and_twice_changes_nothing(bundle: Bundle, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from scaffold_case import REAL, ROOT, make_bundle, scaffold, shell, tree, write
+from scaffold_case import ROOT, make_bundle, scaffold, shell, tree, write
 
 from curry_train.cli.ownership import (
     BUNDLED,
@@ -76,9 +76,20 @@ def test_wheel_declares_what_pyproject_does(bundle: Bundle) -> None:
     assert entry == "[console_scripts]\ncurry-train = curry_train.cli.main:main\n"
 
 
-def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy() -> None:
-    names = zipfile.ZipFile(io.BytesIO(build_wheel(REAL)[1])).namelist()
-    modules = [path.relative_to(REAL.package.parent) for path in REAL.package.rglob("*.py")]
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A copy of what the package is built from, which nobody edits while the tests run."""
+    root = tmp_path_factory.mktemp("clone")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, root / name)
+    caches = shutil.ignore_patterns("__pycache__", ".pytest_cache")
+    shutil.copytree(ROOT / "template", root / "template", ignore=caches)
+    return find_bundle(root / "template/curry_train")
+
+
+def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(clone: Bundle) -> None:
+    names = zipfile.ZipFile(io.BytesIO(build_wheel(clone)[1])).namelist()
+    modules = [path.relative_to(clone.package.parent) for path in clone.package.rglob("*.py")]
     assert {path.as_posix() for path in modules} <= set(names)
     assert "curry_train/py.typed" in names
     assert f"curry_train/{BUNDLED}/project/train.py" in names
@@ -101,10 +112,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(environment: Path, clone: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new project, moved away, with its wheel installed from its own folder."""
     folder = tmp_path_factory.mktemp("new")
-    assert scaffold(REAL, "new", "my-run", cwd=folder).returncode == 0
+    assert scaffold(clone, "new", "my-run", cwd=folder).returncode == 0
     moved = (folder / "my-run").rename(tmp_path_factory.mktemp("moved") / "elsewhere")
     pin = next(
         text
@@ -118,16 +129,18 @@ def installed(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return moved
 
 
-def test_project_installs_from_its_own_wheel_alone(environment: Path, installed: Path) -> None:
+def test_project_installs_from_its_own_wheel_alone(
+    environment: Path, installed: Path, clone: Bundle
+) -> None:
     code = "import curry_train; print(curry_train.__file__, curry_train.__version__)"
     shown = shell(f'{environment}/bin/python -c "{code}"', cwd=installed).stdout.split()
     assert Path(shown[0]).is_relative_to(environment)
-    assert shown[1] == read_metadata(REAL).version
+    assert shown[1] == read_metadata(clone).version
     assert (environment / "bin/curry-train").is_file()
 
 
 def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
-    environment: Path, installed: Path, tmp_path: Path
+    environment: Path, installed: Path, clone: Bundle, tmp_path: Path
 ) -> None:
     """The wheel holds the template, the tests and its metadata, so it needs no clone."""
     write(tmp_path / "theirs/setup.py", "")
@@ -135,8 +148,8 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     command = f"{environment}/bin/curry-train"
     made = shell(f"{command} new run && cd theirs && {command} add sac --into owned", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
-    assert scaffold(REAL, "new", "other", "--name", "run", cwd=tmp_path).returncode == 0
-    assert scaffold(REAL, "add", "sac", "--into", "owned", cwd=tmp_path / "ours").returncode == 0
+    assert scaffold(clone, "new", "other", "--name", "run", cwd=tmp_path).returncode == 0
+    assert scaffold(clone, "add", "sac", "--into", "owned", cwd=tmp_path / "ours").returncode == 0
     assert tree(tmp_path / "run") == tree(tmp_path / "other")
     assert tree(tmp_path / "theirs") == tree(tmp_path / "ours")
     again = shell(f"{command} update run", cwd=tmp_path)
@@ -151,8 +164,10 @@ def test_project_passes_its_own_tests_without_the_bundle(
     assert " passed" in ran.stdout
 
 
-def test_project_makes_its_environment_once_and_trains(environment: Path, tmp_path: Path) -> None:
-    assert scaffold(REAL, "new", "run", cwd=tmp_path).returncode == 0
+def test_project_makes_its_environment_once_and_trains(
+    environment: Path, clone: Bundle, tmp_path: Path
+) -> None:
+    assert scaffold(clone, "new", "run", cwd=tmp_path).returncode == 0
     project = tmp_path / "run"
     shutil.copytree(environment, project / ".venv", symlinks=True)
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "BASE_PYTHON": sys.executable}
@@ -167,17 +182,11 @@ def test_project_makes_its_environment_once_and_trains(environment: Path, tmp_pa
     assert "pip install" not in shell("make --dry-run train", cwd=project, **offline).stdout
 
 
-def test_pip_builds_the_package_with_what_the_commands_copy(tmp_path: Path) -> None:
+def test_pip_builds_the_package_with_what_the_commands_copy(clone: Bundle, tmp_path: Path) -> None:
     """A wheel of setuptools and the wheel of a project hold the same files."""
     pytest.importorskip("setuptools", minversion="77", reason="builds without isolation")
-    copy = tmp_path / "clone"
-    copy.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, copy / name)
-    shutil.copytree(
-        ROOT / "template", copy / "template", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    build = "wheel --no-deps --no-index --no-build-isolation --wheel-dir dist ./clone"
+    root = clone.package.parents[1]
+    build = f"wheel --no-deps --no-index --no-build-isolation --wheel-dir dist {root}"
     done = shell(f"python -m pip {build}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = (tmp_path / "dist").iterdir()
@@ -185,6 +194,6 @@ def test_pip_builds_the_package_with_what_the_commands_copy(tmp_path: Path) -> N
     zipfile.ZipFile(built).extractall(unpacked)
     again = find_bundle(unpacked / "curry_train")
     assert again.project == unpacked / "curry_train" / BUNDLED / "project"
-    assert bundled_files(again) == bundled_files(REAL)
-    assert read_metadata(again) == read_metadata(REAL)
-    assert build_wheel(again) == build_wheel(REAL)
+    assert bundled_files(again) == bundled_files(clone)
+    assert read_metadata(again) == read_metadata(clone)
+    assert build_wheel(again) == build_wheel(clone)

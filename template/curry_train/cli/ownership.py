@@ -37,6 +37,13 @@ DISTRIBUTIONS_OF_IMPORTS = {"torch": "torch", "numpy": "numpy", "yaml": "pyyaml"
 
 PLACEHOLDER_NAME = "my_project"
 PLACEHOLDER_VERSION = "0.0.0"
+# Where the template names the package or its wheel, and what stands there with --own.
+OWN_TEXTS = {
+    "package `curry-train`, which `pyproject.toml` pins": (
+        f"package `{PLACEHOLDER_NAME}`, a copy of curry-train's run-time rooms that is yours"
+    ),
+    " --find-links wheels": "",
+}
 # What a run of the template leaves in its folder.
 LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})
 
@@ -46,7 +53,7 @@ class ScaffoldError(ValueError):
 
 
 class Kind(Enum):
-    """How a user gets a technique: as modules of their own, as a room, or never copied."""
+    """The way a user gets a technique: as modules of their own, as a room, or never copied."""
 
     OWNED = "owned"
     ROOM = "room"
@@ -492,6 +499,8 @@ def _own_text(
     """Make a file of the project depend on its own copy of the rooms instead of the package."""
     if path.endswith(".py"):
         return rename_package(content, package=name)
+    for old, new in OWN_TEXTS.items():
+        content = content.replace(old.encode(), new.replace(PLACEHOLDER_NAME, name).encode())
     pin = f'"{DISTRIBUTION}=={metadata.version}"'.encode()
     if path != "pyproject.toml" or pin not in content:
         return content
