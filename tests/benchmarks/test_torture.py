@@ -1,16 +1,18 @@
-"""A short torture finds nothing wrong, and each planted fault is found by it. `python -m pytest tests/benchmarks/test_torture.py`.
+"""A short torture of the checkpoint store finds nothing wrong, and finds each planted fault.
 
-The long one is `make torture`; its record is evidence/checkpoint_torture.json.
+    python -m pytest tests/benchmarks/test_torture.py
+
+`make torture` runs the long one; its record is evidence/checkpoint_torture.json.
 """
 
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 from store_models import new_state, train
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.runs import Store
 from curry_train.runs.policy import SavingPolicy
@@ -18,17 +20,18 @@ from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.retention import TURNED_BACK_FILE_NAME
 from torture import wrongs
 
-# Whoever adds a command to `runs` says here that it reads no checkpoint, or tries it in torture_hostile.COMMANDS.
+# A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
+# torture_hostile.COMMANDS, which tries it on hostile ones.
 OTHER_COMMANDS = {"estimate", "plot", "resume-check", "spike-check"}
 
 
 def run(*words):
-    """In a process of its own, which forks and therefore has one thread."""
+    """Run a module in its own process: it forks, and therefore has one thread."""
     paths = os.pathsep.join(
         [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
     )
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *words]
+    command = [warm_python(), "-m", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT
     )
@@ -50,11 +53,9 @@ def test_damage_failing_disks_and_hostile_files():
     only = ("flips", "swaps", "disk.each_read", "disk.read_only", "hostile")
     status, found = run("torture", "--flips", "32", "--every", "43", "--only", *only, "--json", "-")
     assert (wrongs(found), status) == ([], 0)
-    assert (found["flips"]["flips"], found["flips"]["files"], found["flips"]["each_file"]) == (
-        32,
-        16,
-        2,
-    )
+    assert found["flips"]["flips"] == 32
+    assert found["flips"]["files"] == 16
+    assert found["flips"]["each_file"] == 2
     assert found["swaps"]["swaps"] >= 12
     assert found["disk"]["each_read"]["errors"] >= 10
     assert found["disk"]["read_only"]["how"][-1].startswith("folder of mode 0555")
@@ -80,7 +81,7 @@ def planted():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(planted, fault):
-    assert any(FAULTS[fault] in said for said in planted[fault]), planted[fault]
+    assert any(FAULTS[fault] in wrong for wrong in planted[fault]), planted[fault]
 
 
 def test_every_command_that_reads_a_checkpoint_is_tried():
@@ -91,8 +92,9 @@ def test_every_command_that_reads_a_checkpoint_is_tried():
 
 
 def test_a_kill_while_the_note_of_a_rollback_is_written_does_not_end_all_rollbacks(tmp_path):
-    """Found by the torture: what the killed process left of the file was in the way of every later one."""
-    state, often = new_state(), PolicyConfig(rollback_every=1)
+    """A half-written file of the killed process once stopped every later rollback."""
+    state = new_state()
+    often = PolicyConfig(rollback_every=1)
     with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
         for _ in range(3):
             train(state, 1)

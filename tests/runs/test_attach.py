@@ -1,6 +1,10 @@
-"""A script that is not ours: killed, damaged, resumed, the same to the bit. `python -m pytest tests/runs/test_attach.py`."""
+"""A script with `saving` attached is killed, damaged and resumed, and stays equal to the bit.
+
+python -m pytest tests/runs/test_attach.py
+"""
 
 import difflib
+import functools
 import os
 import signal
 import subprocess
@@ -12,6 +16,7 @@ import torch
 from attached_scripts import PLAIN, attached
 from torch import nn
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.runs import RunError, SavedRun
 from curry_train.runs.attach import saving
@@ -19,12 +24,13 @@ from curry_train.runs.attach import saving
 STEPS = 6  # of an epoch
 
 
-def start(folder, script, *words, at=0):
+def start(folder, script, *words, at=0, python=sys.executable):
+    """Start the script; it is killed in its optimizer step number `at`, and never for 0."""
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
     paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
     command = [
-        sys.executable,
+        python,
         str(ROOT / "tests/runs/attached_scripts.py"),
         str(at),
         "script.py",
@@ -36,8 +42,8 @@ def start(folder, script, *words, at=0):
 
 
 def run(folder, script, *words, at=0):
-    """(status, losses, lines of dev losses, standard error)"""
-    process = start(folder, script, *words, at=at)
+    """Return the exit status, the lines of losses and of dev losses, and standard error."""
+    process = start(folder, script, *words, at=at, python=warm_python())
     out, error = process.communicate(timeout=200)
     lines = out.splitlines()
     return (
@@ -48,8 +54,22 @@ def run(folder, script, *words, at=0):
     )
 
 
+@pytest.fixture(scope="module")
+def run_plain(tmp_path_factory):
+    """Run the script without `saving`, once for the same words: its folder, losses and dev losses."""
+
+    @functools.cache
+    def plain(*words):
+        folder = tmp_path_factory.mktemp("plain")
+        status, losses, devs, error = run(folder, PLAIN, *words)
+        assert (status, len(losses), error) == (0, 3 * STEPS, "")
+        return folder, losses, devs
+
+    return plain
+
+
 def flip_a_bit(run_folder):
-    """In the newest; returns its step."""
+    """Flip a bit in the newest checkpoint and return its step."""
     newest = SavedRun(run_folder).latest()
     path = max((run_folder / newest.folder).glob("*.distcp"), key=lambda one: one.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -68,10 +88,10 @@ def test_it_takes_at_most_ten_lines():
     [(0,), pytest.param((2,), marks=pytest.mark.long), (2, "own")],
     ids=lambda words: "-".join(map(str, words)),
 )
-def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(tmp_path, words):
-    status, losses, devs, error = run(tmp_path / "plain", PLAIN, *words)
-    assert (status, len(losses), error) == (0, 3 * STEPS, "")
-
+def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(
+    tmp_path, run_plain, words
+):
+    folder, losses, devs = run_plain(*words)
     status, first, _, _ = run(
         tmp_path / "ours", attached(), *words, at=9
     )  # in the middle of the second epoch
@@ -86,15 +106,17 @@ def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(tmp_pat
     assert (status, third) == (0, losses[10:]), error
     assert "rollback/step-00000012.dcp" in error
     assert rest == devs[1:]
-    plain, ours = (torch.load(tmp_path / name / "weights.pt") for name in ("plain", "ours"))
+    plain = torch.load(folder / "weights.pt")
+    ours = torch.load(tmp_path / "ours/weights.pt")
     assert all(torch.equal(plain[name], ours[name]) for name in plain)
     assert SavedRun(tmp_path / "ours/run").latest().step == 3 * STEPS
 
 
-def test_attached_and_never_killed_is_the_plain_script_to_the_bit(tmp_path):
-    _, losses, devs, _ = run(tmp_path / "plain", PLAIN, 0)
+def test_attached_and_never_killed_is_the_plain_script_to_the_bit(tmp_path, run_plain):
+    _, losses, devs = run_plain(0)
     assert run(tmp_path / "ours", attached(), 0)[:3] == (0, losses, devs)
-    # Started once more, it trains nothing; what follows the last epoch is done again, with the same figures.
+    # Started once more it trains nothing; the evaluation after the last epoch runs again and
+    # gives the same figures.
     assert run(tmp_path / "ours", attached(), 0)[:3] == (0, [], devs[2:])
 
 
@@ -103,7 +125,7 @@ def test_sigterm_saves_the_step_and_ends(tmp_path):
         "        loss.backward()\n",
         "        loss.backward()\n        import time; time.sleep(0.3)\n",
     )
-    process = start(tmp_path, slow, 0)
+    process = start(tmp_path, slow, 0)  # a forked python would not receive the signal
     assert process.stdout.readline().startswith("loss")
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""A process that dies while it saves, at any change on the disk, leaves the newest committed checkpoint whole.
+"""A process that dies while it saves leaves the newest committed checkpoint whole.
 
 python -m pytest tests/runs/test_store_kill.py
 """
@@ -6,13 +6,13 @@ python -m pytest tests/runs/test_store_kill.py
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from store_models import At, CountedFiles, CountedObjects, equal, fail, new_state, tensors_of, train
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.runs import SaveError, Store
 
@@ -20,9 +20,9 @@ QUICK = "/dev/shm" if Path("/dev/shm").is_dir() and os.access("/dev/shm", os.W_O
 
 
 def test_no_kill_loses_or_mixes_what_was_committed():
-    """Each seventh change here; the recorded run has every one, and many kills at random moments."""
+    """Kill at each seventh change of the disk; the recorded run kills at every one."""
     with tempfile.TemporaryDirectory(dir=QUICK) as folder:
-        command = [sys.executable, "-m", "store_kills", folder, "--every", "7", "--random", "4"]
+        command = [warm_python(), "-m", "store_kills", folder, "--every", "7", "--random", "4"]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(
                 [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
@@ -46,7 +46,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("make", [CountedFiles, CountedObjects])
 def test_an_error_at_any_change_is_a_save_error_and_the_one_before_stays(make, tmp_path, request):
-    """What fails is said; the same store saves again once there is room."""
+    """The error names its cause, and the same store saves again once there is room."""
     root = tmp_path if make is CountedFiles else f"memory://{request.node.name}"
     state = new_state()
     files = make(root)
@@ -54,7 +54,9 @@ def test_an_error_at_any_change_is_a_save_error_and_the_one_before_stays(make, t
         first = store.save("rollback", 1, state)
         expected = tensors_of(state)
         train(state, 1)
-        failures, number, step, said = 0, 0, 2, []
+        failures = number = 0
+        step = 2
+        messages = []
         while True:
             number += 1
             files.ask = At(number, fail(ERRORS[number % 3]))
@@ -62,21 +64,20 @@ def test_an_error_at_any_change_is_a_save_error_and_the_one_before_stays(make, t
                 store.save("rollback", step, state)
             except SaveError as error:
                 failures += 1
-                said.append((str(error), ERRORS[number % 3].strerror, f"step-{step:08d}"))
+                messages.append((str(error), ERRORS[number % 3].strerror, f"step-{step:08d}"))
             else:
                 break
             finally:
                 files.ask = lambda operation: None
-            if any(
-                saved.step == step for saved in store.committed("rollback")
-            ):  # it failed once it was committed
+            # The error came after the commit.
+            if any(saved.step == step for saved in store.committed("rollback")):
                 store.verify(store.latest())
                 step += 1
             other = new_state(seed=3)
             store.load(first, other)
             assert equal(tensors_of(other), expected)
         assert failures >= 10
-        assert [row for row in said if row[1] not in row[0] or row[2] not in row[0]] == []
+        assert [row for row in messages if row[1] not in row[0] or row[2] not in row[0]] == []
         store.verify(store.save("rollback", step + 1, state))
         assert store.damaged("rollback") == {}
 
@@ -100,7 +101,7 @@ with Store({root!r}) as store:
 def test_a_real_limit_on_the_size_of_files_is_a_save_error(tmp_path):
     paths = [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
     code = LIMITED.format(paths=paths, root=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, timeout=120)
     assert "rollback/step-00000002.dcp" in done.stdout, done.stderr
     assert "File too large" in done.stdout
     assert done.stdout.endswith("[1] []\n")

@@ -123,7 +123,7 @@ def test_batches_of_any_nesting():
         "def build(): return nn.Bilinear(5, 4, 1), (torch.randn(3, 5), torch.randn(3, 4))",
         "def build(): return nn.Linear(5, 1), {'input': torch.randn(3, 5)}",
         """
-        from curry_train.core import Workload
+        from curry_train.workloads import Workload
         def build():
             loss = lambda module, batch: module(batch).square().sum()
             return Workload("own", lambda: nn.Linear(3, 1), lambda size: torch.randn(size, 3), loss)
