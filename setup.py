@@ -12,7 +12,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "template"))
 
-from curry_train.cli.ownership import BUNDLED, PACKAGE, bundled_files, find_bundle  # noqa: E402
+from curry_train.cli.ownership import BUNDLED_FOLDER, PACKAGE, bundled_files, find_bundle  # noqa: E402
 
 
 class BuildWithBundle(build_py):
@@ -24,7 +24,7 @@ class BuildWithBundle(build_py):
         if self.editable_mode:
             return
         for path, content in bundled_files(find_bundle()).items():
-            place = Path(self.build_lib, PACKAGE, BUNDLED, path)
+            place = Path(self.build_lib, PACKAGE, BUNDLED_FOLDER, path)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
 

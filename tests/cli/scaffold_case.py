@@ -111,7 +111,7 @@ SMALL_TECHNIQUES = {"grad-accum", "sac", "memory-plan", "loss-spike"}
 
 @dataclass(frozen=True)
 class Ran:
-    """What one command did."""
+    """The result of one command."""
 
     returncode: int
     stdout: str

@@ -1,4 +1,4 @@
-"""What is copied: the import graph, rewritten imports, the files of a project, and the budgets.
+"""Tests of what is copied: import graph, rewritten imports, projects, budgets.
 
 Run: `python -m pytest tests/cli/test_scaffold.py`.
 """

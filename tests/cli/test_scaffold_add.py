@@ -1,4 +1,4 @@
-"""One technique into a repository that exists: where it goes, whose files stay, and its test.
+"""Tests of `add`: where a technique goes, whose files stay, and its own test.
 
 Run: `python -m pytest tests/cli/test_scaffold_add.py`.
 """

@@ -1,4 +1,4 @@
-"""The commands at the terminal: states of `diff`, what `list` shows, one message for a mistake.
+"""Tests of the commands: states of `diff`, rows of `list`, a line for a mistake.
 
 Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """

@@ -1,4 +1,4 @@
-"""Kills at every write: a new project is absent or whole, `add` and `update` lose neither side.
+"""Tests of kills at every write: `new`, `add` and `update` leave nothing torn.
 
 Run: `python -m pytest tests/cli/test_scaffold_kill.py`.
 """
@@ -171,7 +171,7 @@ def test_update_that_is_killed_at_any_write_ends_as_one_that_was_not(
         # Each file is as before or as after, never torn.
         for path in {*left, *start, *end}:
             assert left.get(path) in (start.get(path), end.get(path)), path
-        pending = (conflicting / merge.PENDING).exists()
+        pending = (conflicting / merge.PENDING_FOLDER).exists()
         state = "after" if left == end else "between"
         seen["before" if left == start else state] += 1
         again = scaffold(bundle, "update", cwd=conflicting)
@@ -202,7 +202,7 @@ def kill_between(bundle: Bundle, project: Path) -> None:
 
     with mock.patch.object(merge, "_put", put):
         assert kill_at(10**6, lambda: scaffold(bundle, "update", cwd=project))
-    assert (project / merge.PENDING).is_dir()
+    assert (project / merge.PENDING_FOLDER).is_dir()
     left_over = {path: text for path, text in tree(project).items() if ".curry-train" not in path}
     assert (
         len([path for path in {*start, *left_over} if start.get(path) != left_over.get(path)]) == 3
@@ -214,7 +214,7 @@ def test_a_killed_update_whose_staged_files_are_torn_is_undone_completely(
 ) -> None:
     start = tree(conflicting)
     kill_between(bundle, conflicting)
-    staged = sorted((conflicting / merge.PENDING).glob("*.after"))
+    staged = sorted((conflicting / merge.PENDING_FOLDER).glob("*.after"))
     staged[-1].write_bytes(staged[-1].read_bytes()[:-3])
     assert merge.recover_update(conflicting) == (
         "undid an earlier write that was interrupted and left damaged files"
@@ -227,7 +227,7 @@ def test_a_torn_copy_that_is_needed_stops_with_what_to_do(
     bundle: Bundle, conflicting: Path
 ) -> None:
     kill_between(bundle, conflicting)
-    for staged in (conflicting / merge.PENDING).glob("*.*"):
+    for staged in (conflicting / merge.PENDING_FOLDER).glob("*.*"):
         if staged.name != "table.json":
             staged.write_bytes(b"")
     refused = scaffold(bundle, "update", cwd=conflicting)
@@ -238,7 +238,7 @@ def test_a_torn_copy_that_is_needed_stops_with_what_to_do(
 
 def test_a_damaged_table_stops_with_what_to_do(bundle: Bundle, conflicting: Path) -> None:
     kill_between(bundle, conflicting)
-    (conflicting / merge.PENDING / "table.json").write_bytes(b"[{")
+    (conflicting / merge.PENDING_FOLDER / "table.json").write_bytes(b"[{")
     refused = scaffold(bundle, "update", cwd=conflicting)
     assert (refused.returncode, ".curry-train.pending is damaged" in refused.stderr) == (2, True)
 

@@ -1,4 +1,4 @@
-"""The three-way merge loses no edit, and `update` does with each file what its state calls for.
+"""Tests of the three-way merge, and of what `update` does with each file.
 
 Run: `python -m pytest tests/cli/test_scaffold_merge.py`.
 """

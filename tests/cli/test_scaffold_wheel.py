@@ -1,4 +1,4 @@
-"""The wheel that a project carries: its bytes, its metadata, and that pip installs from it alone.
+"""Tests of the wheel that a project carries: bytes, metadata, installation.
 
 Run: `python -m pytest tests/cli/test_scaffold_wheel.py`.
 """
@@ -22,12 +22,12 @@ import pytest
 from scaffold_case import ROOT, make_bundle, scaffold, shell, tree, write
 
 from curry_train.cli.ownership import (
-    BUNDLED,
+    BUNDLED_FOLDER,
     Bundle,
     build_wheel,
     bundled_files,
     find_bundle,
-    read_metadata,
+    read_distribution,
 )
 
 
@@ -92,8 +92,8 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(clone: Bun
     modules = [path.relative_to(clone.package.parent) for path in clone.package.rglob("*.py")]
     assert {path.as_posix() for path in modules} <= set(names)
     assert "curry_train/py.typed" in names
-    assert f"curry_train/{BUNDLED}/project/train.py" in names
-    assert f"curry_train/{BUNDLED}/tests/test_sac.py" in names
+    assert f"curry_train/{BUNDLED_FOLDER}/project/train.py" in names
+    assert f"curry_train/{BUNDLED_FOLDER}/tests/test_sac.py" in names
     assert not [name for name in names if "__pycache__" in name]
 
 
@@ -135,7 +135,7 @@ def test_project_installs_from_its_own_wheel_alone(
     code = "import curry_train; print(curry_train.__file__, curry_train.__version__)"
     shown = shell(f'{environment}/bin/python -c "{code}"', cwd=installed).stdout.split()
     assert Path(shown[0]).is_relative_to(environment)
-    assert shown[1] == read_metadata(clone).version
+    assert shown[1] == read_distribution(clone).version
     assert (environment / "bin/curry-train").is_file()
 
 
@@ -193,7 +193,7 @@ def test_pip_builds_the_package_with_what_the_commands_copy(clone: Bundle, tmp_p
     unpacked = tmp_path / "installed"
     zipfile.ZipFile(built).extractall(unpacked)
     again = find_bundle(unpacked / "curry_train")
-    assert again.project == unpacked / "curry_train" / BUNDLED / "project"
+    assert again.project == unpacked / "curry_train" / BUNDLED_FOLDER / "project"
     assert bundled_files(again) == bundled_files(clone)
-    assert read_metadata(again) == read_metadata(clone)
+    assert read_distribution(again) == read_distribution(clone)
     assert build_wheel(again) == build_wheel(clone)

@@ -30,10 +30,10 @@ from typing import Any
 
 from .ownership import ScaffoldError, SourceFile
 
-LOCK = "curry-train.lock"
+LOCK_NAME = "curry-train.lock"
 LOCK_FORMAT = 2
-PENDING = ".curry-train.pending"
-LEFTOVER = re.compile(r"\..+\.curry-train-(\d{1,9})")  # .<name>.curry-train-<process id>
+PENDING_FOLDER = ".curry-train.pending"
+LEFTOVER_PATTERN = re.compile(r"\..+\.curry-train-(\d{1,9})")  # .<name>.curry-train-<process id>
 
 OURS_MARKER = "<<<<<<< yours"
 MIDDLE_MARKER = "======="
@@ -98,7 +98,7 @@ def record_of(file: SourceFile, version: str) -> Record:
 
 def read_lock(root: Path) -> Lock | None:
     """Read the lock of the project at `root`; return None where there is none."""
-    path = root / LOCK
+    path = root / LOCK_NAME
     if not path.is_file():
         return None
     try:
@@ -270,7 +270,7 @@ def _common_runs(
 # What a command would write
 
 
-class State(StrEnum):
+class FileState(StrEnum):
     """A copied file compared with its base and with the bundle."""
 
     SAME = "as it came"
@@ -288,7 +288,7 @@ class Comparison:
     """One file: its state, and its content in the project and in the bundle."""
 
     path: str
-    state: State
+    state: FileState
     record: Record | None
     yours: bytes | None = field(repr=False)
     wanted: SourceFile | None = field(repr=False)
@@ -338,18 +338,18 @@ def compare_files(
     return compared
 
 
-def _state(record: Record | None, yours: bytes | None, wanted: SourceFile | None) -> State:
+def _state(record: Record | None, yours: bytes | None, wanted: SourceFile | None) -> FileState:
     if wanted is None:
-        return State.GONE
+        return FileState.GONE
     if yours is None:
-        return State.MISSING if record else State.NEW
+        return FileState.MISSING if record else FileState.NEW
     if yours == wanted.content:
-        return State.SAME
+        return FileState.SAME
     if record is None:
-        return State.FOREIGN
+        return FileState.FOREIGN
     if digest(yours) == record.sha256:
-        return State.NEWER
-    return State.EDITED if digest(wanted.content) == record.sha256 else State.BOTH
+        return FileState.NEWER
+    return FileState.EDITED if digest(wanted.content) == record.sha256 else FileState.BOTH
 
 
 def plan_update(root: Path, lock: Lock, compared: Sequence[Comparison]) -> WritePlan:
@@ -384,7 +384,7 @@ def plan_copy(
         action = "replace"
         if comparison.yours is None:
             action = "create"
-        elif comparison.state is State.SAME:
+        elif comparison.state is FileState.SAME:
             action = "same"
         elif not overwrite:
             action = "conflict"
@@ -417,15 +417,15 @@ def _updated(comparison: Comparison) -> Change:
     yours = comparison.yours
     theirs = comparison.wanted.content if comparison.wanted else None
     match comparison.state:
-        case State.NEW:
+        case FileState.NEW:
             return Change(path, "create", yours, theirs)
-        case State.NEWER:
+        case FileState.NEWER:
             return Change(path, "replace", yours, theirs)
-        case State.BOTH:
+        case FileState.BOTH:
             return _merged(comparison)
-        case State.EDITED if _has_conflict(yours):
+        case FileState.EDITED if _has_conflict(yours):
             return Change(path, "conflict", yours, yours)
-        case State.GONE:
+        case FileState.GONE:
             edited = yours is not None and digest(yours) != getattr(comparison.record, "sha256", "")
             return (
                 Change(path, "yours now", yours, yours)
@@ -433,10 +433,10 @@ def _updated(comparison: Comparison) -> Change:
                 else Change(path, "delete", yours, None)
             )
     actions = {
-        State.SAME: "same",
-        State.EDITED: "keep",
-        State.MISSING: "missing",
-        State.FOREIGN: "in the way",
+        FileState.SAME: "same",
+        FileState.EDITED: "keep",
+        FileState.MISSING: "missing",
+        FileState.FOREIGN: "in the way",
     }
     return Change(path, actions[comparison.state], yours, yours)
 
@@ -473,11 +473,11 @@ def _fresh_record(record: Record | None, wanted: SourceFile, version: str) -> Re
 
 
 def _lock_change(root: Path, lock: Lock) -> Change:
-    place = destination(root, LOCK)
+    place = destination(root, LOCK_NAME)
     before = place.read_bytes() if place.exists() else None
     after = lock.to_bytes()
     action = "create" if before is None else "replace"
-    return Change(LOCK, "same" if before == after else action, before, after)
+    return Change(LOCK_NAME, "same" if before == after else action, before, after)
 
 
 # Writing
@@ -509,7 +509,7 @@ def write_changes(plan: WritePlan) -> None:
         return
     sweep(plan.root)
     staging = _beside(plan.root / "update")
-    pending = plan.root / PENDING
+    pending = plan.root / PENDING_FOLDER
     with _unwind_on_signals():
         try:
             staging.mkdir()
@@ -527,7 +527,7 @@ def write_changes(plan: WritePlan) -> None:
 
 def check_not_pending(root: Path) -> None:
     """Refuse to read a project in which a write was interrupted."""
-    if (root / PENDING).is_dir():
+    if (root / PENDING_FOLDER).is_dir():
         raise ScaffoldError(
             f"an earlier write in {root} was interrupted; run 'curry-train update' there to finish"
         )
@@ -538,7 +538,7 @@ def recover_update(root: Path) -> str | None:
     if not root.is_dir():
         return None
     sweep(root)
-    pending = root / PENDING
+    pending = root / PENDING_FOLDER
     if not pending.is_dir():
         return None
     with _unwind_on_signals():
@@ -555,7 +555,7 @@ def recover_update(root: Path) -> str | None:
 def sweep(folder: Path) -> None:
     """Remove what killed writes left in `folder`, except of processes that are alive."""
     for path in folder.iterdir():
-        match = LEFTOVER.fullmatch(path.name)
+        match = LEFTOVER_PATTERN.fullmatch(path.name)
         if match is None or _is_alive(int(match[1])):
             continue
         if path.is_dir() and not path.is_symlink():
@@ -726,5 +726,5 @@ def _unwind_on_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for handled, handler in previous.items():
+            signal.signal(handled, handler)

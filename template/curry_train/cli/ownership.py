@@ -27,8 +27,8 @@ from ..core.wording import did_you_mean
 
 PACKAGE = "curry_train"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
-DISTRIBUTION = "curry-train"
-BUNDLED = "bundled"  # where an installed package has what lies beside it in a clone
+DISTRIBUTION_NAME = "curry-train"
+BUNDLED_FOLDER = "bundled"  # where an installed package has what lies beside it in a clone
 
 RUN_TIME_ROOMS = ("core", "primitives", "runs")
 TRAINER_MODULES = ("loop.py", "benchmark.py", "config.py", "data.py", "distribute.py", "trainer.py")
@@ -195,7 +195,7 @@ class SourceFile:
 
 def find_bundle(package: Path = PACKAGE_FOLDER) -> Bundle:
     """Find what is copied: inside an installed package, or beside the package of a clone."""
-    inside = package / BUNDLED
+    inside = package / BUNDLED_FOLDER
     around = inside if inside.is_dir() else package.parent
     return Bundle(package, around / "project", around / "tests")
 
@@ -439,7 +439,7 @@ def technique_files(
 def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, SourceFile]:
     """Return the files of a new project called `name`, with the wheel or the owned rooms."""
     check_project_name(name)
-    metadata = read_metadata(bundle)
+    metadata = read_distribution(bundle)
     sources = list(_files_below(bundle.project, leave_out=LEFT_BY_RUNS))
     if not sources:
         raise ScaffoldError(
@@ -469,7 +469,7 @@ def check_project_name(name: str) -> None:
         raise ScaffoldError(
             f"{name!r} can't be a project's name: pip takes ASCII letters and digits only"
         )
-    taken = {DISTRIBUTION, "pytest", "click", *DISTRIBUTIONS_OF_IMPORTS.values()}
+    taken = {DISTRIBUTION_NAME, "pytest", "click", *DISTRIBUTIONS_OF_IMPORTS.values()}
     modules = {"train", "model", "data", "tests", *DISTRIBUTIONS_OF_IMPORTS}
     if name.strip("_").lower().replace("_", "-") in taken or name in modules:
         raise ScaffoldError(
@@ -485,7 +485,7 @@ def is_module_name(name: str) -> bool:
 def _render(content: bytes, name: str, version: str) -> bytes:
     replacements = {
         PLACEHOLDER_NAME: name,
-        f"{DISTRIBUTION}=={PLACEHOLDER_VERSION}": f"{DISTRIBUTION}=={version}",
+        f"{DISTRIBUTION_NAME}=={PLACEHOLDER_VERSION}": f"{DISTRIBUTION_NAME}=={version}",
         f"{PACKAGE}-{PLACEHOLDER_VERSION}": f"{PACKAGE}-{version}",
     }
     for old, new in replacements.items():
@@ -501,7 +501,7 @@ def _own_text(
         return rename_package(content, package=name)
     for old, new in OWN_TEXTS.items():
         content = content.replace(old.encode(), new.replace(PLACEHOLDER_NAME, name).encode())
-    pin = f'"{DISTRIBUTION}=={metadata.version}"'.encode()
+    pin = f'"{DISTRIBUTION_NAME}=={metadata.version}"'.encode()
     if path != "pyproject.toml" or pin not in content:
         return content
     needed = _imported_distributions(bundle)
@@ -576,12 +576,12 @@ class Metadata:
     scripts: Mapping[str, str]
 
 
-def read_metadata(bundle: Bundle) -> Metadata:
+def read_distribution(bundle: Bundle) -> Metadata:
     """Read the metadata of the package that `bundle` copies from."""
     root = bundle.package.parents[1]
     if (root / "pyproject.toml").is_file():
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        if project["name"] == DISTRIBUTION:
+        if project["name"] == DISTRIBUTION_NAME:
             requires = [_sorted_requirement(text) for text in project["dependencies"]]
             for extra, texts in project.get("optional-dependencies", {}).items():
                 if extra != "dev":
@@ -634,15 +634,15 @@ def build_wheel(bundle: Bundle) -> tuple[str, bytes]:
     The same sources give the same bytes on every machine. Nothing is compressed, because results
     of zlib differ between its versions, and git compresses what it stores.
     """
-    metadata = read_metadata(bundle)
+    metadata = read_distribution(bundle)
     stem = f"{PACKAGE}-{metadata.version}"
     files = {
         f"{PACKAGE}/{path}": (bundle.package / path).read_bytes()
         for path in _files_below(bundle.package)
-        if not path.startswith(f"{BUNDLED}/")
+        if not path.startswith(f"{BUNDLED_FOLDER}/")
     }
     for path, content in bundled_files(bundle).items():
-        files[f"{PACKAGE}/{BUNDLED}/{path}"] = content
+        files[f"{PACKAGE}/{BUNDLED_FOLDER}/{path}"] = content
     files |= {f"{stem}.dist-info/{path}": content for path, content in _dist_info(metadata).items()}
 
     record = f"{stem}.dist-info/RECORD"
@@ -670,7 +670,7 @@ def bundled_files(bundle: Bundle) -> dict[str, bytes]:
 def _dist_info(metadata: Metadata) -> dict[str, bytes]:
     lines = [
         "Metadata-Version: 2.4",
-        f"Name: {DISTRIBUTION}",
+        f"Name: {DISTRIBUTION_NAME}",
         f"Version: {metadata.version}",
         f"Summary: {metadata.summary}",
         f"License-Expression: {metadata.license}",

@@ -20,11 +20,11 @@ from typing import Any
 import click
 
 from .merge import (
-    LOCK,
-    PENDING,
+    LOCK_NAME,
+    PENDING_FOLDER,
     Comparison,
+    FileState,
     Lock,
-    State,
     WritePlan,
     check_not_pending,
     compare_files,
@@ -36,7 +36,7 @@ from .merge import (
     write_project,
 )
 from .ownership import (
-    DISTRIBUTION,
+    DISTRIBUTION_NAME,
     Bundle,
     Kind,
     ScaffoldError,
@@ -47,14 +47,13 @@ from .ownership import (
     is_module_name,
     project_files,
     public_names,
-    read_metadata,
+    read_distribution,
     technique_files,
     technique_modules,
 )
-from .screen import LazyGroup, ScreenCommand
+from .screen import SCREEN_WIDTH, LazyGroup, ScreenCommand
 
-WIDTH = 80
-PROJECT_MARKERS = (LOCK, "pyproject.toml", "setup.py", "setup.cfg", ".git")
+PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
 
 
@@ -98,7 +97,7 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
     """
     bundle = find_bundle()
     plan = plan_project(bundle, directory, name=name, own=own, working_directory=Path.cwd())
-    made = all(change.action == "same" for change in plan.changes if change.path != LOCK)
+    made = all(change.action == "same" for change in plan.changes if change.path != LOCK_NAME)
     if made:
         click.echo(f"Nothing to do: {plan.root} holds this project already, every file the same.")
         return
@@ -124,10 +123,10 @@ def plan_project(
             "run this from its parent"
         )
     files = project_files(bundle, name=name, own=own)
-    lock = known or Lock(read_metadata(bundle).version, name, own)
+    lock = known or Lock(read_distribution(bundle).version, name, own)
     compared = compare_files(directory, known, files)
     differing = [
-        entry for entry in compared if entry.wanted and known and entry.state is not State.SAME
+        entry for entry in compared if entry.wanted and known and entry.state is not FileState.SAME
     ]
     if differing:
         raise ScaffoldError(
@@ -295,11 +294,11 @@ def plan_addition(
     bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
 ) -> WritePlan:
     """Plan the copy of one technique; refuse files in the way unless `overwrite`."""
-    version = read_metadata(bundle).version
+    version = read_distribution(bundle).version
     known = read_lock(target.root) or Lock(version)
     if known.directory not in (None, target.inside_root):
         raise ScaffoldError(
-            f"{target.root / LOCK} has the techniques of this project in {known.directory}; "
+            f"{target.root / LOCK_NAME} has the techniques of this project in {known.directory}; "
             f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
         )
     names = tuple(sorted({*known.techniques, technique.name}))
@@ -331,7 +330,7 @@ def _refuse_conflicts(plan: WritePlan, compared: Sequence[Comparison], target: C
     for entry in compared:
         if entry.record is None:
             reasons[entry.path] = "yours: curry-train did not write it"
-        elif entry.state is State.NEWER:
+        elif entry.state is FileState.NEWER:
             reasons[entry.path] = f"from an older version ({entry.record.version}), not edited"
         else:
             reasons[entry.path] = f"edited by you (it came from {entry.record.version})"
@@ -355,11 +354,11 @@ def _refuse_to_copy(technique: Technique) -> str:
 
 
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
-    version = read_metadata(bundle).version
+    version = read_distribution(bundle).version
     if technique.kind is Kind.TOOL:
         click.echo(f"{technique.name} is a tool and copies nothing. Run:")
     else:
-        click.echo(f'Dependency:\n  "{DISTRIBUTION}=={version}"\nIn the training loop:')
+        click.echo(f'Dependency:\n  "{DISTRIBUTION_NAME}=={version}"\nIn the training loop:')
     for line in technique.usage:
         click.echo(f"  {line}".rstrip())
     if technique.kind is Kind.ROOM:
@@ -386,7 +385,7 @@ def update_command(directory: Path, dry_run: bool) -> None:
     _finish_interrupted(root, dry_run=dry_run)
     lock = _require_lock(root)
     bundle = find_bundle()
-    version = read_metadata(bundle).version
+    version = read_distribution(bundle).version
     if _numbers(version) < _numbers(lock.version):
         raise ScaffoldError(
             f"{root} is from curry-train {lock.version}, and this is {version}; "
@@ -425,9 +424,9 @@ def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, SourceFile]:
 
 def _require_lock(root: Path) -> Lock:
     lock = read_lock(root)
-    if lock is None and not (root / PENDING).is_dir():
+    if lock is None and not (root / PENDING_FOLDER).is_dir():
         raise ScaffoldError(
-            f"{root} has no {LOCK}; name the folder of a project that curry-train wrote to"
+            f"{root} has no {LOCK_NAME}; name the folder of a project that curry-train wrote to"
         )
     return lock or Lock("0")
 
@@ -466,8 +465,10 @@ def diff_command(directory: Path, patch: bool) -> None:
             for line in patch_lines(entry):
                 click.echo(line, nl=False)
     counts = Counter(entry.state for entry in compared)
-    summary = ", ".join(f"{counts[state]} {state}" for state in State if counts[state])
-    click.echo(textwrap.fill(f"{_files(len(compared))}: {summary}", WIDTH, subsequent_indent="  "))
+    summary = ", ".join(f"{counts[state]} {state}" for state in FileState if counts[state])
+    click.echo(
+        textwrap.fill(f"{_files(len(compared))}: {summary}", SCREEN_WIDTH, subsequent_indent="  ")
+    )
 
 
 def patch_lines(entry: Comparison) -> Iterator[str]:
@@ -492,7 +493,7 @@ def list_command() -> None:
     for technique in bundle.techniques:
         click.echo(technique.name)
         for line in textwrap.wrap(
-            technique.decides, WIDTH, initial_indent="  ", subsequent_indent="  "
+            technique.decides, SCREEN_WIDTH, initial_indent="  ", subsequent_indent="  "
         ):
             click.echo(line)
         click.echo(f"  {technique.home}; {added_size(bundle, technique)}")
