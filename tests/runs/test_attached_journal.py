@@ -18,9 +18,9 @@ from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.cli.main import main
+from curry_train.cli.runs_diff import difference
 from curry_train.core.timing import peak_bytes
 from curry_train.runs import saving
-from curry_train.runs.comparison import difference
 from curry_train.runs.history import read_history
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from curry_train.runs import comparison
-from curry_train.runs.comparison import git_state, package_versions, run_facts
+from curry_train.runs import history
+from curry_train.runs.history import git_state, package_versions, run_facts
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -97,7 +97,7 @@ def test_git_that_does_not_answer_stops_no_training(tmp_path, monkeypatch, error
     def fail(*words):
         raise error
 
-    monkeypatch.setattr(comparison, "_git", fail)
+    monkeypatch.setattr(history, "_git", fail)
     assert git_state(tmp_path) == {"revision": None, "why": why}
 
 

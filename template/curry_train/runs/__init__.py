@@ -7,7 +7,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "attach": ("saving",),
         "background": ("BackgroundSaver",),
-        "comparison": ("difference",),
         "files": (
             "Files",
             "LocalFiles",

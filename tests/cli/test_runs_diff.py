@@ -1,11 +1,11 @@
-"""The difference between two runs, from their journals. `python -m pytest tests/runs/test_diff.py`."""
+"""The difference between two runs, from their journals. `python -m pytest tests/cli/test_runs_diff.py`."""
 
 import math
 
 import pytest
 from journals import clock, facts, loss_of, plant, plant_eventful, train
 
-from curry_train.runs.comparison import (
+from curry_train.cli.runs_diff import (
     ABSENT_VALUE,
     Continuation,
     SettingChange,
