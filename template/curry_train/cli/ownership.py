@@ -528,10 +528,11 @@ def _own_rooms(bundle: Bundle, name: str) -> dict[str, SourceFile]:
         if path.split("/")[0] not in allowed:
             raise ScaffoldError(f"the run-time rooms import {path}, which --own does not copy")
     modules += [path for path in ("__init__.py", "py.typed") if (bundle.package / path).is_file()]
-    return {
-        f"{name}/{path}": SourceFile((bundle.package / path).read_bytes(), f"{PACKAGE}/{path}")
-        for path in modules
-    }
+    files = {}
+    for path in modules:
+        content = _origin_for_proof((bundle.package / path).read_bytes(), path)
+        files[f"{name}/{path}"] = SourceFile(content, f"{PACKAGE}/{path}")
+    return files
 
 
 def _imported_distributions(bundle: Bundle) -> set[str]:

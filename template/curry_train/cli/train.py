@@ -20,7 +20,6 @@ from rich.console import Console
 from torch import nn
 
 from ..config import Config, DataConfig, load_config
-from ..core.lazy import MissingTechnique
 from ..core.random import seeded
 from ..core.timing import NoSuchDevice
 from ..core.wording import provenance, write_json
@@ -219,7 +218,7 @@ def train_command(
                 run = opened.enter_context(open_named_run(config, resume=resume))
             except NoSuchDevice as error:
                 raise DeviceMissing(str(error)) from error
-            except (ValueError, RuntimeError, MissingTechnique) as error:
+            except (ValueError, RuntimeError) as error:
                 raise UnusableInput(
                     "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
                 ) from error

@@ -5,10 +5,7 @@ from .lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "lazy": (
-            "MissingTechnique",
-            "lazy_names",
-        ),
+        "lazy": ("lazy_names",),
         "measure": (
             "Flops",
             "Memory",
