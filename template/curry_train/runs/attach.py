@@ -47,8 +47,8 @@ from torch.optim import Optimizer
 
 from ..core.timing import peak_bytes
 from .background import BackgroundSaver
-from .comparison import run_facts
 from .files import Files, LocalFiles
+from .history import run_facts
 from .journal import Journal
 from .layout import RESUMABLE_KINDS, SavedCheckpoint
 from .policy import SavingPolicy, number_of
@@ -65,7 +65,7 @@ from .store import Store
 
 @dataclass
 class StepNotes:
-    """What the loop reported since the last save."""
+    """The figures that the loop reported since the last save."""
 
     # Figures that the policy may compare and save by: numbers or tensors.
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -141,13 +141,14 @@ class AttachedJournal:
                     "a journal needs the loss of each step: "
                     "call run.step(loss=loss), or leave journal out"
                 )
-            figures = {
+            figures: dict[str, Any] = {
                 "learning_rate": self._rate,
                 "seconds": time.perf_counter() - self._since,
                 "peak_bytes": peak_bytes(self._device),
             }
-            if hasattr(self._stream, "epoch"):
-                figures["epoch"] = self._stream.epoch
+            epoch = getattr(self._stream, "epoch", None)
+            if epoch is not None:
+                figures["epoch"] = epoch
             figures |= notes.figures
             self._journal.step(step, loss=number_of(notes.metrics["loss"]), **figures)
         if not notes.stepped:
@@ -316,13 +317,11 @@ def saving(
 ) -> "AttachedRun":
     """Save this training into the folder `runs`, and resume from the state saved there.
 
-    Build the model, optimizer and scheduler exactly as at the first start.
-
-    `policy` takes the keys of the config block `checkpoint:`. `extra` maps names to any other
-    objects that have a `state_dict`. `resume=None` starts a new run and needs an empty folder.
-    `journal` reads and records the loss of every step for `runs show`, `diff` and `plot`; `config`
-    is recorded with it and with every state. `spike` takes the keys of the config block `spike:`
-    and checks the loss of every step for spikes.
+    Build the model, optimizer and scheduler exactly as at the first start. `policy` takes the keys
+    of the config block `checkpoint:`. `extra` maps names to any other objects that have a
+    `state_dict`. `resume=None` starts a new run and needs an empty folder. `journal` reads and
+    records the loss of every step for `runs show`, `diff` and `plot`; `config` is recorded with it
+    and with every state. `spike` takes the keys of the config block `spike:` and checks every loss.
 
     `stream` is data that resume from one integer, such as a `curry_train.data.Stream`; the loop
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
@@ -338,15 +337,8 @@ def saving(
     saved_objects = {**(extra or {}), "spike-watchdog": watch.watchdog}
     if stream is None:
         saved_objects["data-position"] = position
-    state = TrainingState(
-        model,
-        optimizer,
-        scheduler,
-        scaler,
-        config=config,
-        extra=saved_objects,
-        generators=generators,
-    )
+    objects = {"config": config, "extra": saved_objects, "generators": generators}
+    state = TrainingState(model, optimizer, scheduler, scaler, **objects)
     return AttachedRun(
         state,
         policy_config,
@@ -398,17 +390,8 @@ class AttachedRun:
         self._saver = BackgroundSaver(self.store) if in_background else None
         self.policy = SavingPolicy(self.store, config, saver=self._saver)
 
-        self.resumed: Resumed | None = None
-        if resume is not None:
-            self.resumed = self._load(resume)
+        self.resumed = None if resume is None else self._load(resume)
         self._resuming = self.resumed is not None and self.resumed.saved.kind in RESUMABLE_KINDS
-        if self.resumed is not None:
-            # Loaders register their generators later, in `batches`: drop the notes about those.
-            notes = self.resumed.report.notes
-            notes[:] = [
-                note for note in notes if not note.startswith(f"the generator {DATA_PREFIX}")
-            ]
-
         self._by_epochs = False
         self._in_epoch = False
         self._iterating = False
@@ -464,7 +447,7 @@ class AttachedRun:
         return numbers.get(self.ended_by or "", 0)
 
     def continues(self, *, until: int) -> bool:
-        """Whether to train another step; call it on every rank before each step.
+        """Return whether to train another step; call it on every rank before each step.
 
         False once `until` steps are done, or a signal has reached any rank.
         """
@@ -648,6 +631,11 @@ class AttachedRun:
                 group.update(before)
         if self._stream is not None:
             self._stream.position = self.state.position
+        if resumed is not None:
+            # Loaders register their generators later, in `batches`: drop the notes about those.
+            notes = resumed.report.notes
+            prefix = f"the generator {DATA_PREFIX}"
+            notes[:] = [note for note in notes if not note.startswith(prefix)]
         return resumed
 
     def _noted(self) -> StepNotes:
