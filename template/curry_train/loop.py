@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .core.random import buffers_kept, generators_kept
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
-from .runs.attach import STOP_SIGNALS, AttachedRun, Stop
+from .runs.attach import AttachedRun, Stop
 from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
 from .runs.ranks import Ranks
@@ -68,14 +68,6 @@ class RunReport:
         return self.ended_by == "steps"
 
 
-def stop_on_signals() -> Stop:
-    """End the run after the current step on SIGTERM or SIGINT; a second SIGINT ends it at once.
-
-    Use the result in a `with` statement, and pass it to `run_training_steps` as `stop`.
-    """
-    return Stop(STOP_SIGNALS)
-
-
 def run_training_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -104,28 +96,23 @@ def run_training_steps(
     rate for a step, counted from 0. `evaluate` returns the dev loss. `save` is called with the
     number of steps done, every `save_every` steps and, if steps were done since, when the loop
     ends for any reason but an error. `NonFiniteWindow` leaves the weights as they were before the
-    step, on every rank.
+    step, on every rank. `stop` ends the loop after a step: `Stop(STOP_SIGNALS)` on a signal.
 
     `run` is what `saving(..., stream=microbatches)` returned: training continues from its step, it
     saves, writes the journal, rolls back from loss spikes, and ends the loop on a signal. `save`,
     `save_every`, `stop` and `first_step` are then its part.
     """
-    pairs = {"evaluate": (evaluate, evaluate_every), "save": (save, save_every)}
-    _check(steps, first_step, pairs)
+    _check(steps, first_step, {"evaluate": (evaluate, evaluate_every), "save": (save, save_every)})
     if run is not None and (save is not None or stop is not None or first_step):
-        raise ValueError(
-            "run= saves, stops and knows its first step: leave out save, save_every, stop and "
-            "first_step"
-        )
+        raise ValueError("run= saves, stops and has its step: leave out save, stop and first_step")
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
 
     accumulation = accumulation or GradientAccumulation()
     windows = accumulation.windows(microbatches, count=count) if first_step < steps else iter(())
+    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "scaler": scaler}
     loop = _StepLoop(
-        train=functools.partial(
-            train_window, model, loss=loss, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler
-        ),
+        train=functools.partial(train_window, model, loss=loss, **options),
         optimizer=optimizer,
         steps=steps,
         schedule=schedule,

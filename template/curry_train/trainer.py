@@ -70,9 +70,24 @@ class TrainingTask:
 class LoadedPlan(Protocol):
     """A plan of strategies for the blocks of a model, read from a file."""
 
-    microbatch: int
+    @property
+    def microbatch(self) -> int: ...
 
     def apply(self, model: nn.Module) -> list[str]: ...
+
+
+def training_stream(config: Config, dataset: Dataset, ranks: Ranks) -> Stream:
+    """Build the stream of this rank's microbatches."""
+    return Stream(
+        dataset,
+        batch_size=config.batch_size,
+        microbatch=config.microbatch,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        rank=ranks.rank,
+        ranks=ranks.size,
+        skipped=[(start, stop) for start, stop in config.data.skip],
+    )
 
 
 def training_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -88,10 +103,21 @@ def training_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2))
 
 
-def _recompute(
-    config: Config, task: TrainingTask, load_plan: Callable[[str], LoadedPlan] | None
+def apply_recompute(
+    config: Config,
+    module: nn.Module,
+    loss: Loss,
+    count: Callable[[Any], int],
+    *,
+    draw: Callable[[], Any],
+    name: str = "the model",
+    load_plan: Callable[[str], LoadedPlan] | None = None,
 ) -> list[str]:
-    """Apply the configured recompute and return the names of the changed modules."""
+    """Apply the configured recompute and return the names of the changed modules.
+
+    `loss` is summed over the terms that `count` counts. `draw` returns a microbatch, on
+    which strategies measure. `load_plan` reads the file of strategy `plan`.
+    """
     wanted = config.recomputation()
     if not wanted.enabled:
         return []
@@ -108,14 +134,13 @@ def _recompute(
             )
 
     def mean(module: nn.Module, batch: Any) -> Tensor:
-        return task.loss(module, batch) / task.count(batch)
+        return loss(module, batch) / count(batch)
 
-    batch = task.place(task.dataset.batch(range(config.microbatch)))
-    changed = apply_config(task.module, wanted, batch=batch, loss=mean, apply_plan=apply_plan)
+    changed = apply_config(module, wanted, batch=draw(), loss=mean, apply_plan=apply_plan)
     # A plan may change nothing, where everything fits without recompute.
     if not changed and wanted.strategy not in ("none", "plan"):
         raise ValueError(
-            f"recompute.strategy={wanted.strategy} changes no layer of {task.name}: lower "
+            f"recompute.strategy={wanted.strategy} changes no layer of {name}: lower "
             "recompute.memory_threshold_mb, name layers with recompute.include_patterns, or use "
             "another strategy"
         )
@@ -266,7 +291,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a run ended, its folder, and the newest state in it."""
+    """The end of a run, its folder, and the newest state in it."""
 
     report: RunReport
     folder: Path
@@ -295,6 +320,21 @@ def train(
             return train_run(run, watch=watch)
 
 
+def saving_options(config: Config, folder: Path) -> dict[str, Any]:
+    """Return the options of `saving` that the configuration of a run in `folder` gives."""
+    return {
+        "runs": folder,
+        # The learning rate is that of the configuration, also after a resume.
+        "keep_settings": True,
+        "resume_hint": f"--resume {folder.name}@{{}}",
+        "in_background": True,
+        "journal": True,
+        "config": asdict(config),
+        "spike": config.spike,
+        **asdict(config.checkpoint),
+    }
+
+
 @contextlib.contextmanager
 def open_run(
     config: Config,
@@ -310,44 +350,30 @@ def open_run(
     `resume` is `latest`, the name of a run, or a saved state. Recompute is applied before the model
     is wrapped for several ranks; `load_plan` reads the file of strategy `plan`.
     """
-    stream = Stream(
-        task.dataset,
-        batch_size=config.batch_size,
-        microbatch=config.microbatch,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        rank=ranks.rank,
-        ranks=ranks.size,
-        skipped=[(start, stop) for start, stop in config.data.skip],
-    )
+    stream = training_stream(config, task.dataset, ranks)
     if config.data.length is not None:
         _check_length(task, config.data.length)
     num_parameters = sum(parameter.numel() for parameter in task.module.parameters())
-    changed = _recompute(config, task, load_plan)
+    changed = apply_recompute(
+        config,
+        task.module,
+        task.loss,
+        task.count,
+        draw=lambda: task.place(task.dataset.batch(range(config.microbatch))),
+        name=task.name,
+        load_plan=load_plan,
+    )
     precision = TRAINING_DTYPES[config.precision]
     model = share(task.module, device, parallel=config.parallel, precision=precision)
     optimizer = training_optimizer(config.optimizer, model)
     scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
-    seed_generators(config.seed + 1 + ranks.rank)  # dropout draws differ from rank to rank
+    seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
 
     folder, state = (None, None) if resume is None else run_to_resume(config, resume)
     if folder is None:
         folder = ranks.agree(lambda: new_run(config))
-    attached = saving(
-        model,
-        optimizer,
-        scaler=scaler,
-        runs=folder,
-        stream=stream,
-        resume=state,
-        keep_settings=True,
-        resume_hint=f"--resume {folder.name}@{{}}",
-        in_background=True,
-        journal=True,
-        config=asdict(config),
-        spike=config.spike,
-        **asdict(config.checkpoint),
-    )
+    options = saving_options(config, folder)
+    attached = saving(model, optimizer, scaler=scaler, stream=stream, resume=state, **options)
     with attached:
         if attached.resumed is not None and ranks.first:
             note_resumed(folder, config, step=attached.steps)

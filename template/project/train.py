@@ -4,83 +4,116 @@
     python train.py --resume latest steps=2000
     torchrun --nproc-per-node 8 train.py parallel=fsdp2 precision=bfloat16
 
-Read it from top to bottom; `train` is the whole training.
+Read it from top to bottom: `build_training`, `open_run`, and the loop in `train`.
 """
 
 import argparse
+import importlib
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from curry_train import trainer
 from curry_train.config import Config, load_config
+from curry_train.core.measure import Loss
 from curry_train.core.random import seeded
 from curry_train.core.timing import NoSuchDevice
-from curry_train.data import Stream
+from curry_train.data import Dataset, Stream
 from curry_train.distribute import leave, share, start_ranks
 from curry_train.loop import mean_loss
-from curry_train.primitives import GradientAccumulation, NonFiniteWindow, apply_config, train_window
+from curry_train.primitives import GradientAccumulation, NonFiniteWindow, train_window
 from curry_train.runs import RunError, saving
+from curry_train.runs.attach import AttachedRun
 from curry_train.runs.ranks import Ranks
-from curry_train.trainer import (
-    new_run,
-    note_resumed,
-    run_to_resume,
-    seed_generators,
-    training_optimizer,
-)
 from data import open_data
 from model import build, num_tokens, summed_loss
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+@dataclass
+class Training:
+    """What is trained: the model, its optimizer and its data, on this rank."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    stream: Stream
+    dev: Dataset | None
+    loss: Loss
+
+    def dev_loss(self) -> float:
+        """Return the mean loss of the same dev samples each time."""
+        assert self.dev is not None
+        return mean_loss(
+            self.model,
+            self.dev,
+            self.loss,
+            num_tokens,
+            samples=self.config.evaluate.samples,
+            microbatch=self.config.microbatch,
+            rank=self.ranks.rank,
+            ranks=self.ranks.size,
+        )
 
 
-def train(config: Config, ranks: Ranks, device: torch.device, *, resume: str | None = None) -> int:
-    """Train to the last step, or until a signal; return the exit status."""
+def build_training(config: Config, ranks: Ranks, device: torch.device) -> Training:
+    """Build the data, the model with its recompute, and the optimizer."""
+    if config.model != "model.py:example":
+        raise ValueError(f"model={config.model}: this loop trains what model.py builds, edit that")
     dataset, dev = open_data(config.data)
-    stream = Stream(
-        dataset,
-        batch_size=config.batch_size,
-        microbatch=config.microbatch,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        rank=ranks.rank,
-        ranks=ranks.size,
-        skipped=[(start, stop) for start, stop in config.data.skip],
-    )
+    precision = trainer.TRAINING_DTYPES[config.precision]
 
-    # The loss of a microbatch, summed over its tokens, in the configured precision.
-    precision = DTYPES[config.precision]
-
-    def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss summed over the tokens of a microbatch, in the configured precision."""
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
             return summed_loss(model, batch)
 
-    # The model, with the same weights on every rank. Recompute comes before DDP or FSDP2.
+    # The same weights on every rank. Recompute comes before DDP or FSDP2.
     with seeded(config.seed):
-        module = build().to(device, DTYPES[config.dtype])
-    changed = recompute(module, config, dataset.batch(range(config.microbatch)), batch_loss)
+        module = build().to(device, trainer.TRAINING_DTYPES[config.dtype])
+    changed = trainer.apply_recompute(
+        config,
+        module,
+        loss,
+        num_tokens,
+        draw=lambda: dataset.batch(range(config.microbatch)),
+        load_plan=load_plan,
+    )
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    model = share(module, device, parallel=config.parallel, precision=precision)
-    optimizer = training_optimizer(config.optimizer, model)  # weight decay for matrices only
-    scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
-    seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
+    if ranks.first:
+        print(
+            f"{num_parameters / 1e6:.2f}M parameters, {len(dataset):,} samples, "
+            f"{config.precision} on {device.type} x {ranks.size}, {len(changed)} modules recompute"
+        )
 
-    # The folder of the run: a new one, or that of the run to resume.
-    folder, state = (None, None) if resume is None else run_to_resume(config, resume)
+    model = share(module, device, parallel=config.parallel, precision=precision)
+    optimizer = trainer.training_optimizer(config.optimizer, model)  # only matrices decay
+    scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
+    stream = trainer.training_stream(config, dataset, ranks)
+    trainer.seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
+    return Training(config, ranks, device, model, optimizer, scaler, stream, dev, loss)
+
+
+def open_run(training: Training, resume: str | None) -> tuple[Path, AttachedRun]:
+    """Open the folder of a new run, or of the run to resume, with everything that is saved."""
+    config = training.config
+    folder, state = (None, None) if resume is None else trainer.run_to_resume(config, resume)
     if folder is None:
-        folder = ranks.agree(lambda: new_run(config))
+        folder = training.ranks.agree(lambda: trainer.new_run(config))
     run = saving(
-        model,
-        optimizer,
-        scaler=scaler,
+        training.model,
+        training.optimizer,
+        scaler=training.scaler,
         runs=folder,
-        stream=stream,
+        stream=training.stream,
         resume=state,
         keep_settings=True,  # the learning rate is that of config.yaml, also after a resume
         resume_hint=f"--resume {folder.name}@{{}}",
@@ -90,121 +123,96 @@ def train(config: Config, ranks: Ranks, device: torch.device, *, resume: str | N
         spike=config.spike,
         **asdict(config.checkpoint),
     )
-    show = print if ranks.first else lambda *_: None
-    show(
-        f"{folder}: {num_parameters / 1e6:.2f}M parameters, {len(dataset):,} samples, "
-        f"{config.precision} on {device.type} x {ranks.size}, {len(changed)} modules recompute"
-    )
-
-    schedule = config.learning_rates()
-    accumulation = GradientAccumulation(stream.microbatches_per_window)
-    windows = accumulation.windows(stream, count=num_tokens)
-    with run, Figures(folder, enabled=config.log.tensorboard and ranks.first) as figures:
-        if run.resumed is not None:
-            show(run.resumed.words)
-            if ranks.first:
-                note_resumed(folder, config, step=run.steps)
-
-        while run.continues(until=config.steps):
-            began = time.perf_counter()
-            factor = schedule(run.steps) * run.learning_rate_factor()
-            for group in optimizer.param_groups:
-                group["lr"] = config.optimizer.learning_rate * factor
-            try:
-                result = train_window(
-                    model,
-                    next(windows),
-                    batch_loss,
-                    optimizer,
-                    clip_norm=config.clip_norm,
-                    scaler=scaler,
-                )
-            except NonFiniteWindow as error:
-                run.not_finite(error)  # rolls back, or raises the error again
-                continue
-
-            step = run.steps + 1
-            measured = {
-                "grad_norm": result.grad_norm,
-                "terms": result.num_terms,
-                "learning_rate": optimizer.param_groups[0]["lr"],
-                "seconds": time.perf_counter() - began,
-            }
-            metrics = {}
-            every = config.evaluate.every
-            if dev is not None and every and (step % every == 0 or step == config.steps):
-                metrics["dev_loss"] = mean_loss(
-                    model,
-                    dev,
-                    batch_loss,
-                    num_tokens,
-                    samples=config.evaluate.samples,
-                    microbatch=config.microbatch,
-                    rank=ranks.rank,
-                    ranks=ranks.size,
-                )
-
-            # Saves what is due and writes the journal. After a loss spike it rolls back instead:
-            # the next step is then an earlier one, without the samples of the spike.
-            run.step(loss=result.loss, stepped=result.stepped, figures=measured, **metrics)
-
-            figures.add(step, {"loss": result.loss} | measured | metrics)
-            if step in (1, config.steps) or step % config.log.every == 0 or metrics:
-                dev_text = "".join(f"  dev {value:.4f}" for value in metrics.values())
-                speed = result.num_terms / measured["seconds"]
-                show(
-                    f"step {step}/{config.steps}  loss {result.loss:.4f}{dev_text}  "
-                    f"{speed:,.0f} tokens/s"
-                )
-
-    show(f"step {run.steps} is saved in {folder}")
-    if run.ended_by != "steps":
-        show(f"ended by {run.ended_by}: go on with python train.py --resume {folder.name}")
-    return run.exit_status
+    if run.resumed is not None and training.ranks.first:
+        print(run.resumed.words)
+        trainer.note_resumed(folder, config, step=run.steps)
+    return folder, run
 
 
-def recompute(module: nn.Module, config: Config, batch: Any, batch_loss: Any) -> list[str]:
-    """Apply the recompute of the configuration, and return the names of the changed modules."""
-
-    def mean(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return batch_loss(module, batch) / num_tokens(batch)
-
-    wanted = config.recomputation()
-    apply_plan = None
-    if wanted.enabled and wanted.plan is not None:
-        from curry_train.plan import Plan
-
-        plan = Plan.load(wanted.plan)
-        if plan.microbatch < config.microbatch:
-            raise ValueError(f"{wanted.plan} is for microbatch={plan.microbatch}: set that")
-        apply_plan = plan.apply
-    changed = apply_config(module, wanted, batch=batch, loss=mean, apply_plan=apply_plan)
-    if not changed and wanted.enabled and wanted.strategy not in ("none", "plan"):
-        raise ValueError(f"recompute.strategy={wanted.strategy} changes no layer: use another one")
-    return changed
+def is_due(step: int, every: int | None, steps: int) -> bool:
+    return every is not None and (step % every == 0 or step == steps)
 
 
-class Figures:
-    """Figures of each step for TensorBoard, where log.tensorboard is true."""
+class Log:
+    """Lines on the terminal, and figures for TensorBoard where log.tensorboard is true."""
 
-    def __init__(self, folder: Path, *, enabled: bool) -> None:
+    def __init__(self, folder: Path, config: Config, ranks: Ranks) -> None:
+        self.config = config
+        self.first = ranks.first
         self.writer: Any = None
-        if enabled:
-            from torch.utils.tensorboard import SummaryWriter
-
+        if config.log.tensorboard and ranks.first:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError("log.tensorboard needs: pip install tensorboard") from error
             self.writer = SummaryWriter(folder / "tensorboard")
 
-    def __enter__(self) -> "Figures":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-    def add(self, step: int, figures: dict[str, Any]) -> None:
+    def add(self, step: int, figures: dict[str, float]) -> None:
+        """Show a step, every `log.every` steps and where the dev loss was measured."""
         if self.writer is not None:
             for name, value in figures.items():
                 self.writer.add_scalar(name, value, step)
+        due = step == 1 or is_due(step, self.config.log.every, self.config.steps)
+        if self.first and (due or "dev_loss" in figures):
+            dev = f"  dev {figures['dev_loss']:.4f}" if "dev_loss" in figures else ""
+            speed = figures["terms"] / figures["seconds"]
+            print(
+                f"step {step}/{self.config.steps}  loss {figures['loss']:.4f}{dev}  "
+                f"{speed:,.0f} tokens/s",
+                flush=True,
+            )
+
+
+def train(training: Training, run: AttachedRun, log: Log) -> None:
+    """Train until the last step or a signal. This is the loop."""
+    config = training.config
+    schedule = config.learning_rates()
+    accumulation = GradientAccumulation(training.stream.microbatches_per_window)
+    windows = accumulation.windows(training.stream, count=num_tokens)
+
+    while run.continues(until=config.steps):
+        began = time.perf_counter()
+        factor = schedule(run.steps) * run.learning_rate_factor()
+        for group in training.optimizer.param_groups:
+            group["lr"] = config.optimizer.learning_rate * factor
+
+        try:
+            result = train_window(
+                training.model,
+                next(windows),
+                training.loss,
+                training.optimizer,
+                clip_norm=config.clip_norm,
+                scaler=training.scaler,
+            )
+        except NonFiniteWindow as error:
+            run.not_finite(error)  # rolls back, or raises the error again
+            continue
+
+        step = run.steps + 1
+        figures = {
+            "grad_norm": result.grad_norm,
+            "terms": result.num_terms,
+            "learning_rate": config.optimizer.learning_rate * factor,
+            "seconds": time.perf_counter() - began,
+        }
+        metrics = {}
+        if training.dev is not None and is_due(step, config.evaluate.every, config.steps):
+            metrics["dev_loss"] = training.dev_loss()
+
+        # Saves what is due and writes the journal. After a loss spike it rolls back instead: the
+        # next step is then an earlier one, without the samples of the spike.
+        run.step(loss=result.loss, stepped=result.stepped, figures=figures, **metrics)
+        log.add(step, {"loss": result.loss} | metrics | figures)
+
+
+def load_plan(path: str) -> Any:
+    """Read a plan file with the package's planner, which an owned copy of its rooms leaves out."""
+    try:
+        planner = importlib.import_module("curry_train.plan")
+    except ImportError as error:
+        raise ValueError("a plan file needs curry-train: pip install curry-train") from error
+    return planner.Plan.load(path)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -222,7 +230,14 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
         with started as (ranks, device):
-            return train(config, ranks, device, resume=options.resume)
+            training = build_training(config, ranks, device)
+            folder, run = open_run(training, options.resume)
+            with run:
+                train(training, run, Log(folder, config, ranks))
+            if ranks.first:
+                print(f"ended after step {run.steps} ({run.ended_by}), saved in {folder}")
+                print(f"to continue: python train.py --resume {folder.name}")
+            return run.exit_status
     except (ValueError, NoSuchDevice, NonFiniteWindow, RunError) as error:
         print(f"Error: {error}", file=sys.stderr)
         if isinstance(error, NoSuchDevice):

@@ -117,6 +117,8 @@ def test_a_step_that_the_scaler_skipped_is_in_the_journal(tmp_path):
 def test_a_run_that_is_trained_twice_at_once_is_refused(tmp_path):
     config = load_config(None, [f"runs={tmp_path}", "steps=1", *WORDS])
     trained(tmp_path, "steps=1")
-    locked = pytest.raises(LockedRun, match="is held by process .*: end it, or give this run another folder")
+    locked = pytest.raises(
+        LockedRun, match="is held by process .*: end it, or give this run another folder"
+    )
     with open_named_run(config, resume="latest"), locked, open_named_run(config, resume="latest"):
         pass

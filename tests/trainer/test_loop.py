@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from curry_train.gates.fixtures import run_on_ranks
-from curry_train.loop import Stop, run_training_steps, stop_on_signals
+from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
+from curry_train.runs.attach import STOP_SIGNALS, Stop
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case
 
@@ -126,7 +127,7 @@ def test_nothing_is_done_where_all_steps_are_done():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_step_end_and_saves(number):
     saves, handler = [], signal.getsignal(number)
-    with stop_on_signals() as stop:
+    with Stop(STOP_SIGNALS) as stop:
         report = run(
             *parts(), steps=50, save=saves.append, stop=stop,
             after_step=[lambda report: report.step == 4 and os.kill(os.getpid(), number)],
@@ -136,7 +137,7 @@ def test_a_signal_lets_the_step_end_and_saves(number):
 
 
 def test_a_second_interrupt_ends_the_run_at_once():
-    with stop_on_signals() as stop:
+    with Stop(STOP_SIGNALS) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.reason == "SIGINT"
         with pytest.raises(KeyboardInterrupt):

@@ -437,9 +437,7 @@ class AttachedWatch:
             group = self.ranks.group or dist.group.WORLD
         self.watchdog = SpikeWatchdog(spike, group=group)
         self._stream = stream
-        self._resume_hint = (
-            resume_hint or 'saving(..., resume="{}") once, and without it afterwards'
-        )
+        self._resume_hint = resume_hint or DEFAULT_RESUME_HINT
         self._judged = 0
 
     def begin(self, state: TrainingState, files: Files) -> None:
@@ -488,26 +486,18 @@ class AttachedWatch:
         epoch = data.epoch
         stream = self._stream
 
-        def after_batches(start: int, windows: int) -> int:
-            """Return the position that lies so many windows of trained batches after `start`."""
+        def after(start: int, windows: int) -> int:
+            if stream is not None:
+                return stream.after(start, windows=windows)
             trained = sum(not self.skips(place) for place in range(state.position, position))
-            remaining = round(windows * trained / (spike.step - state.step))
-            place = start
-            while remaining or self.skips(place):
-                remaining -= not self.skips(place)
-                place += 1
-            return place
-
-        def after_windows(start: int, windows: int) -> int:
-            assert stream is not None
-            return stream.after(start, windows=windows)
+            return self._after(start, round(windows * trained / (spike.step - state.step)))
 
         done = recover(
             spike,
             self.config,
             state=state,
             load=load,
-            after=after_batches if stream is None else after_windows,
+            after=after,
             recoveries=self.recoveries,
             write=self.ranks.first,
             go_on=self._resume_hint,
@@ -537,6 +527,13 @@ class AttachedWatch:
             self.config.attempts,
         )
         return replace(done, samples=samples)
+
+    def _after(self, position: int, batches: int) -> int:
+        """Return the position that lies so many trained batches after `position`."""
+        while batches or self.skips(position):
+            batches -= not self.skips(position)
+            position += 1
+        return position
 
     def _warn_of_restart(
         self,
