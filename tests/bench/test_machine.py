@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from curry_train.bench import machine as machine_module
-from curry_train.bench.machine import Machine, Reading, drift_of
+from curry_train.bench.report import Machine, Reading, drift_of
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.bench.machine import python_calls
+from curry_train.bench.steps import python_calls
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.bench.machine import python_calls
+from curry_train.bench.steps import python_calls
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import sac

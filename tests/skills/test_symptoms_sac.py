@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from curry_train.bench.machine import python_calls
+from curry_train.bench.steps import python_calls
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives.regions import apply_regions, report_regions

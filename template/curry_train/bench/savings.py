@@ -40,7 +40,7 @@ from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
-from .machine import python_calls
+from .steps import python_calls
 
 # Row of the savings benchmark: the figures of one strategy on one case.
 

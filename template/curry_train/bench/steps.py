@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.measure import FlopCount, bytes_on_device, peak_of_step
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
+from ..core.random import seeded, untouched
 from ..core.wording import did_you_mean
 from ..plan.estimate import make_optimizer
 from ..plan.saved import Plan
@@ -27,9 +29,7 @@ from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_wi
 from ..primitives.strategies import ALL_STRATEGIES, STRATEGIES, Apply, Sample
 from ..workloads.workload import Case, batch_size
 
-# ------------------------------------------------------------------------------
 # Levers: named changes to a training step, such as a strategy, accumulation or precision.
-# ------------------------------------------------------------------------------
 
 LEVER_HELP = {
     "accumulate=K": "the same batch in K microbatches",
@@ -167,9 +167,7 @@ def _none_wanted(name: str, value: str | None) -> None:
         raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
 
 
-# ------------------------------------------------------------------------------
 # Training step: the optimizer step that a benchmark times, with a lever applied.
-# ------------------------------------------------------------------------------
 
 
 class TrainingStep:
@@ -325,3 +323,34 @@ class TrainingStep:
         else:
             with torch.autocast(self.device.type, dtype=self.lever.autocast):
                 yield
+
+
+# Count the Python calls of one step, a measure of overhead that ignores machine load.
+
+
+def python_calls(case: Case, change: Callable[[nn.Module, Case], Any]) -> int:
+    """Count the Python calls in one step of a model after `change` is applied to it.
+
+    The step runs at batch size 1 and on the CPU, where backward stays in this thread. A first step
+    that is not counted does the work that happens only once.
+    """
+    case = replace(case, device=torch.device("cpu"), batch_size=1)
+    module = case.build()
+    batch = case.batch()
+    num_calls = 0
+    with seeded(case.seed):
+        change(module, case)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    with untouched(module):
+        case.workload.mean_loss(module, batch).backward()
+        previous = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            case.workload.mean_loss(module, batch).backward()
+        finally:
+            sys.setprofile(previous)
+    return num_calls

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from ..bench.machine import python_calls
+from ..bench.steps import python_calls
 from ..core.blocks import find_blocks
 from ..core.measure import (
     REST_LAYER,
@@ -184,11 +184,11 @@ def _freeing_regions(given: Implementation, present: Any) -> Apply:
     return apply
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged("apply_sac", lambda model, policy, *, blocks: None),
     Judged("apply_regions", lambda model, *, blocks: None),
 )
-POLICIES_TAKEN = {"apply_sac": Takes("apply")}
+POLICY_TAKES = {"apply_sac": Takes("apply")}
 
 GATES = (
     Gate(
@@ -206,9 +206,9 @@ GATES = (
         partial(sac_parity, strategy="regions"),
         {"apply_regions": Takes("apply", _freeing_regions)},
     ),
-    Gate("sac/products", products, POLICIES_TAKEN),
+    Gate("sac/products", products, POLICY_TAKES),
     Gate("sac/regions", regions, {"apply_regions": Takes("apply")}),
-    Gate("sac/refused", refusals, POLICIES_TAKEN),
+    Gate("sac/refused", refusals, POLICY_TAKES),
 )
 
 
