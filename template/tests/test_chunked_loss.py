@@ -18,7 +18,9 @@ from curry_train.primitives.chunked_loss import (
     remove_chunked_loss,
 )
 
-TOKENS, WIDTH, CLASSES = 40, 8, 97
+TOKENS = 40
+WIDTH = 8
+CLASSES = 97
 
 
 def make_tensors():

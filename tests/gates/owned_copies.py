@@ -1,4 +1,4 @@
-"""Copies of a technique as a user owns them: its import closure, flat, in a package of its own.
+"""Copies of a technique as a user owns them: its import closure, flat, in a package.
 
 package = own(tmp_path, "sac")                     # tmp_path/owned_sac/{sac,blocks,...}.py
 own(tmp_path, "sac", faults=[("is_mutable", "is_mutable and False")], package="faulty_sac")

@@ -1,4 +1,4 @@
-"""Gates on architectures that they once failed on without a fault of theirs: experts, convolutions, dropped layers.
+"""Tests of gates on architectures: experts, convolutions and dropped layers.
 
 python -m pytest tests/gates/test_architectures.py
 """

@@ -1,5 +1,6 @@
-"""The gates of retention, fallback and coinciding cadences fail on what goes wrong in practice; that they hold is in
-tests/gates/test_checkpoint_policy.py.
+"""Tests of the gates of retention, fallback and coinciding cadences: faulty ones fail.
+
+That right ones hold is in tests/gates/test_checkpoint_policy.py.
 
 python -m pytest tests/gates/test_checkpoint_policy_retention.py
 """
@@ -28,7 +29,8 @@ from curry_train.workloads.workload import Case
 CASE = Case(transformer(dropout=0.1, depth=1))
 
 
-# The saboteurs. Of retention: text order, NaN as best, a stale higher step, NaN saved as latest, nothing deleted.
+# The saboteurs. Of retention: text order, NaN as best, a stale higher step, NaN saved as latest,
+# nothing deleted.
 
 
 def by_text(every, config, *, step, damaged=(), protected=()):

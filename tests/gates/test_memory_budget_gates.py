@@ -1,4 +1,4 @@
-"""The gates of the compile memory budget hold on what is right, and catch what goes wrong; and its strategy.
+"""Tests of the gates of the compile memory budget, and of its strategy.
 
 python -m pytest tests/gates/test_memory_budget_gates.py
 """

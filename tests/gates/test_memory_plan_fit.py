@@ -1,4 +1,4 @@
-"""The gates of the planner hold on the built-in models, and fail on plans and estimates that are wrong.
+"""Tests of the planner's gates: right plans hold, wrong plans and estimates fail.
 
 python -m pytest tests/gates/test_memory_plan_fit.py
 """

@@ -154,15 +154,15 @@ shifted = hooked(
         (recompute.offload_parity, no_op, "nothing ran twice or was freed"),
         (recompute.offload_parity, in_half, "computes another value"),
         (recompute.offload_parity, shifted, "computes another value"),
-        (recompute.moved_bytes, no_op, "stay on the device, or are recomputed"),
-        (recompute.moved_bytes, policy_of_torch, "stay on the device, or are recomputed"),
-        (recompute.moved_bytes, first_block_only, "stay on the device"),
+        (recompute.offload_moved_bytes, no_op, "stay on the device, or are recomputed"),
+        (recompute.offload_moved_bytes, policy_of_torch, "stay on the device, or are recomputed"),
+        (recompute.offload_moved_bytes, first_block_only, "stay on the device"),
         (
-            recompute.moved_bytes,
+            recompute.offload_moved_bytes,
             everything,
             "a parameter, a buffer, or a storage that had moved already",
         ),
-        (recompute.moved_bytes, duplicates_too, "a storage that had moved already"),
+        (recompute.offload_moved_bytes, duplicates_too, "a storage that had moved already"),
     ],
 )
 def test_gate_catches(check, saboteur, said):

@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColu
 from rich.table import Table
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.random import heap_kept
+from ..core.measure import heap_kept
 from ..core.wording import provenance, write_json
 from ..gates.implementation import Implementation, WrongImplementation, load_implementation
 from ..gates.run import GateRow, discover, judged_of, measure_rows, techniques_of
@@ -130,14 +130,15 @@ def _print_detail(console: Console, row: GateRow) -> None:
 # Command line of a project.
 
 
-def choose_gates(patterns: Sequence[str]) -> tuple[Gate, ...]:
-    """Return the gates that match any pattern; without patterns, all gates.
+def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) -> tuple[Gate, ...]:
+    """Return the gates that match any pattern; without patterns, all, or all that judge `given`.
 
     A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
     """
     gates = discover(patterns)
     if not patterns:
-        return tuple(gates)
+        names = {one.judged for one in given}
+        return tuple(gate for gate in gates if not names or names & gate.judges.keys())
 
     chosen: set[str] = set()
     for pattern in patterns:
@@ -205,9 +206,7 @@ def validate_command(
     not available.
     """
     given = load_implementations(implementations, patterns)
-    gates = choose_gates(patterns)
-    if given and not patterns:
-        gates = tuple(gate for gate in gates if any(one.judged in gate.judges for one in given))
+    gates = choose_gates(patterns, given)
     place = choose_device(device)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     if list_only:
@@ -226,30 +225,29 @@ def validate_command(
 
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
+    settings: dict[str, Any] = {"dtype": dtype, "batch_size": batch_size, "seed": seed}
     console.print(
         f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}",
         style="dim",
     )
     for one in given:
         console.print(f"judged: {one.spec} in place of our {one.judged}", style="dim")
+        settings.setdefault("implementations", {})[one.judged] = one.spec
     start = time.perf_counter()
     with heap_kept():
         rows = list(_measure(cases, gates, given))
-    settings = {
-        "dtype": dtype,
-        "batch_size": batch_size,
-        "seed": seed,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    if given:
-        settings["implementations"] = {one.judged: one.spec for one in given}
+    settings["seconds"] = round(time.perf_counter() - start, 1)
 
     show = print_figures if figures or patterns else print_summary
     show(console, rows, blocks=blocks_by_workload)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
         write_json(json_path, facts | settings | {"results": results})
+    _end(rows, patterns)
 
+
+def _end(rows: Sequence[GateRow], patterns: Sequence[str]) -> None:
+    """End with status 1 if a gate failed, and with 2 if none applied."""
     if any(row.verdict.passed is False for row in rows):
         sys.exit(1)
     if not any(row.verdict.passed for row in rows):

@@ -180,20 +180,20 @@ def whole_step(
     return Verdict("bench/whole-step", not hint, measured, required, hint)
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged("time_in_turns", lambda steps, *, rounds, warmup, clock, wait: None),
     Judged("paired_ratio", lambda seconds, others: None),
     Judged("spread_of", lambda seconds: None),
     Judged("TrainingStep", lambda case, *, learning_rate: None),
     Judged("measure_levers", lambda case, levers, *, rounds, warmup: None),
 )
-TIMED = {"time_in_turns": Takes("time"), "paired_ratio": Takes("ratio")}
-MEASURED = {"measure_levers": Takes("measure")}
+TIMER_TAKES = {"time_in_turns": Takes("time"), "paired_ratio": Takes("ratio")}
+MEASURE_TAKES = {"measure_levers": Takes("measure")}
 
 BENCH_TIMING_GATES = (
-    Gate("bench/twice", twice, TIMED | {"spread_of": Takes("summary")}),
-    Gate("bench/same", step_against_itself, TIMED),
-    Gate("bench/whole-step", whole_step, MEASURED | {"TrainingStep": Takes("make")}),
+    Gate("bench/twice", twice, TIMER_TAKES | {"spread_of": Takes("summary")}),
+    Gate("bench/same", step_against_itself, TIMER_TAKES),
+    Gate("bench/whole-step", whole_step, MEASURE_TAKES | {"TrainingStep": Takes("make")}),
 )
 
 
@@ -324,8 +324,8 @@ def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
 
 
 BENCH_FIGURE_GATES = (
-    Gate("bench/flops", bench_flops, MEASURED),
-    Gate("bench/peak", peak, MEASURED),
+    Gate("bench/flops", bench_flops, MEASURE_TAKES),
+    Gate("bench/peak", peak, MEASURE_TAKES),
 )
 
 

@@ -2,6 +2,8 @@
 
 Each gate takes the component of the store that it checks, so that its tests can plant a wrong one.
 
+Why so long: the gates of one technique, in three groups that share the trial of a store.
+
 Proof: `python -m pytest tests/gates`.
 """
 
@@ -229,15 +231,15 @@ def _store_component(name: str) -> Takes:
     return Takes("parts", adapt)
 
 
-STATE = {"TrainingState": _store_component("state")}
-COMMIT = {"Writing.commit": _store_component("commit")}
-VERIFY = {"SavedRun.verify": _store_component("verify")}
-LOAD = {"SavedRun.load": _store_component("load")}
+STATE_TAKES = {"TrainingState": _store_component("state")}
+COMMIT_TAKES = {"Writing.commit": _store_component("commit")}
+VERIFY_TAKES = {"SavedRun.verify": _store_component("verify")}
+LOAD_TAKES = {"SavedRun.load": _store_component("load")}
 CHECKPOINT_GATES = (
-    Gate("checkpoint-policy/committed", committed, STATE | COMMIT),
-    Gate("checkpoint-policy/bitwise", bitwise, STATE | LOAD),
-    Gate("checkpoint-policy/damage", damage, STATE | VERIFY),
-    Gate("checkpoint-policy/hostile", hostile, STATE | LOAD),
+    Gate("checkpoint-policy/committed", committed, STATE_TAKES | COMMIT_TAKES),
+    Gate("checkpoint-policy/bitwise", bitwise, STATE_TAKES | LOAD_TAKES),
+    Gate("checkpoint-policy/damage", damage, STATE_TAKES | VERIFY_TAKES),
+    Gate("checkpoint-policy/hostile", hostile, STATE_TAKES | LOAD_TAKES),
 )
 
 
@@ -446,11 +448,11 @@ def attempts(
     )
 
 
-JOURNAL = {"Journal": Takes("journal")}
+JOURNAL_TAKES = {"Journal": Takes("journal")}
 JOURNAL_GATES = (
-    Gate("run-journal/complete", journal_complete, JOURNAL),
-    Gate("run-journal/torn", torn, JOURNAL),
-    Gate("run-journal/attempts", attempts, JOURNAL | {"read_history": Takes("read")}),
+    Gate("run-journal/complete", journal_complete, JOURNAL_TAKES),
+    Gate("run-journal/torn", torn, JOURNAL_TAKES),
+    Gate("run-journal/attempts", attempts, JOURNAL_TAKES | {"read_history": Takes("read")}),
 )
 
 
@@ -642,7 +644,7 @@ def _bytes_in(folder: Path) -> int:
     )
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged("SavingPolicy", lambda store, config: None),
     Judged("TrainingState", lambda model, optimizer: None),
     Judged("Writing.commit", lambda writing, state: None),

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..primitives.grad_flow_probe import in_backward
+
 
 class PlantedMachine:
     """Simulated machine: `launch` queues work, `wait` finishes it, `clock` reads the time.
@@ -167,8 +169,7 @@ class GradientSyncs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func.__name__.startswith(("allreduce_", "_reduce_scatter")):
-            in_backward = torch._C._current_graph_task_id() >= 0
-            self.num_calls += in_backward
+            self.num_calls += in_backward()
         return func(*args, **(kwargs or {}))
 
 

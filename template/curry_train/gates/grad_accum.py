@@ -187,11 +187,11 @@ def _windows(given: Implementation, present: Any) -> Windows:
     )
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged("train_window", lambda model, window, loss, optimizer, *, clip_norm, scheduler: None),
     Judged("GradientAccumulation", lambda *, steps: None),
 )
-TRAIN = {
+TRAIN_TAKES = {
     "train_window": Takes("train", with_errors(NonFiniteWindow)),
     "GradientAccumulation": Takes("windows", _windows),
 }
@@ -199,11 +199,11 @@ TRAIN = {
 TRAIN_BY_NAME = {"train_window": Takes("train", lambda given, present: given.spec)}
 
 GATES = (
-    Gate("grad-accum/equal", equal_windows, TRAIN),
-    Gate("grad-accum/uneven", uneven_windows, TRAIN),
-    Gate("grad-accum/short-window", short_window, TRAIN),
-    Gate("grad-accum/once", once_per_window, TRAIN),
-    Gate("grad-accum/non-finite", non_finite, TRAIN),
+    Gate("grad-accum/equal", equal_windows, TRAIN_TAKES),
+    Gate("grad-accum/uneven", uneven_windows, TRAIN_TAKES),
+    Gate("grad-accum/short-window", short_window, TRAIN_TAKES),
+    Gate("grad-accum/once", once_per_window, TRAIN_TAKES),
+    Gate("grad-accum/non-finite", non_finite, TRAIN_TAKES),
     Gate("grad-accum/two-ranks", two_ranks, TRAIN_BY_NAME),
 )
 

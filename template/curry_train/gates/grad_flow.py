@@ -154,14 +154,14 @@ def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
         return storages.bytes_alive if value.requires_grad else 0
 
 
-JUDGED = (Judged("GradFlow", lambda model, optimizer, *, every, recompute: None),)
-PROBED = {"GradFlow": Takes("probe")}
+JUDGED_CALLABLES = (Judged("GradFlow", lambda model, optimizer, *, every, recompute: None),)
+PROBE_TAKES = {"GradFlow": Takes("probe")}
 
 GATES = (
-    Gate("grad-flow/exact", exact, PROBED),
-    Gate("grad-flow/once", layers_counted_once, PROBED),
-    Gate("grad-flow/same-training", flow_same_training, PROBED),
-    Gate("grad-flow/held-bytes", held_bytes, PROBED),
+    Gate("grad-flow/exact", exact, PROBE_TAKES),
+    Gate("grad-flow/once", layers_counted_once, PROBE_TAKES),
+    Gate("grad-flow/same-training", flow_same_training, PROBE_TAKES),
+    Gate("grad-flow/held-bytes", held_bytes, PROBE_TAKES),
 )
 
 

@@ -144,12 +144,12 @@ def _component(name: str) -> Takes:
     return Takes("parts", adapt)
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged("SpikeWatchdog", lambda config: None),
     Judged("recover", lambda spike, config, *, state, load, after, recoveries: None),
     Judged("Recoveries", lambda files: None),
 )
-COMPONENTS = {
+COMPONENT_TAKES = {
     "SpikeWatchdog": _component("watchdog"),
     "recover": _component("recover"),
     "Recoveries": _component("recoveries"),
@@ -157,9 +157,9 @@ COMPONENTS = {
 
 GATES = (
     Gate("loss-spike/found", found, {"SpikeWatchdog": Takes("watchdog")}),
-    Gate("loss-spike/recovered", recovered, COMPONENTS),
-    Gate("loss-spike/resumed", spike_resumed, COMPONENTS),
-    Gate("loss-spike/bounded", bounded, COMPONENTS),
+    Gate("loss-spike/recovered", recovered, COMPONENT_TAKES),
+    Gate("loss-spike/resumed", spike_resumed, COMPONENT_TAKES),
+    Gate("loss-spike/bounded", bounded, COMPONENT_TAKES),
 )
 
 

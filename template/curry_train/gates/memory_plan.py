@@ -136,10 +136,10 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
     return Verdict(gate, held, measured, required, hint)
 
 
-CHUNKED = {"apply_chunked_loss": Takes("apply")}
+CHUNKED_TAKES = {"apply_chunked_loss": Takes("apply")}
 CHUNKED_LOSS_GATES = (
-    Gate("memory-plan/chunked-loss", chunked_loss, CHUNKED),
-    Gate("memory-plan/chunked-memory", chunked_memory, CHUNKED),
+    Gate("memory-plan/chunked-loss", chunked_loss, CHUNKED_TAKES),
+    Gate("memory-plan/chunked-memory", chunked_memory, CHUNKED_TAKES),
 )
 
 
@@ -315,19 +315,19 @@ def _planned_by(given: Implementation, present: Any) -> Callable[[Case], Plan | 
     return make
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged(
         "plan",
         lambda workload, budget_bytes, *, global_batch, microbatch, device, **options: None,
     ),
     Judged("apply_chunked_loss", lambda model, *, head, chunk_tokens: None),
 )
-PLANNED = {"plan": Takes("make", _planned_by)}
+PLAN_TAKES = {"plan": Takes("make", _planned_by)}
 
 PLAN_GATES = (
     Gate("memory-plan/estimate", estimate),
-    Gate("memory-plan/fits", fits, PLANNED),
-    Gate("memory-plan/parity-plan", plan_parity, PLANNED),
+    Gate("memory-plan/fits", fits, PLAN_TAKES),
+    Gate("memory-plan/parity-plan", plan_parity, PLAN_TAKES),
 )
 
 

@@ -32,9 +32,10 @@ from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
+from ..primitives.choose import choose_segments
 from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
-from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
+from ..primitives.strategies import STRATEGIES, Apply, Sample, offload_one
 from ..workloads.workload import Case
 from .implementation import Implementation, Judged, as_ours
 from .same_training import calls_counted, in_place, same_training, sample_of
@@ -217,18 +218,18 @@ def _in_segments(given: Implementation, present: Any) -> Apply:
     return apply
 
 
-RECOMPUTED = {"recompute_blocks": Takes("apply", in_place())}
+RECOMPUTE_TAKES = {"recompute_blocks": Takes("apply", in_place())}
 RECOMPUTE_GATES = (
-    Gate("recompute/memory", recompute_memory, RECOMPUTED),
-    Gate("recompute/parity-full", partial(recompute_parity, strategy="full"), RECOMPUTED),
+    Gate("recompute/memory", recompute_memory, RECOMPUTE_TAKES),
+    Gate("recompute/parity-full", partial(recompute_parity, strategy="full"), RECOMPUTE_TAKES),
     Gate(
         "recompute/parity-sequential",
         partial(recompute_parity, strategy="sequential"),
         {"recompute_segments": Takes("apply", _in_segments)},
     ),
     Gate("recompute/parity-selective", partial(recompute_parity, strategy="selective")),
-    Gate("recompute/flops", recomputed_flops, RECOMPUTED),
-    Gate("recompute/off", off, RECOMPUTED),
+    Gate("recompute/flops", recomputed_flops, RECOMPUTE_TAKES),
+    Gate("recompute/off", off, RECOMPUTE_TAKES),
     Gate("recompute/profiler", profiler, {"MemoryProfiler": Takes("profiled")}),
 )
 
@@ -364,10 +365,10 @@ def _within_budget(given: Implementation, present: Any) -> Bounded:
     return apply
 
 
-BUDGETED = {"memory_budget": Takes("apply", _within_budget)}
+BUDGET_TAKES = {"memory_budget": Takes("apply", _within_budget)}
 MEMORY_BUDGET_GATES = (
-    Gate("recompute/budget-parity", budget_parity, BUDGETED),
-    Gate("recompute/budget-scope", scope, BUDGETED),
+    Gate("recompute/budget-parity", budget_parity, BUDGET_TAKES),
+    Gate("recompute/budget-scope", scope, BUDGET_TAKES),
 )
 
 
@@ -421,7 +422,7 @@ def offload_parity(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
         return not_applicable(gate, required="bit-equal", why=str(nothing))
 
 
-def moved_bytes(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
+def offload_moved_bytes(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
     """Compare the bytes copied in forward with those that the same plain blocks save."""
     gate = "recompute/offload-bytes"
     plain = case.build()
@@ -478,10 +479,10 @@ def _offloaded(given: Implementation, present: Any) -> Apply:
     return apply
 
 
-OFFLOADED = {"offload_blocks": Takes("apply", _offloaded)}
+OFFLOAD_TAKES = {"offload_blocks": Takes("apply", _offloaded)}
 OFFLOAD_GATES = (
-    Gate("recompute/offload-parity", offload_parity, OFFLOADED),
-    Gate("recompute/offload-bytes", moved_bytes, OFFLOADED),
+    Gate("recompute/offload-parity", offload_parity, OFFLOAD_TAKES),
+    Gate("recompute/offload-bytes", offload_moved_bytes, OFFLOAD_TAKES),
 )
 
 
@@ -576,7 +577,7 @@ def _is_sure(tensor: Tensor) -> bool:
     return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged("recompute_blocks", lambda model, *, blocks: None),
     Judged("recompute_segments", lambda model, num_segments, *, blocks: None),
     Judged("offload_blocks", lambda model, *, blocks, keep_last, batch, loss: None),

@@ -46,7 +46,7 @@ def gates_of(technique: str) -> tuple[Gate, ...]:
 
 def judged_of(technique: str) -> tuple[Judged, ...]:
     """Return what the gates of one technique judge, the main callable first."""
-    return _module_of(technique).JUDGED
+    return _module_of(technique).JUDGED_CALLABLES
 
 
 def techniques_of(patterns: Sequence[str]) -> tuple[str, ...]:
