@@ -3,9 +3,9 @@
     curry-train validate --gate sac --impl my_package.sac:apply_sac
     curry-train validate --impl recompute=my_package.memory:checkpoint_layers
 
-Each `gates/<technique>.py` lists in `JUDGED_CALLABLES` what its gates judge, the main one first, and
-each gate how it takes another one (`Gate.judges`). A gate that takes none of those named does not
-apply: it never judges ours in their place.
+Each `gates/<technique>.py` lists in `JUDGED_CALLABLES` what its gates judge, the main one first,
+and each gate how it takes another one (`Gate.judges`). A gate that takes none of those named does
+not apply: it never judges ours in their place.
 
 Proof: `python -m pytest tests/gates/test_implementation.py`.
 """
