@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from curry_train.bench import machine as machine_module
+from curry_train.bench import report
 from curry_train.bench.report import Machine, Reading, drift_of
 
 CPU = torch.device("cpu")
@@ -59,14 +59,14 @@ def test_a_machine_whose_gpu_slows_down_says_so():
 
 def test_a_machine_is_read_as_it_is():
     with Machine(CPU) as machine:
-        time.sleep(1.5 * machine_module.SHORTEST_SECONDS)
+        time.sleep(1.5 * report.SHORTEST_SECONDS)
     assert machine.others is None or machine.others >= 0
     if sys.platform == "linux":
         assert machine.others is not None
 
 
 def test_a_machine_without_its_figures_is_read_as_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine_module, "CPU_STAT_FILE", tmp_path / "absent")
+    monkeypatch.setattr(report, "CPU_STAT_FILE", tmp_path / "absent")
     with Machine(CPU) as machine:
         pass
     assert machine.others is None
