@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,14 +22,33 @@ from ..primitives.cross_entropy import IGNORED_TARGET
 # Nested batches of tensors, cut along the leading dimension.
 
 
-def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor of a nested batch; return everything else unchanged."""
+def map_tensors(
+    batch: Any,
+    function: Callable[[Tensor], Any],
+    *,
+    move: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Apply `function` to every tensor of a nested batch; containers keep their types.
+
+    `move` is applied to other objects with a method `to`, such as packed sequences and graphs.
+    Everything else is returned unchanged.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function) for key, value in batch.items()}
+        mapped = {key: map_tensors(value, function, move=move) for key, value in batch.items()}
+        return type(batch)(mapped) if isinstance(batch, dict) else mapped
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
+        return move(batch)
     if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(value, function) for value in batch)
+        values = [map_tensors(value, function, move=move) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        changed = {}
+        for part in fields(batch):
+            if part.init:
+                changed[part.name] = map_tensors(getattr(batch, part.name), function, move=move)
+        return replace(batch, **changed)
     return batch
 
 
@@ -47,9 +66,17 @@ def batch_size(batch: Any) -> int:
 
 def take(batch: Any, rows: slice | list[int]) -> Any:
     """Select samples from a batch; tensors with another leading dimension are shared."""
+    map_tensors(batch, lambda tensor: tensor, move=_refuse_to_divide)
     size = batch_size(batch)
     return map_tensors(
         batch, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
+    )
+
+
+def _refuse_to_divide(value: Any) -> Any:
+    raise ValueError(
+        f"a {type(value).__name__} can't be divided into samples: return a Workload whose batch "
+        "makes one of any size"
     )
 
 
@@ -115,7 +142,16 @@ class Case:
     def build(self) -> nn.Module:
         """Build a module, with the same weights each time."""
         with seeded(self.seed):
-            return self.workload.build().to(self.device, self.dtype).train()
+            module = self.workload.build()
+        tensors = [*module.parameters(), *module.buffers()]
+        if not any(tensor.is_complex() for tensor in tensors):
+            return module.to(self.device, self.dtype).train()
+        # `Module.to(dtype)` would drop the imaginary parts.
+        module.to(self.device)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(self.dtype)
+        return module.train()
 
     def batch(self, size: int | None = None) -> Batch:
         """Make the same batch each time, on the device and in the case's dtype."""
@@ -128,6 +164,7 @@ class Case:
             lambda tensor: tensor.to(
                 self.device, self.dtype if tensor.is_floating_point() else None
             ),
+            move=lambda value: value.to(self.device),
         )
 
     def split(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
