@@ -470,8 +470,8 @@ def test_another_training_ends_with_1(run, monkeypatch, strategy):
         (["--limit", "abc"], "'abc' is not a memory size"),
         (["--limit", "24"], "'24' has no unit"),
         (["--limit", "999TiB"], "a limit of 999 TiB is more than"),
-        (["--batch-size", "8,x"], "'x' is no whole number from 1 up"),
-        (["--batch-size", "0"], "'0' is no whole number from 1 up"),
+        (["--batch-size", "8,x"], "'x' is not a whole number from 1 up"),
+        (["--batch-size", "0"], "'0' is not a whole number from 1 up"),
         (
             ["--depth", "3", "--model", "their.net:build"],
             "depth applies to built-in workloads only",

@@ -272,7 +272,7 @@ TEXT_WIDTH = 80
 TABLE_LEGEND = (
     "of none: peak of forward and backward, gradients included, relative to none",
     "again: FLOPs recomputed in backward, relative to one forward",
-    "time: median ratio to the step of none in the same round; interval: 95% of its median",
+    "time: median ratio to none in the same round; interval: 95% of that median",
 )
 
 
