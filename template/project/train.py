@@ -36,7 +36,7 @@ from model import build, num_tokens, summed_loss
 
 @dataclass
 class Training:
-    """What is trained: the model, its optimizer and its data, on this rank."""
+    """The model, its optimizer and its data, on this rank."""
 
     config: Config
     ranks: Ranks

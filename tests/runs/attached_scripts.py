@@ -1,4 +1,4 @@
-"""A training script that knows nothing of saving, the same with saving attached, and a way to kill one at a step.
+"""Run a training script, plain or with `saving` attached, and kill it at a step.
 
     python tests/runs/attached_scripts.py KILL_AT SCRIPT.py      # KILL_AT optimizer steps of this process, 0 for never
 
@@ -84,12 +84,12 @@ ON_RANKS = (
 
 
 def on_ranks(script: str) -> str:
-    """The script for two gloo ranks; their order of samples is DistributedSampler's, their noise each rank's own."""
+    """Change the script for two gloo ranks with a DistributedSampler and noise of their own."""
     return _changed(script, ON_RANKS)
 
 
 def attached() -> str:
-    """The script with the few lines that it takes."""
+    """Return the script with the few lines that `saving` needs."""
     return _changed(PLAIN, CHANGES)
 
 
@@ -101,7 +101,7 @@ def _changed(script: str, changes: Iterable[tuple[str, str]]) -> str:
 
 
 def kill_at(step: int) -> None:
-    """This process dies within the optimizer's step of this number."""
+    """Kill this process within the optimizer's step of this number."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     count = 0

@@ -1,4 +1,4 @@
-"""A script that is not ours keeps a journal: to be shown, drawn, and compared with a straight run to the bit.
+"""The journal of a loop that is not ours: shown, drawn, and compared to the bit.
 
 python -m pytest tests/runs/test_attached_journal.py
 """

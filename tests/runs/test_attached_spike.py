@@ -1,4 +1,4 @@
-"""An own loop goes back to before a loss spike, and on without its batches when it is started again.
+"""Roll a DataLoader loop back from a spike; started again it skips the batches.
 
 python -m pytest tests/runs/test_attached_spike.py
 """
@@ -49,7 +49,7 @@ def train(
     journal=True,
     own=None,
 ):
-    """A loop that is not ours, with dropout, shuffled data and a schedule: its status, or what it ended with."""
+    """Train with dropout, shuffled data and a schedule; return the exit status or the end."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
     if torch.distributed.is_initialized():
@@ -84,7 +84,7 @@ def train(
 
 
 def started_again(folder, **how):
-    """As a shell does that starts it until it ends well: the statuses before, and what it ended with."""
+    """Start it until it ends well; return the exit statuses before, and the end."""
     statuses = []
     while not isinstance(ended := train(folder, **how), tuple):
         statuses.append(ended)

@@ -1,4 +1,4 @@
-"""A loop over data that resume from one integer: saved, rolled back and ended in one process.
+"""A loop over data that resume from one integer, rolled back and ended in one process.
 
 python -m pytest tests/runs/test_attached_stream.py
 """

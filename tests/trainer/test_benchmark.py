@@ -1,6 +1,6 @@
-"""Steps of the user's own: one window timed, several ways compared, and what the window costs over a loop by hand.
+"""Time an accumulated step, and several alternatives in turns.
 
-python -m pytest tests/trainer/test_benchmark.py
+Run with `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""A configuration from file and words, and the errors of both. `python -m pytest tests/trainer/test_config.py`."""
+"""Read a configuration from a file and words, and name every mistake.
+
+Run with `python -m pytest tests/trainer/test_config.py`.
+"""
 
 import dataclasses
 

@@ -1,4 +1,7 @@
-"""The order of samples is a pure function of seed and position. `python -m pytest tests/trainer/test_data_order.py`."""
+"""The order of samples: a permutation per epoch, computed from seed and position.
+
+Run with `python -m pytest tests/trainer/test_data_order.py`.
+"""
 
 import numpy
 import pytest
@@ -44,7 +47,7 @@ def test_epochs_and_seeds_differ():
 
 
 def test_neighbours_are_torn_apart_and_places_are_even():
-    """Two of 10,000 samples that were neighbours stay so about twice, and each place gets each part of the data."""
+    """Of 10,000 samples about two pairs stay neighbours, and each place gets each part."""
     size = 10_000
     found = Order(size, seed=1)(numpy.arange(size))
     neighbours = (numpy.abs(numpy.diff(found)) == 1).sum()

@@ -1,4 +1,7 @@
-"""Ranks, positions and skipped ranges of a stream. `python -m pytest tests/trainer/test_data_stream.py`."""
+"""The stream of microbatches: shared by ranks, resumed from one integer.
+
+Run with `python -m pytest tests/trainer/test_data_stream.py`.
+"""
 
 import itertools
 
@@ -99,7 +102,7 @@ def test_samples_names_what_a_window_trains_on():
     [
         (
             {"batch_size": 9},
-            r"a window of 9 samples can't be cut into microbatches of 2 on 1 ranks: .* of 2 x 1 = 2",
+            r"a window of 9 samples can't be cut into microbatches of 2 on 1 ranks: .* 2 x 1 = 2",
         ),
         ({"ranks": 3}, r"multiple of 2 x 3 = 6"),
         ({"rank": 1}, "rank 1 is not one of 1 ranks"),

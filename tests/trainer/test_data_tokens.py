@@ -1,4 +1,7 @@
-"""Tokens from memory and files, their targets, masks, documents. `python -m pytest tests/trainer/test_data_tokens.py`."""
+"""Datasets of tokens: samples, documents, masks, and files.
+
+Run with `python -m pytest tests/trainer/test_data_tokens.py`.
+"""
 
 import numpy
 import pytest

@@ -1,4 +1,7 @@
-"""Ranks that are started wrongly, and the model that they share. `python -m pytest tests/trainer/test_distribute.py`."""
+"""Refuse ranks that are started wrongly, and wrap the model that they share.
+
+Run with `python -m pytest tests/trainer/test_distribute.py`.
+"""
 
 import pytest
 import torch

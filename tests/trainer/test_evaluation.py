@@ -1,4 +1,7 @@
-"""The dev loss: over all its samples once, on any number of ranks. `python -m pytest tests/trainer/test_evaluation.py`."""
+"""The dev loss: every sample counts once, on any number of ranks.
+
+Run with `python -m pytest tests/trainer/test_evaluation.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The journal of a training run. `python -m pytest tests/trainer/test_journal_hook.py`."""
+"""The journal of a training run.
+
+Run with `python -m pytest tests/trainer/test_journal_hook.py`.
+"""
 
 import pytest
 from journals import lines_of
@@ -87,8 +90,10 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
 
 
 def test_saves_and_what_the_retention_deletes_are_in_the_journal(tmp_path):
-    policy = "checkpoint={rollback_every: 1, recovery_every: null, best_k: 0, retention: {rollback_keep: 2, recovery_keep: 1}}"
-    folder = trained(tmp_path, "steps=6", "evaluate.every=null", policy).folder
+    retention = "{rollback_keep: 2, recovery_keep: 1}"
+    policy = f"{{rollback_every: 1, recovery_every: null, best_k: 0, retention: {retention}}}"
+    words = ("steps=6", "evaluate.every=null", f"checkpoint={policy}")
+    folder = trained(tmp_path, *words).folder
     lines = lines_of(folder)
     saves = [line for line in lines if line["kind"] == "save"]
     assert [line["step"] for line in saves] == [1, 2, 3, 4, 5, 6]
@@ -118,7 +123,7 @@ def test_a_run_that_is_trained_twice_at_once_is_refused(tmp_path):
     config = load_config(None, [f"runs={tmp_path}", "steps=1", *WORDS])
     trained(tmp_path, "steps=1")
     locked = pytest.raises(
-        LockedRun, match="is held by process .*: end it, or give this run another folder"
+        LockedRun, match=r"is held by process .*: end it, or give this run another folder"
     )
     with open_named_run(config, resume="latest"), locked, open_named_run(config, resume="latest"):
         pass

@@ -1,4 +1,7 @@
-"""What happens between steps: schedule, evaluation, saving, hooks, stopping. `python -m pytest tests/trainer/test_loop.py`."""
+"""The training loop: schedule, evaluation, saving, hooks and stopping.
+
+Run with `python -m pytest tests/trainer/test_loop.py`.
+"""
 
 import copy
 import itertools
@@ -89,8 +92,8 @@ def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
 def test_dev_loss_saves_and_hooks_come_when_they_are_due():
     told, saves, dev = [], [], iter(range(100))
     run(
-        *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3, save=saves.append, save_every=2,
-        after_step=[told.append],
+        *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3,
+        save=saves.append, save_every=2, after_step=[told.append],
     )  # fmt: skip
     assert saves == [2, 4, 6, 7]
     assert [(report.step, report.dev_loss) for report in told if report.dev_loss is not None] == [
@@ -164,8 +167,8 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
         NonFiniteWindow, match=r"step 3: window 2: .* not finite: microbatch 0 of 2"
     ):
         run(
-            module, optimizer, data, steps=9, accumulation=GradientAccumulation(2), after_step=[remember],
-            save=saves.append, save_every=1,
+            module, optimizer, data, steps=9, accumulation=GradientAccumulation(2),
+            after_step=[remember], save=saves.append, save_every=1,
         )  # fmt: skip
     assert all(torch.equal(before[0][name], value) for name, value in module.state_dict().items())
     assert saves == [1, 2]

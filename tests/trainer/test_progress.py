@@ -1,4 +1,7 @@
-"""What a person sees of a run, and what it leaves in its folder. `python -m pytest tests/trainer/test_progress.py`."""
+"""The output of a run: lines, a bar, and TensorBoard.
+
+Run with `python -m pytest tests/trainer/test_progress.py`.
+"""
 
 import builtins
 import io

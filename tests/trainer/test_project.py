@@ -1,6 +1,6 @@
-"""The project that `new` renders: its visible loop is the trainer's, on one process and on two.
+"""Test that the visible loop of the rendered project equals the trainer.
 
-python -m pytest tests/trainer/test_project.py
+Run with `python -m pytest tests/trainer/test_project.py`.
 """
 
 import json
@@ -87,7 +87,7 @@ def test_it_can_be_read_in_one_sitting():
     lines = {path.name: len(path.read_text().splitlines()) for path in files}
     assert sum(lines.values()) <= MOST_LINES - 60  # of the lock
     assert lines["train.py"] <= MOST_LOOP_LINES
-    assert all("jinja" not in path.name and "{{" not in path.read_text() for path in files)
+    assert all("jinja" not in path.name and "{{ " not in path.read_text() for path in files)
 
 
 def test_the_placeholders_are_where_the_renderer_looks():

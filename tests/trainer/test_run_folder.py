@@ -1,4 +1,7 @@
-"""Folders of runs: numbered, never shared, and found again. `python -m pytest tests/trainer/test_run_folder.py`."""
+"""Folders of runs: numbered, never shared, and found again.
+
+Run with `python -m pytest tests/trainer/test_run_folder.py`.
+"""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""A training run that meets a spike: found, gone back from, skipped, told, and the same on every rank and again.
+"""Roll a training back from a spike, the same on every rank and after a resume.
 
-python -m pytest tests/trainer/test_spike_watch.py
+Run with `python -m pytest tests/trainer/test_spike_watch.py`.
 """
 
 import contextlib
@@ -25,13 +25,14 @@ from curry_train.trainer import train_run
 WORDS = (
     "model=training_models:with_dropout", "device=cpu", "steps=48", "batch_size=4", "microbatch=2",
     "evaluate={every: null}", "checkpoint={rollback_every: 6}", "data.dev_fraction=0",
-    "spike={action: rollback, window: 16, skip_around: 2, threshold: 8}", "optimizer.learning_rate=1e-3",
+    "spike={action: rollback, window: 16, skip_around: 2, threshold: 8}",
+    "optimizer.learning_rate=1e-3",
 )  # fmt: skip
 BAD = (34, 36)  # steps
 
 
 def plant(run, steps=BAD, times=20.0):
-    """The samples of these steps, wherever they are met, have so many times the loss, and the gradient of it."""
+    """Multiply the loss of the samples of these steps, and so their gradient."""
     stream = run.stream
     places = range((steps[0] - 1) * stream.batch_size, steps[1] * stream.batch_size)
     stream.dataset = Marked(stream.dataset, {int(one) for one in stream.order(list(places))}, times)
@@ -95,7 +96,8 @@ def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
     assert steps == [*range(1, 37), *range(31, 49)]
     assert lines_of(recovered)[-1]["reason"] == "steps"
     assert json.loads((recovered / RECOVERIES_FILE_NAME).read_text())[0] | {"attempt": 1} == {
-        "spike": 36, "back_to": 30, "start": 124, "stop": 152, "attempt": 1, "learning_rate": 1.0, "slower_until": 0,
+        "spike": 36, "back_to": 30, "start": 124, "stop": 152, "attempt": 1,
+        "learning_rate": 1.0, "slower_until": 0,
     }  # fmt: skip
 
 
@@ -214,7 +216,7 @@ def test_the_learning_rate_is_lower_for_a_while(tmp_path):
 
 
 def on_ranks(runs, parallel):
-    """What one rank knows at its end, under torchrun's variables."""
+    """Train on one rank, and return its last step, its rollbacks and its skipped ranges."""
     words = [f"parallel={parallel}", f"runs={runs}", "microbatch=1"]
     with open_named_run(load_config(None, [*WORDS, *words])) as run:
         plant(run)

@@ -1,6 +1,6 @@
-"""Whole runs from a configuration: learning, recompute, ranks, resume, models of one's own.
+"""Train whole runs by a configuration: recompute, ranks, resume, own models.
 
-python -m pytest tests/trainer/test_training.py
+Run with `python -m pytest tests/trainer/test_training.py`.
 """
 
 import json
@@ -57,7 +57,7 @@ class _hooked:  # noqa: N801
     "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
 )
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
-    """A byte of the library's sources costs 5.5 nats for who knows nothing and 3.2 for who knows how often each is."""
+    """A byte costs 5.5 nats by chance, and 3.2 by the frequency of each byte."""
     config = load_config(
         None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"]
     )
@@ -106,7 +106,7 @@ def test_recompute_that_would_change_nothing_is_refused(tmp_path):
 
 
 def test_accumulation_gives_the_losses_of_the_whole_batch(tmp_path, plain):
-    """Each step's loss is that of the same eight samples, which are only added up in another order."""
+    """Each step adds up the losses of the same eight samples in another order."""
     assert losses(tmp_path, "microbatch=8")[0] == pytest.approx(plain, rel=1e-6)
 
 
@@ -122,7 +122,7 @@ ON_RANKS = {
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run of one process that was stopped after three steps: its losses, and what is left of it."""
+    """Stop a run of one process after three steps; return its losses and its end."""
     return losses(tmp_path_factory.mktemp("stopped"), stop_after=3)
 
 
@@ -142,7 +142,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory, stopped, documents):
-    """What two ranks answer for each of these, one after another, and for the stopped run."""
+    """Train each configuration on two ranks, one after another, and resume the stopped run."""
     runs, kinds = (
         str(tmp_path_factory.mktemp("ranked")),
         ON_RANKS | {"documents": ["parallel=fsdp2", *documents]},
@@ -188,7 +188,7 @@ def test_half_precision_trains_near_the_whole_one(tmp_path, ranked, plain, preci
 
 
 def test_masked_documents_of_all_lengths_weigh_the_same_on_two_ranks(tmp_path, ranked, documents):
-    """Their microbatches have other numbers of terms on each rank: a mean of means is off by percents."""
+    """Ranks have different numbers of terms, so a mean of means would be off by percents."""
     alone, _ = losses(tmp_path, *documents)
     whole, _ = losses(tmp_path, *documents, "microbatch=8")
     assert ranked[0]["documents"]["losses"] == pytest.approx(alone, rel=1e-6)

@@ -1,4 +1,7 @@
-"""The data that a configuration names. `python -m pytest tests/trainer/test_training_data.py`."""
+"""Open the data that a configuration names.
+
+Run with `python -m pytest tests/trainer/test_training_data.py`.
+"""
 
 import numpy
 import pytest

@@ -19,8 +19,8 @@ def hugging_face():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -46,7 +46,7 @@ def points():
 
 
 def line():
-    """A classifier of points, as a module and a batch: its loss is its output's, so a Workload says what is meant."""
+    """Build a classifier of points; its loss is not its output, so it is a Workload."""
     from curry_train.workloads.workload import Workload
 
     return Workload(
