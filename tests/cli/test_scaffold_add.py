@@ -11,6 +11,7 @@ import pytest
 from scaffold_case import REAL, after, edit, make_bundle, scaffold, shell, times, tree, write
 from warm_python import warm_python
 
+from curry_train.cli.merge import only_writer
 from curry_train.cli.ownership import TECHNIQUES, Bundle, Kind, Technique
 from curry_train.cli.scaffold import find_target
 
@@ -220,26 +221,26 @@ def test_add_goes_to_one_package_of_a_project(bundle: Bundle, repository: Path) 
 def test_add_prints_the_command_of_a_tool_and_writes_nothing(
     technique: Technique, tmp_path: Path
 ) -> None:
-    done = scaffold(REAL, "add", technique.name, cwd=tmp_path)
+    done = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
     assert (done.returncode, tree(tmp_path)) == (0, {})
-    assert "\n  curry-train " in done.stdout
-    refused = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
+    assert done.stdout.startswith(
+        f"{technique.name} is a tool; nothing is copied. Run:\n  curry-train "
+    )
+    refused = scaffold(REAL, "add", technique.name, "--own", cwd=tmp_path)
     assert (refused.returncode, tree(tmp_path)) == (2, {})
-    assert "is a tool and is never copied" in refused.stderr
+    assert "takes neither --own nor --overwrite" in refused.stderr
 
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
 def test_add_prints_a_dependency_and_lines_that_python_reads(
     technique: Technique, tmp_path: Path
 ) -> None:
-    done = scaffold(REAL, "add", technique.name, cwd=tmp_path)
+    done = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
     assert (done.returncode, tree(tmp_path)) == (0, {})
+    assert done.stdout.startswith("Nothing is copied without --own.\n")
     assert re.search(r'^Dependency:\n  "curry-train==[\d.]+"$', done.stdout, re.MULTILINE)
     lines = done.stdout.split("In the training loop:\n")[1].splitlines()[:-1]
     compile("\n".join(line.removeprefix("  ") for line in lines), "loop", "exec")
-    assert "with --own only" in scaffold(
-        REAL, "add", technique.name, "--into", "training", cwd=tmp_path
-    ).stderr  # fmt: skip
 
 
 def test_add_own_copies_the_room_and_it_runs_alone(bundle: Bundle, repository: Path) -> None:
@@ -255,6 +256,22 @@ def test_add_own_copies_the_room_and_it_runs_alone(bundle: Bundle, repository: P
         cwd=repository,
     )
     assert ran.stdout.startswith("(3.14"), ran.stderr
+    assert "Nothing to do" in scaffold(bundle, "update", cwd=repository).stdout
+
+
+def test_add_and_update_refuse_a_project_that_another_command_writes(
+    bundle: Bundle, repository: Path
+) -> None:
+    arguments = ("add", "sac", "--into", "src/mylib/training")
+    scaffold(bundle, *arguments, cwd=repository)
+    before = tree(repository)
+    for command in (arguments, ("update",)):
+        with only_writer(repository):
+            refused = scaffold(bundle, *command, cwd=repository)
+        assert refused.returncode == 2
+        assert "another add or update is writing" in refused.stderr
+        assert tree(repository) == before
+        assert scaffold(bundle, *command, cwd=repository).returncode == 0
 
 
 def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path: Path) -> None:

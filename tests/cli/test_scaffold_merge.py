@@ -183,7 +183,7 @@ def test_update_of_an_unchanged_release_changes_nothing(bundle: Bundle, project:
     before = times(project)
     done = scaffold(bundle, "update", cwd=project)
     assert (done.returncode, times(project)) == (0, before)
-    assert done.stdout.splitlines()[-1].startswith("Nothing to do: curry-train 0.2.0 is in")
+    assert done.stdout.splitlines()[-1].startswith("Nothing to do: this release of curry-train is")
 
 
 def test_update_does_with_each_file_what_its_state_calls_for(bundle: Bundle, project: Path) -> None:

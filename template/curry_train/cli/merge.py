@@ -525,6 +525,30 @@ def write_changes(plan: WritePlan) -> None:
     _finish(pending)
 
 
+@contextlib.contextmanager
+def only_writer(root: Path) -> Iterator[None]:
+    """Hold a project against other commands that write; the end of the process releases it."""
+    if not root.is_dir():
+        yield
+        return
+    try:
+        import fcntl
+    except ImportError:
+        # Windows has no fcntl.
+        yield
+        return
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ScaffoldError(
+            f"another add or update is writing to {root}; run this again when it has ended"
+        ) from error
+    finally:
+        os.close(folder)
+
+
 def check_not_pending(root: Path) -> None:
     """Refuse to read a project in which a write was interrupted."""
     if (root / PENDING_FOLDER).is_dir():

@@ -42,7 +42,8 @@ OWN_TEXTS = {
     "package `curry-train`, which `pyproject.toml` pins": (
         f"package `{PLACEHOLDER_NAME}`, a copy of curry-train's run-time rooms that is yours"
     ),
-    " --find-links wheels": "",
+    " $(wildcard wheels/*.whl)": "",
+    "\t.venv/bin/python -m pip install --quiet --force-reinstall --no-deps wheels/*.whl\n": "",
 }
 # What a run of the template leaves in its folder.
 LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})

@@ -28,6 +28,7 @@ from .merge import (
     WritePlan,
     check_not_pending,
     compare_files,
+    only_writer,
     plan_copy,
     plan_update,
     read_lock,
@@ -201,8 +202,11 @@ def add_command(
     bundle = find_bundle()
     chosen = bundle.find(technique)
     if chosen.kind is Kind.TOOL or (chosen.kind is Kind.ROOM and not own):
-        if own or directory or overwrite:
-            raise ScaffoldError(_refuse_to_copy(chosen))
+        if own or overwrite:
+            raise ScaffoldError(
+                f"{technique} without its own copy takes neither --own nor --overwrite: "
+                "'curry-train list' shows what is copied"
+            )
         _echo_usage(bundle, chosen)
         return
     if directory is None:
@@ -211,11 +215,12 @@ def add_command(
             "such as --into src/mylib/training"
         )
     target = find_target(directory, working_directory=Path.cwd())
-    _finish_interrupted(target.root, dry_run=dry_run)
-    plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
-    _echo_plan(plan)
-    if not dry_run:
-        write_changes(plan)
+    with only_writer(target.root):
+        _finish_interrupted(target.root, dry_run=dry_run)
+        plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
+        _echo_plan(plan)
+        if not dry_run:
+            write_changes(plan)
     click.echo(_outcome(plan, what=chosen.name, dry_run=dry_run))
     if chosen.kind is Kind.OWNED:
         click.echo(f"Next:\n  {target.test_command(chosen.test, working_directory=Path.cwd())}")
@@ -344,20 +349,12 @@ def _refuse_conflicts(plan: WritePlan, compared: Sequence[Comparison], target: C
     raise ScaffoldError("\n".join([f"{count} in the way; nothing was written", *lines, advice]))
 
 
-def _refuse_to_copy(technique: Technique) -> str:
-    if technique.kind is Kind.TOOL:
-        return f"{technique.name} is a tool and is never copied; leave out --into and --own"
-    return (
-        f"{technique.name} is copied with --own only; add --own, or leave out --into to see the "
-        "lines for a loop"
-    )
-
-
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
     version = read_distribution(bundle).version
     if technique.kind is Kind.TOOL:
-        click.echo(f"{technique.name} is a tool and copies nothing. Run:")
+        click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
     else:
+        click.echo("Nothing is copied without --own.")
         click.echo(f'Dependency:\n  "{DISTRIBUTION_NAME}=={version}"\nIn the training loop:')
     for line in technique.usage:
         click.echo(f"  {line}".rstrip())
@@ -381,22 +378,14 @@ def update_command(directory: Path, dry_run: bool) -> None:
     Exit status: 0 merged, 1 with conflicts to resolve, 2 wrong usage.
     """
     root = Path(os.path.abspath(directory))
-    lock = _require_lock(root)
-    _finish_interrupted(root, dry_run=dry_run)
-    lock = _require_lock(root)
-    bundle = find_bundle()
-    version = read_distribution(bundle).version
-    if _numbers(version) < _numbers(lock.version):
-        raise ScaffoldError(
-            f"{root} is from curry-train {lock.version}, and this is {version}; "
-            "run a version that is as new"
-        )
-    compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    plan = plan_update(root, replace(lock, version=version), compared)
-    if not dry_run:
-        write_changes(plan)
+    _require_lock(root)
+    with only_writer(root):
+        _finish_interrupted(root, dry_run=dry_run)
+        plan = plan_release(find_bundle(), root)
+        if not dry_run:
+            write_changes(plan)
     _echo_plan(plan)
-    click.echo(_outcome(plan, what=f"curry-train {version}", dry_run=dry_run))
+    click.echo(_outcome(plan, what="this release of curry-train", dry_run=dry_run))
     if plan.conflicts:
         count = "1 file needs" if plan.conflicts == 1 else f"{plan.conflicts} files need"
         click.echo(
@@ -405,6 +394,19 @@ def update_command(directory: Path, dry_run: bool) -> None:
             err=True,
         )
         raise click.exceptions.Exit(EXIT_CONFLICT)
+
+
+def plan_release(bundle: Bundle, root: Path) -> WritePlan:
+    """Plan the merge of this release into the project at `root`."""
+    lock = _require_lock(root)
+    version = read_distribution(bundle).version
+    if _numbers(version) < _numbers(lock.version):
+        raise ScaffoldError(
+            f"{root} is from curry-train {lock.version}, and this is {version}; "
+            "run a version that is as new"
+        )
+    compared = compare_files(root, lock, files_of_lock(bundle, lock))
+    return plan_update(root, replace(lock, version=version), compared)
 
 
 def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, SourceFile]:
