@@ -1,4 +1,4 @@
-"""What disturbs a timing: other processes, the GPU's clock, and drift, read from planted figures.
+"""Disturbances of a timing: other processes, the GPU's clock, and drift, all planted.
 
 python -m pytest tests/bench/test_machine.py
 """

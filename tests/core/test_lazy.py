@@ -3,6 +3,7 @@
 python -m pytest tests/core/test_lazy.py
 """
 
+import importlib
 import subprocess
 import sys
 
@@ -26,6 +27,14 @@ def test_a_name_that_nobody_promised_is_an_attribute_error():
     ):
         _ = primitives.Nothing
     assert not hasattr(primitives, "Nothing")
+
+
+@pytest.mark.parametrize("room", ["core", "gates", "plan", "primitives", "runs", "workloads"])
+def test_every_public_name_is_in_the_module_that_is_said_to_have_it(room):
+    package = importlib.import_module(f"curry_train.{room}")
+    assert package.__all__
+    missing = [name for name in package.__all__ if not hasattr(package, name)]
+    assert not missing
 
 
 def test_importing_a_package_does_not_import_torch():

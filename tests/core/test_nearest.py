@@ -88,10 +88,10 @@ def test_gates_and_techniques_are_refused_in_the_same_words(tmp_path):
         UnusableInput, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
     ):
         choose_gates(["recomput"])
+    recipe = Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",))
     with pytest.raises(
         WorkloadError, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
     ):
-        recipe = Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",))
         render(recipe, command=["curry-train"])
     with pytest.raises(
         ScaffoldError, match=r"no technique is called 'grad-acum'; did you mean 'grad-accum'\?"

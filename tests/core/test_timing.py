@@ -1,4 +1,4 @@
-"""Turns, medians and intervals of the timer, with a planted clock: no figure depends on the machine.
+"""Turns, medians and intervals of the timer, with a planted clock.
 
 python -m pytest tests/core/test_timing.py
 """

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.random import generator_states, generators_kept, seeded
+from curry_train.core.random import generators_kept, seeded
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, pretended
 from curry_train.primitives import recompute_blocks
+from curry_train.primitives.regions import generator_states
 from curry_train.workloads.models import transformer
 
 

@@ -18,9 +18,12 @@ from curry_train.core.parity import compare, record_step
 from curry_train.gates import snn_timesteps
 from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
 from curry_train.primitives.hidden_state import HiddenState, check_step
-from curry_train.primitives.snn_timesteps import checkpoint_timesteps, recompute_timesteps
+from curry_train.primitives.snn_timesteps import (
+    checkpoint_timesteps,
+    recompute_timesteps,
+    run_timesteps,
+)
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.primitives.time_loop import run_timesteps
 from curry_train.workloads.load import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, SpikingNetwork, SurrogateSpike, snn
 from curry_train.workloads.workload import Case

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import io
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
+from warm_python import warm_python
 
 import curry_train
 from curry_train.core.measure import LiveStorages
@@ -486,7 +486,7 @@ print(peak, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF
 def test_8b_is_estimated_in_ten_seconds_and_in_little_memory():
     for _ in range(2):  # other work on the same core counts a little even here: the quicker of two
         ended = subprocess.run(
-            [sys.executable, "-c", MEASURES], capture_output=True, text=True, cwd=TEMPLATE
+            [warm_python(), "-c", MEASURES], capture_output=True, text=True, cwd=TEMPLATE
         )
         assert not ended.returncode, ended.stderr
         peak, seconds, memory = map(float, ended.stdout.split())

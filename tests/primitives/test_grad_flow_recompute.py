@@ -23,7 +23,7 @@ from curry_train.primitives import (
     recompute_segments,
     recompute_timesteps,
 )
-from curry_train.primitives.checkpointed import (
+from curry_train.primitives.grad_flow import (
     NON_REENTRANT_GENERATOR,
     REENTRANT_CLASS,
     recompute_off,

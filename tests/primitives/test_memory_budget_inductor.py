@@ -6,7 +6,6 @@ python -m pytest tests/primitives/test_memory_budget_inductor.py
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.core.measure_compiled import measure_allocated, saved_bytes
 from curry_train.core.parity import compare
@@ -80,6 +80,8 @@ def test_inductor_draws_once_at_zero_and_torch_alone_draws_again(device):
 
 IN_A_PROCESS = """
 import sys
+import warnings
+warnings.simplefilter("ignore")
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -100,7 +102,7 @@ def test_the_compilers_cache_tells_budgets_apart_in_other_processes_too(tmp_path
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "template")}
 
     def run(*budgets):
-        command = [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS, *budgets]
+        command = [warm_python(), "-c", IN_A_PROCESS, *budgets]
         done = subprocess.run(
             command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
         )

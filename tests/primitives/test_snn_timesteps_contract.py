@@ -22,24 +22,24 @@ from curry_train.core.parity import compare, record, record_step
 from curry_train.core.random import seeded
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives import snn_timesteps
-from curry_train.primitives.snn_timesteps import (
-    checkpoint_timesteps,
-    choose_chunk_size,
-    recompute_timesteps,
-    remove_timesteps,
-)
-from curry_train.primitives.strategies import STRATEGIES
-from curry_train.primitives.time_loop import (
-    OUTPUT_MODES,
-    Costs,
+from curry_train.primitives.choose import (
     best_chunk_size,
-    best_schedule,
-    even_schedule,
-    measure_costs,
-    run_timesteps,
+    choose_chunk_size,
     schedule_peak_bytes,
     times_again,
 )
+from curry_train.primitives.snn_timesteps import (
+    OUTPUT_MODES,
+    Costs,
+    best_schedule,
+    checkpoint_timesteps,
+    even_schedule,
+    measure_costs,
+    recompute_timesteps,
+    remove_timesteps,
+    run_timesteps,
+)
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import mlp, snn
 from curry_train.workloads.workload import Case
 
@@ -501,7 +501,7 @@ def test_modules_with_a_loop_are_found_inside_others():
     case = Case(snn())
     model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "spiking": case.build()})
     assert recompute_timesteps(model, levels=2) == ["spiking"]
-    with pytest.raises(ValueError, match="wrapped already"):
+    with pytest.raises(ValueError, match="recomputes its timesteps already"):
         recompute_timesteps(model)
 
 
@@ -515,3 +515,17 @@ def test_other_models_are_refused_with_the_line_to_write(name):
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="for the whole loop, not for single blocks"):
         STRATEGIES[name].apply(Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*")))
+
+
+@pytest.mark.parametrize("between", [nn.Identity, lambda: nn.Dropout(0.5), nn.Tanh])
+def test_costs_count_the_storages_that_stay_alive(between):
+    """`measure_costs` counts by itself what the package's own instrument counts."""
+    module, x = build(lambda: Net(between)), currents()
+    costs = measure_costs(module.step, x.unbind(0), module.initial_state(x))
+    state = module.initial_state(x)
+    held = []
+    with LiveStorages() as storages:
+        for index in range(3):
+            _, state = module.step(x[index], state)
+            held.append(storages.bytes_alive)
+    assert costs.step_bytes == held[2] - held[1] > 0

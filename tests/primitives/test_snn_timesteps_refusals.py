@@ -14,8 +14,7 @@ from torch import nn
 
 from curry_train.core.parity import compare, record
 from curry_train.primitives.hidden_state import HiddenState
-from curry_train.primitives.snn_timesteps import checkpoint_timesteps
-from curry_train.primitives.time_loop import run_timesteps
+from curry_train.primitives.snn_timesteps import checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from curry_train.bench.steps import find_lever, list_levers
 from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
 from curry_train.plan.saved import OPTION_KINDS, Option
+from curry_train.primitives.choose import profile_layers
 from curry_train.primitives.strategies import (
     ALL_STRATEGIES,
     CONFIGURED_STRATEGIES,
@@ -17,7 +18,6 @@ from curry_train.primitives.strategies import (
     CheckpointConfig,
     Sample,
     apply_config,
-    profile_layers,
 )
 
 
@@ -80,7 +80,7 @@ def test_selective_recomputes_what_the_profiler_recommends():
 
 
 def test_layers_are_measured_as_the_profiler_measures_them():
-    layers = profile_layers(chain(), Sample(BATCH, loss))
+    layers = profile_layers(chain(), BATCH, loss)
     assert tuple(layers) == MemoryProfiler(chain()).profile(BATCH, loss=loss).layers
 
 

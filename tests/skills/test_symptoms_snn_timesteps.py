@@ -14,8 +14,11 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record
 from curry_train.primitives.hidden_state import HiddenState
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.snn_timesteps import checkpoint_timesteps, recompute_timesteps
-from curry_train.primitives.time_loop import run_timesteps
+from curry_train.primitives.snn_timesteps import (
+    checkpoint_timesteps,
+    recompute_timesteps,
+    run_timesteps,
+)
 
 STEPS = 40
 

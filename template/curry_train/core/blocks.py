@@ -1,15 +1,17 @@
-"""Find the blocks that a model repeats, and check whether they may run again in the backward.
+"""Find the blocks that a model repeats, and check that backward may run them again.
 
 Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_blocks.py`.
 """
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_iter
 
 # Modules whose class is replaced by a subclass that changes how they run.
 
@@ -59,7 +61,7 @@ def refuse(module: nn.Module) -> None:
         raise ValueError(f"a module is needed, got {type(module).__name__}")
     name = type(module).__name__
     attributes = module.__dict__
-    if isinstance(module, Derived):
+    if is_changed(module):
         raise ValueError(
             f"{name} is wrapped already, and a second wrapper would run its forward three times; "
             "wrap it once"
@@ -79,6 +81,14 @@ def refuse(module: nn.Module) -> None:
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise ValueError(f"{name} has no parameters yet: run one batch through it first")
 
+
+def is_changed(module: nn.Module) -> bool:
+    """Return whether a technique has changed how this module runs."""
+    return isinstance(module, Derived) or TIMESTEPS_ATTRIBUTE in module.__dict__
+
+
+# Set on modules whose loop over time is recomputed.
+TIMESTEPS_ATTRIBUTE = "_timesteps"
 
 _classes: dict[tuple[type, type], Any] = {}
 
@@ -242,3 +252,17 @@ def _is_own_layer(module: nn.Module) -> bool:
         return False
     has_children = next(module.children(), None) is not None
     return type(module).__module__.startswith("torch.nn.") and not has_children
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers and dataclasses, which may refer to each other."""
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)

@@ -12,7 +12,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from .blocks import find_blocks
+from .blocks import tensors_in as tensors_in
 from .random import buffers_kept, seeded, untouched
 
 # FLOPs of single operations: torch's formulas, attention and grouped matrix products.
@@ -493,20 +494,6 @@ def as_trained(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested containers and dataclasses, which may refer to each other."""
-    return _tensors_in(value, set())
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    for leaf in tree_iter(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
-            seen.add(id(leaf))
-            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)
-
-
 def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, int]:
     """Count the FLOPs that each block spends during `run`, over all its calls."""
     spent = dict.fromkeys(blocks, 0)
@@ -571,3 +558,17 @@ def bytes_on_device(tensors: Iterable[Tensor], device: torch.device) -> int:
     block = ALLOCATION_BLOCK_BYTES if device.type == "cuda" else 1
     rounded = {storage._cdata: -(-storage.nbytes() // block) * block for storage in storages}
     return sum(rounded.values())
+
+
+@contextlib.contextmanager
+def heap_kept() -> Iterator[None]:
+    """Exclude existing objects from garbage collection, which every measurement runs first."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,22 +1,20 @@
-"""Save and restore what a second run must find: generators, buffers, modes, unchanged tensors.
+"""Save and restore what a second run must find: generators, buffers, modes, tensors.
 
 Proof: `python -m pytest tests/core tests/primitives`.
 """
 
 import contextlib
-import gc
 import random
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils._pytree import tree_leaves
 
 # Run a module and restore its buffers, its gradients and every random generator afterwards.
 
@@ -24,38 +22,72 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 unwatched = torch._C.DisableTorchFunction
 
 
+class Generators:
+    """A snapshot of the generators of torch, Python and, if it is loaded, NumPy.
+
+    The tensors among `values` give the devices whose generators are included.
+    """
+
+    def __init__(self, values: Iterable[Any] = (), *, devices: Iterable[Any] = ()) -> None:
+        found = {value.device for value in values if isinstance(value, Tensor)}
+        self._devices = [*devices, *(device for device in found if device.type == "cuda")]
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = numpy.random.get_state(legacy=False) if numpy else None
+        with unwatched():
+            self._torch = torch.get_rng_state()
+            self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
+
+    def moved(self) -> bool:
+        """Return whether a generator was used since the snapshot."""
+        return not self.are_as(Generators(devices=self._devices))
+
+    def are_as(self, other: "Generators") -> bool:
+        """Return whether two snapshots hold the same states."""
+        same = self._python == other._python and set(self._devices) == set(other._devices)
+        if not same or not torch.equal(self._torch, other._torch):
+            return False
+        theirs = dict(zip(other._devices, other._states, strict=True))
+        pairs = zip(self._devices, self._states, strict=True)
+        on_devices = all(torch.equal(state, theirs[device]) for device, state in pairs)
+        return on_devices and _same_numpy(self._numpy, other._numpy)
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        with unwatched():
+            torch.set_rng_state(self._torch)
+            for device, state in zip(self._devices, self._states, strict=True):
+                torch.cuda.set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Use these states inside the context, and restore the current ones afterwards."""
+        with generators_kept():
+            self.restore()
+            yield
+
+
+def _same_numpy(one: Any, other: Any) -> bool:
+    """Compare two numpy states: nested dicts of numbers and arrays, None if not loaded."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return all(_same_numpy(one[key], other[key]) for key in one)
+    if hasattr(one, "tobytes") and other is not None:
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)
+
+
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
-    numpy = sys.modules.get("numpy")
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with unwatched():
-        torch_state = torch.get_rng_state()
-        cuda_states = [torch.cuda.get_rng_state(device) for device in devices]
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
+    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    before = Generators(devices=range(num_devices))
     try:
         yield
     finally:
-        with unwatched():
-            torch.set_rng_state(torch_state)
-            for device, state in zip(devices, cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-
-def generator_states(module: nn.Module) -> list[torch.Tensor]:
-    """Return the states of torch's generators that a module's operations may draw from."""
-    devices: set[torch.device] = set()
-    if torch.cuda.is_initialized():
-        devices = {parameter.device for parameter in module.parameters()}
-    with unwatched():
-        return [
-            torch.get_rng_state(),
-            *(torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"),
-        ]
+        before.restore()
 
 
 @contextlib.contextmanager
@@ -94,73 +126,6 @@ def untouched(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         module.zero_grad(set_to_none=True)
-
-
-@contextlib.contextmanager
-def heap_kept() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, which every measurement runs first."""
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-# Random generator states, saved and restored so that a function draws the same numbers.
-
-
-class Generators:
-    """A snapshot of the current generator states.
-
-    The tensors among `values` give the devices whose generators are included.
-    """
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = {value.device: value for value in values if isinstance(value, Tensor)}
-        numpy = sys.modules.get("numpy")
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state(legacy=False) if numpy else None
-        self._devices, self._states = get_device_states(*self._values.values())
-
-    def moved(self) -> bool:
-        """Return whether a generator was used since the snapshot."""
-        return not self.are_as(Generators(list(self._values.values())))
-
-    def are_as(self, other: "Generators") -> bool:
-        if self._python != other._python or not torch.equal(self._torch, other._torch):
-            return False
-        if self._devices != other._devices or not all(
-            map(torch.equal, self._states, other._states)
-        ):
-            return False
-        return _same_numpy(self._numpy, other._numpy)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Use these states inside the context, and restore the current ones afterwards."""
-        with generators_kept():
-            torch.set_rng_state(self._torch)
-            random.setstate(self._python)
-            if self._numpy is not None:
-                sys.modules["numpy"].random.set_state(self._numpy)
-            if self._devices:
-                kind = next(device.type for device in self._values if device.type != "cpu")
-                set_device_states(self._devices, self._states, device_type=kind)
-            yield
-
-
-def _same_numpy(one: Any, other: Any) -> bool:
-    """Compare two numpy states: nested dicts of numbers and arrays, None if not loaded."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_same_numpy(one[key], other[key]) for key in one)
-    if hasattr(one, "tobytes") and other is not None:
-        return bool(one.tobytes() == other.tobytes())
-    return bool(one == other)
 
 
 # What else a second run of a forward must find as the first run did.
@@ -246,6 +211,11 @@ def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
         yield
 
 
+def is_batch_norm(module: nn.Module) -> TypeGuard[_NormBase]:
+    """Return whether a module is a norm that may keep running statistics."""
+    return isinstance(module, _NormBase)
+
+
 @contextlib.contextmanager
 def statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Keep BatchNorm's running statistics unchanged during a recomputed forward.
@@ -254,9 +224,7 @@ def statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     many tensors as in the first forward.
     """
     layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
-    norms = [
-        layer for layer in layers if isinstance(layer, _NormBase) and layer.track_running_stats
-    ]
+    norms = [layer for layer in layers if is_batch_norm(layer) and layer.track_running_stats]
     before = [(layer.momentum, layer._buffers.get("num_batches_tracked")) for layer in norms]
     try:
         for layer, (_, batches) in zip(norms, before, strict=True):
@@ -267,3 +235,12 @@ def statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
         for layer, (momentum, batches) in zip(norms, before, strict=True):
             layer.momentum = momentum
             layer._buffers["num_batches_tracked"] = batches
+
+
+def mark_returned_once(output: Any) -> None:
+    """Mark the nodes of a checkpointed call's output: their saved tensors come back only once."""
+    for leaf in tree_leaves(output):
+        for tensor in (leaf, leaf._base) if isinstance(leaf, Tensor) else ():
+            if tensor is not None and tensor.grad_fn is not None:
+                node: Any = tensor.grad_fn
+                node.metadata[RETURNED_ONCE_KEY] = True

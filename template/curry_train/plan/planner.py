@@ -22,7 +22,7 @@ from torch import nn
 
 from .. import primitives
 from ..core.blocks import match_inside
-from ..core.random import heap_kept
+from ..core.measure import heap_kept
 from ..core.wording import format_bytes
 from ..workloads.workload import Workload
 from .chain import Chain, measure_chain

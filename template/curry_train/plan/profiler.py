@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, tensors_in
-from ..primitives.strategies import CheckpointConfig, apply_config, choose_largest
+from ..primitives.choose import choose_largest
+from ..primitives.strategies import CheckpointConfig, apply_config
 from ..workloads.workload import call, map_tensors
 
 # Memory reports: the profile of a model's layers, and the timeline of a training step.

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from .. import primitives
-from ..core.blocks import Derived, NoBlocks, find_blocks
+from ..core.blocks import NoBlocks, find_blocks, is_changed
 from ..core.wording import format_bytes
 from ..primitives.strategies import BLOCK_STRATEGIES
 
@@ -227,7 +227,7 @@ class Plan:
                 )
 
         for name, module in modules.items():
-            if isinstance(module, Derived):
+            if is_changed(module):
                 raise PlanMismatch(
                     f"{name or 'the model'} is changed already, it is a {type(module).__name__}: "
                     "apply the plan to a model as it was built, before other techniques, DDP, "

@@ -5,6 +5,10 @@ from ..core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "choose": (
+            "choose_chunk_size",
+            "choose_segments",
+        ),
         "chunked_loss": (
             "LossUse",
             "apply_chunked_loss",
@@ -25,8 +29,9 @@ __getattr__, __dir__, __all__ = lazy_names(
             "train_window",
         ),
         "grad_flow": ("GradFlow",),
+        "hidden_state": ("HiddenState",),
+        "host_memory": ("HostMemoryShort",),
         "offload": (
-            "HostMemoryShort",
             "offload_blocks",
             "offload_report",
             "remove_offload",
@@ -56,12 +61,9 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Sample",
             "Strategy",
             "apply_config",
-            "choose_segments",
         ),
         "snn_timesteps": (
-            "HiddenState",
             "checkpoint_timesteps",
-            "choose_chunk_size",
             "recompute_timesteps",
             "remove_timesteps",
             "run_timesteps",

@@ -11,21 +11,20 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..core.random import (
-    RETURNED_ONCE_KEY,
     function_modes,
     function_modes_as,
+    mark_returned_once,
     statistics_kept,
 )
 
@@ -178,22 +177,8 @@ def run_checkpointed(
         **context_option,
     )
     if not torch.compiler.is_compiling():
-        _mark(output)
+        mark_returned_once(output)
     return output
-
-
-def _mark(output: Any) -> None:
-    """Mark an output's nodes, so that `Replay` does not recompute it from their saved tensors.
-
-    Those can be unpacked only once.
-    """
-    for leaf in tree_leaves(output):
-        if not isinstance(leaf, Tensor):
-            continue
-        for tensor in (leaf, leaf._base):
-            if tensor is not None and tensor.grad_fn is not None:
-                node: Any = tensor.grad_fn
-                node.metadata[RETURNED_ONCE_KEY] = True
 
 
 def _contexts(modules: Sequence[nn.Module], contexts: Callable[[], Pair] | None) -> Pair:
@@ -348,52 +333,3 @@ def _warn_once() -> None:
             "leave it out: call the model with use_cache=False, or set model.config.use_cache = "
             "False"
         )
-
-
-# Temporarily switch off recompute, whether this project, a library or the model applied it.
-
-NON_REENTRANT_GENERATOR = "_checkpoint_without_reentrant_generator"
-REENTRANT_CLASS = "CheckpointFunction"
-
-
-class _ReentrantReplacement:
-    """Replacement for the autograd function of reentrant checkpointing."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
-    """Replacement for the generator that torch runs around a non-reentrant checkpoint."""
-    yield
-
-
-@contextlib.contextmanager
-def recompute_off(model: nn.Module) -> Iterator[None]:
-    """Save all activations of forwards inside the context.
-
-    Random numbers, statistics and results are the same as with recompute.
-    """
-    before = {
-        name: getattr(torch_checkpoint, name) for name in (NON_REENTRANT_GENERATOR, REENTRANT_CLASS)
-    }
-    options = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in module.__dict__.items()
-        if isinstance(value, RecomputeOptions) and value.enabled
-    ]
-    try:
-        # Our own options are disabled too: a reentrant block takes a forward in grad mode for its
-        # second one.
-        for module, name, value in options:
-            module.__dict__[name] = replace(value, enabled=False)
-        setattr(torch_checkpoint, NON_REENTRANT_GENERATOR, _nothing_around)
-        setattr(torch_checkpoint, REENTRANT_CLASS, _ReentrantReplacement)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(torch_checkpoint, name, value)
-        for module, name, value in options:
-            module.__dict__[name] = value

@@ -36,6 +36,7 @@ from ..core.measure import Loss
 from ..core.measure_compiled import (
     BudgetUnsafe,
     CompileFailed,
+    current_budget,
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
@@ -131,7 +132,7 @@ def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> G
 
     Raise `BudgetUnsafe` if a random operation ends up in both.
     """
-    budget = functorch_config.activation_memory_budget
+    budget = current_budget()
     drawing = keep_what_draws(joint)
     if drawing and budget < 1:
         budget = 1.0 if _is_a_tuple_alone(joint, drawing) else max(budget, SMALLEST_BUDGET)

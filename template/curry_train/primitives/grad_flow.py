@@ -15,12 +15,13 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py tests/gates/t
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 
-from .checkpointed import recompute_off
 from .grad_flow_probe import (
     Activations,
     ParameterSums,
@@ -112,6 +113,57 @@ def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
                 "model is moved, sharded or adapted, and pass that optimizer"
             )
     return optimizers
+
+
+# Temporarily switch off recompute, whether this project, a library or the model applied it.
+
+NON_REENTRANT_GENERATOR = "_checkpoint_without_reentrant_generator"
+REENTRANT_CLASS = "CheckpointFunction"
+# The class is named and not imported, so that recompute of any origin is found.
+OWN_OPTIONS_CLASS = "RecomputeOptions"
+
+
+class _ReentrantReplacement:
+    """Replacement for the autograd function of reentrant checkpointing."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+    """Replacement for the generator that torch runs around a non-reentrant checkpoint."""
+    yield
+
+
+@contextlib.contextmanager
+def recompute_off(model: nn.Module) -> Iterator[None]:
+    """Save all activations of forwards inside the context.
+
+    Random numbers, statistics and results are the same as with recompute.
+    """
+    before = {
+        name: getattr(torch_checkpoint, name) for name in (NON_REENTRANT_GENERATOR, REENTRANT_CLASS)
+    }
+    options = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if type(value).__name__ == OWN_OPTIONS_CLASS and value.enabled
+    ]
+    try:
+        # Our own options are disabled too: a reentrant block takes a forward in grad mode for its
+        # second one.
+        for module, name, value in options:
+            module.__dict__[name] = replace(value, enabled=False)
+        setattr(torch_checkpoint, NON_REENTRANT_GENERATOR, _nothing_around)
+        setattr(torch_checkpoint, REENTRANT_CLASS, _ReentrantReplacement)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(torch_checkpoint, name, value)
+        for module, name, value in options:
+            module.__dict__[name] = value
 
 
 # Per-layer statistics of gradients, activations and weight updates, in any training loop.

@@ -1,5 +1,8 @@
 """Probe layers once per step, under recompute, accumulation and several ranks too.
 
+Why so long: layers, sums and hooks are one instrument, and an owned copy of the technique is to
+stay within four modules.
+
 Proof: `python -m pytest tests/gates tests/primitives`.
 """
 
@@ -20,8 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from ..core.blocks import NoBlocks, find_blocks, match_names
-from ..core.measure import tensors_in
+from ..core.blocks import NoBlocks, find_blocks, match_names, tensors_in
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 

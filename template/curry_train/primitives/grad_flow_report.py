@@ -335,11 +335,9 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
         if _holds_another(name, last):
             continue
         history = [record.layers[name] for record in recent]
-        never = [
-            parameter
-            for parameter in layer.without_gradient
-            if all(parameter in flow.without_gradient for flow in history)
-        ]
+        missing = [set(flow.without_gradient) for flow in history]
+        always_missing = set.intersection(*missing)
+        never = [parameter for parameter in layer.without_gradient if parameter in always_missing]
         if never:
             reasons[name] = f"{never[0]} gets no gradient at all"
         elif all(flow.gradient is not None and not flow.gradient.squares for flow in history):
@@ -478,7 +476,8 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     names = list(last.layers)
     if len(names) > most:
-        inner = {name for name in names if name.startswith(tuple(f"{other}." for other in names))}
+        prefixes = tuple(f"{other}." for other in names)
+        inner = {name for name in names if name.startswith(prefixes)}
         ranked = sorted(names, key=lambda name: (name not in flagged, name in inner))
         shown = set(ranked[:most])
         names = [name for name in names if name in shown]

@@ -7,6 +7,9 @@ that its graph reaches or the random numbers that it draws are then different, t
 state, and the step is refused. Values that change without any effect, such as a stored copy of the
 last output, are returned to the caller, which must restore them after a recomputation.
 
+Why so long: search, snapshots and trials work on one notion of a place, and an owned copy of the
+technique is to stay within four modules.
+
 Proof: `python -m pytest tests/primitives/test_snn_timesteps_refusals.py`.
 """
 
@@ -24,12 +27,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from ..core.random import Generators, generators_kept
-from .time_loop import TimestepFunction, take_step
+from ..core.random import Generators, generators_kept, is_batch_norm
+
+TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
+    """Run one step and check that it returns a pair."""
+    result: Any = step(x, state)
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        is_sequence = isinstance(result, tuple | list)
+        returned = f"{len(result)} values" if is_sequence else type(result).__name__
+        raise ValueError(f"step must return a pair, (output, state), and returned {returned}")
+    return result[0], result[1]
+
 
 # Places where a function can keep state between calls: modules, objects and variables.
 
@@ -37,63 +51,38 @@ from .time_loop import TimestepFunction, take_step
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # Maximum number of functions and objects between the given function and what it reaches.
 DEEPEST_SEARCH = 3
+# What a function's closure holds that is no variable of its own.
+NO_VARIABLES = (nn.Module, type, FunctionType, ModuleType)
+
+# The name of a place, which of its values (`Place.where`), and the name of one value.
+ValueKey = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Named values of a module, an object or a function that may change between calls.
+    """Named values of a module, an object or a function that may change between calls."""
 
-    A module's tensors are small enough to be copied; a variable may be a whole data set.
-    """
-
-    # Path of the module, object or function.
-    name: str
-    # Name of its class, or "function".
-    kind: str
-    # "attribute", "buffer" or "variable".
-    where: str
-    # The live mapping that holds the values.
-    values: MutableMapping[str, Any]
+    name: str  # path of the module, object or function
+    kind: str  # name of its class, or "function"
+    where: str  # "attribute", "buffer" or "variable"
+    values: MutableMapping[str, Any]  # the live mapping; for variables, of the closure's cells
+    # A module's tensors are small enough to be copied; a variable may be a whole data set.
+    is_module: bool = False
     # Names of BatchNorm's running statistics, which no forward in training mode reads.
     statistics: frozenset[str] = frozenset()
 
-    @property
-    def is_module(self) -> bool:
-        return self.where == "buffer" or self.values.keys() >= MODULE_ATTRIBUTES
+    def current(self) -> dict[str, Any]:
+        """Return the values by name."""
+        if self.where == "variable":
+            return {name: cell.cell_contents for name, cell in self.values.items()}
+        hidden = MODULE_ATTRIBUTES if self.where == "attribute" else frozenset[str]()
+        return {name: value for name, value in self.values.items() if name not in hidden}
 
-    def names(self) -> list[str]:
-        return [
-            name
-            for name in self.values
-            if self.where != "attribute" or name not in MODULE_ATTRIBUTES
-        ]
-
-
-class Variables(MutableMapping[str, Any]):
-    """Closure variables of a function, less modules, classes, functions and imports."""
-
-    def __init__(self, cells: dict[str, Any]) -> None:
-        excluded = (nn.Module, type, FunctionType, ModuleType)
-        self._cells = {
-            name: cell
-            for name, cell in cells.items()
-            if not isinstance(cell.cell_contents, excluded)
-        }
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cells[name].cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._cells[name].cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
+    def write(self, name: str, value: Any) -> None:
+        if self.where == "variable":
+            self.values[name].cell_contents = value
+        else:
+            self.values[name] = value
 
 
 def code_of(function: Any) -> Any:
@@ -109,34 +98,29 @@ def code_of(function: Any) -> Any:
 
 def roots_of(function: Any) -> dict[str, nn.Module]:
     """Return the modules that a function reaches, by name; "" is the module of a method."""
-    return {
-        name: value for name, value in _reached(function).items() if isinstance(value, nn.Module)
-    }
+    reached = _reached(function)
+    return {name: value for name, value in reached.items() if isinstance(value, nn.Module)}
 
 
 def places_of(function: Any) -> list[Place]:
     """List every place where a function can keep state."""
     places: list[Place] = []
     for name, value in _reached(function).items():
-        if isinstance(value, Variables):
+        if isinstance(value, dict):
             places.append(Place(name, "function", "variable", value))
         elif not isinstance(value, nn.Module):
             places.append(Place(name, type(value).__name__, "attribute", vars(value)))
 
     for name, module in _modules_of(roots_of(function)).items():
         kind = type(module).__name__
-        is_norm = isinstance(module, _NormBase)
-        statistics = frozenset(module._buffers) if is_norm else frozenset[str]()
-        places.append(Place(name, kind, "attribute", vars(module)))
-        places.append(Place(name, kind, "buffer", module._buffers, statistics))
+        statistics = frozenset(module._buffers if is_batch_norm(module) else ())
+        places.append(Place(name, kind, "attribute", vars(module), is_module=True))
+        places.append(Place(name, kind, "buffer", module._buffers, True, statistics))
     return places
 
 
 def _modules_of(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return all modules by name, also those in lists and dicts.
-
-    Spiking neurons without parameters are often kept in plain containers.
-    """
+    """Return all modules by name, also those in lists and dicts, as spiking neurons often are."""
     waiting = list(roots.items())
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -149,21 +133,21 @@ def _modules_of(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
             name = _join(root, path)
             found[name] = submodule
             for key, value in vars(submodule).items():
-                if key not in MODULE_ATTRIBUTES and isinstance(value, list | tuple | dict):
-                    waiting += [
-                        (_join(name, inner_name), inner)
-                        for inner_name, inner in _modules_in(key, value)
-                    ]
+                if key not in MODULE_ATTRIBUTES:
+                    inner = _modules_in(key, value)
+                    waiting += [(_join(name, inner_name), member) for inner_name, member in inner]
     return found
 
 
 def _modules_in(name: str, container: Any) -> list[tuple[str, nn.Module]]:
+    if not isinstance(container, list | tuple | dict):
+        return []
     pairs = container.items() if isinstance(container, dict) else enumerate(container)
     return [(_join(name, key), value) for key, value in pairs if isinstance(value, nn.Module)]
 
 
 def _reached(function: Any) -> dict[str, Any]:
-    """Return modules, objects and variables by name, nearest first."""
+    """Return modules, objects and the cells of closure variables by name, nearest first."""
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any, int]] = [("", function, 0)]
     seen: set[int] = set()
@@ -172,34 +156,28 @@ def _reached(function: Any) -> dict[str, Any]:
         if id(value) in seen or depth > DEEPEST_SEARCH:
             continue
         seen.add(id(value))
-
         if isinstance(value, nn.Module):
             found[name] = value
         elif isinstance(value, functools.partial):
-            bound: dict[Any, Any] = {
-                "": value.func,
-                **dict(enumerate(value.args)),
-                **value.keywords,
-            }
-            waiting += [(_join(name, key), member, depth) for key, member in bound.items()]
+            bound = [("", value.func), *enumerate(value.args), *value.keywords.items()]
+            waiting += [(_join(name, key), member, depth) for key, member in bound]
         elif inspect.ismethod(value):
             waiting += [(name, value.__self__, depth), (name, value.__func__, depth)]
         elif isinstance(value, FunctionType):
             cells = _filled_cells(value)
-            variables = Variables(cells)
-            if len(variables):
-                found[_join(name, value.__name__)] = variables
+            found[_join(name, value.__name__)] = {
+                key: cell
+                for key, cell in cells.items()
+                if not isinstance(cell.cell_contents, NO_VARIABLES)
+            }
             waiting += [(key, cell.cell_contents, depth + 1) for key, cell in cells.items()]
             waiting += [(key, member, depth + 1) for key, member in _globals_of(value).items()]
-        elif isinstance(value, list | tuple | dict):
-            waiting += [(key, member, depth + 1) for key, member in _modules_in(name, value)]
         elif is_object(value):
             found[name or type(value).__name__] = value
-            waiting += [
-                (_join(name, key), member, depth + 1)
-                for key, member in vars(value).items()
-                if isinstance(member, nn.Module)
-            ]
+            held = [pair for pair in vars(value).items() if isinstance(pair[1], nn.Module)]
+            waiting += [(_join(name, key), member, depth + 1) for key, member in held]
+        else:
+            waiting += [(key, member, depth + 1) for key, member in _modules_in(name, value)]
     return found
 
 
@@ -207,21 +185,19 @@ def _filled_cells(function: FunctionType) -> dict[str, Any]:
     """Return a function's closure cells by name, without variables that are not set yet."""
     names = function.__code__.co_freevars
     filled = inspect.getclosurevars(function).nonlocals if names else {}
-    return {
-        name: cell
-        for name, cell in zip(names, function.__closure__ or (), strict=True)
-        if name in filled
-    }
+    cells = zip(names, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if name in filled}
 
 
 def _globals_of(function: FunctionType) -> dict[str, Any]:
     """Return the global modules that a function uses, and functions of the same file."""
-    used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    space = function.__globals__
+    used = {name: space.get(name) for name in function.__code__.co_names}
     return {
         name: value
         for name, value in used.items()
         if isinstance(value, nn.Module)
-        or (isinstance(value, FunctionType) and value.__globals__ is function.__globals__)
+        or (isinstance(value, FunctionType) and value.__globals__ is space)
     }
 
 
@@ -241,14 +217,10 @@ def is_object(value: Any) -> bool:
 
 # A longer container is data: its entries are not recorded, only its length.
 LONGEST_RECORDED_CONTAINER = 1000
-
 PLAIN_VALUE_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 # Copies by identity and version of the tensor, so that each tensor is copied once.
 TensorCopies = dict[tuple[int, int], tuple[Tensor, Tensor]]
-
-# The name of a place, which of its values (`Place.where`), and the name of one value.
-ValueKey = tuple[str, str, str]
 
 
 class RecordedValue:
@@ -259,32 +231,33 @@ class RecordedValue:
     """
 
     def __init__(self, value: Any, *, copies: TensorCopies | None, depth: int = 4) -> None:
-        holds_entries = is_container(value)
+        is_container = isinstance(value, list | tuple | dict | deque)
         self.value = value
-        self.length = len(value) if holds_entries else 0
+        self.length = len(value) if is_container else 0
         self.version = version_of(value)
+        self.is_copied = copies is not None
         self.copy: Tensor | None = None
         if copies is not None and isinstance(value, Tensor):
-            self.copy = _copy(value, copies)
+            key = id(value), self.version
+            copies.setdefault(key, (value, value.detach().clone()))
+            self.copy = copies[key][1]
 
-        min_depth = 0 if holds_entries else 2
+        # Objects count twice, so that those inside of objects stay closed.
+        levels = 1 if is_container else 2
         self.is_open = (
-            (holds_entries or is_object(value))
-            and depth > min_depth
+            (is_container or is_object(value))
+            and depth > 2 * (levels - 1)
             and self.length <= LONGEST_RECORDED_CONTAINER
         )
-        contents = _parts(value) if self.is_open else {}
-        inner_depth = depth - (1 if holds_entries else 2)
         self.inside = {
-            key: RecordedValue(entry, copies=copies, depth=inner_depth)
-            for key, entry in contents.items()
+            key: RecordedValue(entry, copies=copies, depth=depth - levels)
+            for key, entry in (_contents_of(value) if self.is_open else {}).items()
         }
 
     def put_back(self) -> Any:
         """Restore the contents of the value and return it."""
         for entry in self.inside.values():
             entry.put_back()
-
         # Values are compared, because BatchNorm writes without counting up the version.
         if self.copy is not None and not _is_equal(self.value.detach(), self.copy):
             with torch.no_grad():
@@ -292,23 +265,23 @@ class RecordedValue:
                     self.value.copy_(self.copy)
                 else:
                     self.value.set_(self.copy.clone())
-        if self.is_open and not _holds(self.value, self.inside):
-            _fill(self.value, {key: entry.value for key, entry in self.inside.items()})
+        if self.is_open:
+            now = _contents_of(self.value)
+            before = {key: entry.value for key, entry in self.inside.items()}
+            if list(now) != list(before) or any(now[key] is not before[key] for key in now):
+                _fill(self.value, before)
         return self.value
 
     def rebuilt(self, change: Callable[[Any], Any]) -> Any:
         """Build a separate value in which `change` is applied to every tensor and plain value."""
         if isinstance(self.value, Tensor):
-            return change(self.value.detach().clone() if self.copy is None else self.copy.clone())
+            return change((self.value.detach() if self.copy is None else self.copy).clone())
         if not self.is_open:
             return change(self.value)
-
         contents = {key: entry.rebuilt(change) for key, entry in self.inside.items()}
         if isinstance(self.value, tuple):
-            tuple_type = type(self.value)
-            if hasattr(tuple_type, "_fields"):
-                return tuple_type(*contents.values())
-            return tuple_type(contents.values())
+            kind = type(self.value)
+            return kind(*contents.values()) if hasattr(kind, "_fields") else kind(contents.values())
         new = copy.copy(self.value)
         _fill(new, contents)
         return new
@@ -330,15 +303,8 @@ class RecordedValue:
         """Return whether a tensor in the value was written into."""
         if self.value is later.value and self.version != later.version:
             return True
-        return any(
-            entry.is_written(later.inside[key])
-            for key, entry in self.inside.items()
-            if key in later.inside
-        )
-
-
-def is_container(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict | deque)
+        common = self.inside.keys() & later.inside.keys()
+        return any(self.inside[key].is_written(later.inside[key]) for key in common)
 
 
 def version_of(value: Any) -> int:
@@ -346,28 +312,12 @@ def version_of(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def _parts(value: Any) -> dict[Any, Any]:
+def _contents_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):
         return dict(enumerate(value))
     return dict(vars(value)) if is_object(value) else {}
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    """Compare two tensors, with NaN equal to NaN."""
-    if one.shape != other.shape:
-        return False
-    if torch.equal(one, other):
-        return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _copy(tensor: Tensor, copies: TensorCopies) -> Tensor:
-    key = id(tensor), version_of(tensor)
-    if key not in copies:
-        copies[key] = tensor, tensor.detach().clone()
-    return copies[key][1]
 
 
 def _fill(value: Any, contents: dict[Any, Any]) -> None:
@@ -381,82 +331,71 @@ def _fill(value: Any, contents: dict[Any, Any]) -> None:
         mapping.update(contents)
 
 
-def _holds(value: Any, inside: dict[Any, RecordedValue]) -> bool:
-    contents = _parts(value)
-    return list(contents) == list(inside) and all(
-        contents[key] is entry.value for key, entry in inside.items()
-    )
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare two tensors, with NaN equal to NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-@dataclass
-class RecordedPlaces:
-    """Recorded values of places; `whole` if every value of the places is recorded."""
+class Snapshot:
+    """Recorded values of places.
 
-    places: Sequence[Place]
-    kept: dict[ValueKey, RecordedValue]
-    whole: bool
+    `only` restricts this to some values, each with whether its tensors are copied. Without it, all
+    values are recorded, and the tensors of modules are copied.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        *,
+        only: Mapping[ValueKey, bool] | None = None,
+        copies: TensorCopies | None = None,
+    ) -> None:
+        self.places = places
+        self.only = only
+        copies = {} if copies is None else copies
+        self.values: dict[ValueKey, RecordedValue] = {}
+        for place in places:
+            for name, value in place.current().items():
+                key = place.name, place.where, name
+                if only is None or key in only:
+                    copied = place.is_module if only is None else only[key]
+                    self.values[key] = RecordedValue(value, copies=copies if copied else None)
 
     def put_back(self) -> None:
-        """Restore the recorded values, and if `whole`, delete values that were added since."""
+        """Restore the recorded values, and delete values that were added since."""
         for place in self.places:
-            before = {
-                key[2]: kept
-                for key, kept in self.kept.items()
-                if key[:2] == (place.name, place.where)
-            }
-            for key in place.names():
-                if self.whole and key not in before:
-                    del place.values[key]
-            for key, kept in before.items():
-                value = kept.put_back()
-                if key not in place.values or place.values[key] is not value:
-                    place.values[key] = value
+            now = place.current()
+            for name in now:
+                key = place.name, place.where, name
+                if key not in self.values and (self.only is None or key in self.only):
+                    del place.values[name]
+            for key, recorded in self.values.items():
+                if key[:2] == (place.name, place.where):
+                    value = recorded.put_back()
+                    if key[2] not in now or now[key[2]] is not value:
+                        place.write(key[2], value)
 
-    def changed(self, later: "RecordedPlaces") -> list[ValueKey]:
-        """List the keys whose values differ later, or that only one of the two records."""
-        keys = dict.fromkeys([*self.kept, *later.kept])
-        common = self.kept.keys() & later.kept.keys()
-        return [key for key in keys if key not in common or self.kept[key].changed(later.kept[key])]
+    def changed(self, later: "Snapshot") -> list[ValueKey]:
+        """List the keys whose values differ later, or that only one of the two recorded."""
+        common = self.values.keys() & later.values.keys()
+        return [
+            key
+            for key in dict.fromkeys([*self.values, *later.values])
+            if key not in common or self.values[key].changed(later.values[key])
+        ]
 
-    def is_lost(self, key: ValueKey, later: "RecordedPlaces") -> bool:
-        """Return whether a tensor was written into that has no copy to restore it from."""
-        copied = any(
-            place.is_module for place in self.places if (place.name, place.where) == key[:2]
-        )
-        return not copied and self.writes(key, later)
-
-    def writes(self, key: ValueKey, later: "RecordedPlaces") -> bool:
+    def writes(self, key: ValueKey, later: "Snapshot") -> bool:
         """Return whether a tensor in the value of a key was written into since."""
-        in_both = key in self.kept and key in later.kept
-        return in_both and self.kept[key].is_written(later.kept[key])
+        in_both = key in self.values and key in later.values
+        return in_both and self.values[key].is_written(later.values[key])
 
     def rebuilt(
         self, keys: Sequence[ValueKey], change: Callable[[Any], Any] = lambda value: value
     ) -> dict[ValueKey, Any]:
         """Build separate values for some keys, with `change` applied to each."""
-        return {key: self.kept[key].rebuilt(change) for key in keys if key in self.kept}
-
-
-def keep(
-    places: Sequence[Place],
-    *,
-    only: Mapping[ValueKey, bool] | None = None,
-    copies: TensorCopies | None = None,
-) -> RecordedPlaces:
-    """Record the current values of places.
-
-    `only` restricts this to some values, each with whether its tensors are copied. Without it, the
-    tensors of modules are copied.
-    """
-    copies = {} if copies is None else copies
-    recorded = {}
-    for place in places:
-        for name in place.names():
-            key = place.name, place.where, name
-            if only is None or key in only:
-                copied = place.is_module if only is None else only[key]
-                recorded[key] = RecordedValue(place.values[name], copies=copies if copied else None)
-    return RecordedPlaces(places, recorded, whole=only is None)
+        return {key: self.values[key].rebuilt(change) for key in keys if key in self.values}
 
 
 @contextmanager
@@ -464,7 +403,7 @@ def put_back_later(
     places: Sequence[Place], *, only: Mapping[ValueKey, bool] | None = None
 ) -> Iterator[None]:
     """Restore the values of places, or only some of them, on exit."""
-    before = keep(places, only=only)
+    before = Snapshot(places, only=only)
     try:
         yield
     finally:
@@ -474,12 +413,8 @@ def put_back_later(
 # Run one step repeatedly, from the same random numbers and from chosen attribute values.
 
 BROKEN_STEP_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
 )
 
 
@@ -487,25 +422,18 @@ BROKEN_STEP_ERRORS = (
 class Outcome:
     """Result of one step, without what it leaves behind in places."""
 
-    # The leaves of the output and the state, and their structure.
-    values: list[Any]
-    shape: TreeSpec
-
-    # Identities of the parameters and traced values that a backward from here would reach.
-    reached: set[int]
-
-    # The random generators after the step.
-    generators: Generators
+    values: list[Any]  # the leaves of the output and the state
+    shape: TreeSpec  # their structure
+    reached: set[int]  # identities of the parameters and traced values in its graph
+    generators: Generators  # after the step
     state: Any
-
-    # The leaves of the state that the step made, without those that it only passed through.
-    made: list[Any]
+    made: list[Any]  # leaves of the state that the step did not only pass through
 
     def is_as(self, other: "Outcome", *, exact: bool) -> bool:
         """Return whether two outcomes are the same; without `exact`, values are not compared."""
         same = self.shape == other.shape and self.reached == other.reached
         same = same and self.generators.are_as(other.generators)
-        return same and (not exact or all(map(_equal, self.values, other.values)))
+        return same and (not exact or all(map(_same_value, self.values, other.values)))
 
 
 @dataclass
@@ -520,20 +448,18 @@ class StepProbe:
     copies: TensorCopies = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, module in roots_of(self.step).items():
-            if any(map(is_lazy, module.parameters())):
-                name = name or type(module).__name__
-                raise ValueError(f"{name} has no parameters yet: run one batch through it first")
         self.places = places_of(self.step)
-        self.parameters = {
-            f"{root}.{name}" if root else name: parameter
-            for root, module in roots_of(self.step).items()
-            for name, parameter in module.named_parameters()
-        }
+        self.parameters: dict[str, nn.Parameter] = {}
+        for root, module in roots_of(self.step).items():
+            if any(map(is_lazy, module.parameters())):
+                name = root or type(module).__name__
+                raise ValueError(f"{name} has no parameters yet: run one batch through it first")
+            for name, parameter in module.named_parameters():
+                self.parameters[_join(root, name)] = parameter
 
-    def keep(self) -> RecordedPlaces:
+    def keep(self) -> Snapshot:
         """Record the current values of all places."""
-        return keep(self.places, copies=self.copies)
+        return Snapshot(self.places, copies=self.copies)
 
     def run(self, index: int, state: Any) -> Outcome:
         """Run one timestep on copies of its input and state."""
@@ -551,24 +477,23 @@ class StepProbe:
                 )
 
         leaves, shape = tree_flatten((output, new_state))
-        candidates = {id(parameter) for parameter in self.parameters.values()}
-        candidates |= self.traced.keys()
+        candidates = set(map(id, self.parameters.values())) | self.traced.keys()
+        given = set(map(id, tree_leaves(state)))
+        made = [leaf for leaf in tree_leaves(new_state) if id(leaf) not in given]
         reached = _leaves_of_graph(leaves) & candidates
-        given_leaves = {id(leaf) for leaf in tree_leaves(state)}
-        made = [leaf for leaf in tree_leaves(new_state) if id(leaf) not in given_leaves]
         return Outcome(_copies(leaves), shape, reached, generators, new_state, made)
 
-    def run_from(self, base: RecordedPlaces, values: dict[ValueKey, Any]) -> Outcome:
+    def run_from(self, base: Snapshot, values: dict[ValueKey, Any]) -> Outcome:
         """Run the first timestep with places restored to `base`, except for `values`."""
         base.put_back()
         for place in self.places:
-            for name in place.names():
+            for name in place.current():
                 key = place.name, place.where, name
                 if key in values:
-                    place.values[name] = values[key]
+                    place.write(name, values[key])
         return self.run(0, self.state)
 
-    def matters(self, base: RecordedPlaces, values: dict[ValueKey, Any], plain: Outcome) -> bool:
+    def matters(self, base: Snapshot, values: dict[ValueKey, Any], plain: Outcome) -> bool:
         """Return whether a step with other values gives another outcome, or fails."""
         try:
             return not self.run_from(base, values).is_as(plain, exact=self.exact)
@@ -577,14 +502,13 @@ class StepProbe:
         finally:
             base.put_back()
 
-    def is_traced(self, base: RecordedPlaces, keys: list[ValueKey]) -> bool:
+    def is_traced(self, base: Snapshot, keys: list[ValueKey]) -> bool:
         """Return whether the graph of the step's result reaches the values of these keys."""
         values = base.rebuilt(keys, self._trace)
         try:
             return not self.traced.keys().isdisjoint(self.run_from(base, values).reached)
         except RuntimeError:
-            # Some operations refuse a value only because it requires grad.
-            return False
+            return False  # some operations refuse a value only because it requires grad
         finally:
             self.traced = {}
             base.put_back()
@@ -594,7 +518,6 @@ class StepProbe:
             return value
         leaf = value.detach().clone().requires_grad_()
         self.traced[id(leaf)] = leaf
-
         # The step may write into a clone, but not into a leaf that requires grad.
         return leaf.clone()
 
@@ -603,29 +526,26 @@ def _copies(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _equal(value: Any, other: Any) -> bool:
+def _same_value(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.dtype == other.dtype and torch.equal(value.nan_to_num(), other.nan_to_num())
-    return type(value) is type(other) and (
-        not isinstance(value, PLAIN_VALUE_TYPES) or value == other
-    )
+    is_plain = isinstance(value, PLAIN_VALUE_TYPES)
+    return type(value) is type(other) and (not is_plain or value == other)
 
 
 def _leaves_of_graph(leaves: list[Any]) -> set[int]:
     """Return the identities of the tensors that a backward from these leaves would reach."""
-    found = {id(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
-    waiting = [
-        leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-    ]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found = {id(tensor) for tensor in tensors if tensor.is_leaf}
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if (variable := getattr(node, "variable", None)) is not None:
             found.add(id(variable))
-        new_nodes = {following for following, _ in node.next_functions if following is not None}
-        new_nodes -= seen
-        seen |= new_nodes
-        waiting += new_nodes
+        following = {maker for maker, _ in node.next_functions if maker is not None}
+        waiting += following - seen
+        seen |= following
     return found
 
 
@@ -636,10 +556,8 @@ OUTSIDE_STATE_MESSAGE = (
     "keeps state outside of its modules (a global, or a random generator of its own). Pass that in "
     "with the state"
 )
-
 # Increments that find a counter which takes effect at most every tenth time.
 COUNTER_INCREMENTS = range(1, 11)
-
 # Noise levels that carry a value across a threshold which it has not reached yet.
 NOISE_SCALES = (10.0, 1e6)
 
@@ -662,20 +580,16 @@ def check_step(
     writes into tensors of it.
     """
     probe = StepProbe(step, timesteps, state)
-    initial_places = probe.keep()
+    before = probe.keep()
     try:
-        return _check(probe)
+        return _check(probe, before)
     finally:
-        initial_places.put_back()
+        before.put_back()
 
 
-def _check(probe: StepProbe) -> dict[ValueKey, bool]:
-    initial_places = probe.keep()
-    initial_versions = {name: version_of(value) for name, value in probe.parameters.items()}
-    reference = _first_run(probe)
-    _check_leaves(reference)
-    _check_restorable(probe, initial_places, initial_versions)
-    _check_repeatable(probe, initial_places, reference)
+def _check(probe: StepProbe, before: Snapshot) -> dict[ValueKey, bool]:
+    reference = _first_run(probe, before)
+    _check_repeatable(probe, before, reference)
 
     # From here on the places are not restored between runs, so each run starts from what the run
     # before has left in them.
@@ -684,25 +598,20 @@ def _check(probe: StepProbe) -> dict[ValueKey, bool]:
     after_two = probe.keep()
     next_step = probe.run(1, reference.state)
     after_three = probe.keep()
+    _check_state(reference, next_step)
 
-    if tree_flatten(next_step.state)[1] != tree_flatten(reference.state)[1]:
-        raise ValueError(
-            "the state that step returns has another structure after the second timestep than "
-            "after the first: return a state of the same structure every time, and collect values "
-            "over time with `outputs`"
-        )
-
-    changing = _changing_keys(probe, after_one, after_two, after_three)
+    statistics = {
+        (place.name, place.where, name) for place in probe.places for name in place.statistics
+    }
+    changed = dict.fromkeys([*after_one.changed(after_two), *after_two.changed(after_three)])
+    changing = [key for key in changed if key not in statistics]
     if not repeated.is_as(reference, exact=probe.exact):
-        raise _refusal_of_repeat(probe, initial_places, after_one, changing, reference)
-
+        raise _refusal_of_repeat(probe, before, after_one, changing, reference)
     if changing:
         _try_out(probe, changing, after_one, after_three)
-
         # Try again from a state that is far off, in which every neuron spikes.
         probe.state = tree_map(partial(_disturbed, scale=NOISE_SCALES[0]), reference.state)
         _try_out(probe, changing, after_one, after_three)
-
     _check_attached(reference)
     # A value may exist only since the second or the third run.
     return {
@@ -711,127 +620,73 @@ def _check(probe: StepProbe) -> dict[ValueKey, bool]:
     }
 
 
-def _check_restorable(
-    probe: StepProbe, initial_places: RecordedPlaces, initial_versions: dict[str, int]
-) -> None:
-    """Raise if the first run wrote into a parameter, or into a tensor that has no copy."""
-    written = [
-        name.rpartition(".")
-        for name, value in probe.parameters.items()
-        if version_of(value) != initial_versions[name]
-    ]
-    after_one = probe.keep()
-    written += [
-        (key[0], ".", key[2])
-        for key in initial_places.changed(after_one)
-        if initial_places.is_lost(key, after_one)
-    ]
-    if written:
-        module, _, name = written[0]
-        raise HiddenState(
-            f"step writes into {name!r} of {module}, which can't be put back: make it part of the "
-            "state",
-            module,
-            name,
-        )
-
-
-def _check_repeatable(probe: StepProbe, initial_places: RecordedPlaces, reference: Outcome) -> None:
-    """Run the step again from restored places, and set `probe.exact` to whether it repeats.
-
-    On a CPU, a different result means hidden state. On other devices a kernel may add in another
-    order each time, so a different result is accepted there.
-    """
-    probe.exact = probe.run_from(initial_places, {}).is_as(reference, exact=True)
-    on_cpu = all(
-        value.device.type == "cpu" for value in reference.values if isinstance(value, Tensor)
-    )
-    if on_cpu and not probe.exact:
-        raise HiddenState(OUTSIDE_STATE_MESSAGE)
-
-
-def _changing_keys(
-    probe: StepProbe,
-    after_one: RecordedPlaces,
-    after_two: RecordedPlaces,
-    after_three: RecordedPlaces,
-) -> list[ValueKey]:
-    """List the values that the second or the third run changed, BatchNorm statistics excepted."""
-    statistics = {
-        (place.name, place.where, name) for place in probe.places for name in place.statistics
-    }
-    changed = dict.fromkeys([*after_one.changed(after_two), *after_two.changed(after_three)])
-    return [key for key in changed if key not in statistics]
-
-
-def _refusal_of_repeat(
-    probe: StepProbe,
-    initial_places: RecordedPlaces,
-    after_one: RecordedPlaces,
-    changing: list[ValueKey],
-    reference: Outcome,
-) -> HiddenState:
-    """Return the error for a step whose second run, without restored places, differs.
-
-    It names the first value that makes the difference when it alone is carried over.
-    """
-    changed = dict.fromkeys([*initial_places.changed(after_one), *changing])
-    suspects = [key for key in changed if key in after_one.kept]
-    if not suspects:
-        return HiddenState(OUTSIDE_STATE_MESSAGE)
-
-    for key in suspects:
-        if probe.matters(initial_places, after_one.rebuilt([key]), reference):
-            return _refusal(probe, key)
-    return _refusal(probe, suspects[0])
-
-
-def _try_out(
-    probe: StepProbe, keys: list[ValueKey], after_one: RecordedPlaces, after_three: RecordedPlaces
-) -> None:
-    """Raise if a step depends on one of these values."""
+def _first_run(probe: StepProbe, before: Snapshot) -> Outcome:
+    """Run the step; raise if its state, or what it writes into, can't be recomputed."""
+    versions = {name: version_of(value) for name, value in probe.parameters.items()}
     try:
-        unchanged = probe.run_from(after_one, {})
-    except BROKEN_STEP_ERRORS:
-        return
-    for matters in _trials(probe, after_one, after_three, unchanged):
-        if matters(keys):
-            culprit = next((key for key in keys if matters([key])), keys[0])
-            raise _refusal(probe, culprit)
-
-
-def _first_run(probe: StepProbe) -> Outcome:
-    try:
-        return probe.run(0, probe.state)
+        outcome = probe.run(0, probe.state)
     except RuntimeError as error:
-        shapes = [
-            tuple(leaf.shape)
-            for leaf in tree_leaves(probe.timesteps[0])
-            if isinstance(leaf, Tensor)
-        ]
+        leaves = tree_leaves(probe.timesteps[0])
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
         error.add_note(
             f"step was given an input of shape {shapes}, one of {len(probe.timesteps)}: is "
             "time_dim right?"
         )
         raise
-
-
-def _check_leaves(reference: Outcome) -> None:
-    """Raise if the state holds anything but tensors and plain values."""
-    for leaf in tree_leaves(reference.state):
+    for leaf in tree_leaves(outcome.state):
         if not isinstance(leaf, (Tensor, *PLAIN_VALUE_TYPES)):
             raise ValueError(
                 f"the state that step returns holds {type(leaf).__name__}: keep tensors in tuples, "
                 "lists or dicts, because only those are freed and recomputed"
             )
+    written = [
+        tuple(name.rpartition(".")[::2])
+        for name, parameter in probe.parameters.items()
+        if version_of(parameter) != versions[name]
+    ]
+    after = probe.keep()
+    written += [
+        (key[0], key[2])
+        for key in before.changed(after)
+        if before.writes(key, after) and not before.values[key].is_copied
+    ]
+    for module, attribute in written:
+        raise HiddenState(
+            f"step writes into {attribute!r} of {module}, which can't be put back: make it part of "
+            "the state",
+            module,
+            attribute,
+        )
+    return outcome
+
+
+def _check_repeatable(probe: StepProbe, before: Snapshot, reference: Outcome) -> None:
+    """Run the step again from restored places, and set `probe.exact` to whether it repeats.
+
+    On a CPU, a different result means hidden state. On other devices a kernel may add in another
+    order each time, so a different result is accepted there.
+    """
+    probe.exact = probe.run_from(before, {}).is_as(reference, exact=True)
+    tensors = [value for value in reference.values if isinstance(value, Tensor)]
+    if not probe.exact and all(tensor.device.type == "cpu" for tensor in tensors):
+        raise HiddenState(OUTSIDE_STATE_MESSAGE)
+
+
+def _check_state(reference: Outcome, next_step: Outcome) -> None:
+    """Raise if the state changes its structure from one timestep to the next."""
+    if tree_flatten(next_step.state)[1] != tree_flatten(reference.state)[1]:
+        raise ValueError(
+            "the state that step returns has another structure after the second timestep than "
+            "after the first: return a state of the same structure every time, and collect values "
+            "over time with `outputs`"
+        )
 
 
 def _check_attached(reference: Outcome) -> None:
     """Raise if the step detaches the state that it returns."""
-    floating = [
-        leaf for leaf in reference.made if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]
-    if floating and reference.reached and not any(leaf.requires_grad for leaf in floating):
+    tensors = [leaf for leaf in reference.made if isinstance(leaf, Tensor)]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if floating and reference.reached and not any(tensor.requires_grad for tensor in floating):
         raise ValueError(
             "the state that step returns is detached, so that no gradient reaches an earlier "
             "timestep: return it as it was computed; to truncate on purpose, call this once for "
@@ -839,20 +694,48 @@ def _check_attached(reference: Outcome) -> None:
         )
 
 
-def _trials(
-    probe: StepProbe, after_one: RecordedPlaces, after_three: RecordedPlaces, unchanged: Outcome
-) -> list[Callable[[list[ValueKey]], bool]]:
-    """List tests of whether the values of some keys matter to a step, the gentlest first."""
+def _refusal_of_repeat(
+    probe: StepProbe,
+    before: Snapshot,
+    after_one: Snapshot,
+    changing: list[ValueKey],
+    reference: Outcome,
+) -> HiddenState:
+    """Return the error for a step whose second run, without restored places, differs.
 
-    def replaced(source: RecordedPlaces, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    It names the first value that makes the difference when it alone is carried over.
+    """
+    changed = dict.fromkeys([*before.changed(after_one), *changing])
+    suspects = [key for key in changed if key in after_one.values]
+    if not suspects:
+        return HiddenState(OUTSIDE_STATE_MESSAGE)
+    for key in suspects:
+        if probe.matters(before, after_one.rebuilt([key]), reference):
+            return _refusal(probe, key)
+    return _refusal(probe, suspects[0])
+
+
+def _try_out(
+    probe: StepProbe, keys: list[ValueKey], after_one: Snapshot, after_three: Snapshot
+) -> None:
+    """Raise if a step depends on one of these values; the gentlest trials come first."""
+    try:
+        unchanged = probe.run_from(after_one, {})
+    except BROKEN_STEP_ERRORS:
+        return
+
+    def replaced(source: Snapshot, change: Callable[[Any], Any] = lambda value: value) -> Any:
         return lambda keys: probe.matters(after_one, source.rebuilt(keys, change), unchanged)
 
-    return [
+    trials = [
         replaced(after_three),
         lambda keys: probe.is_traced(after_one, keys),
         *[replaced(after_one, partial(_counted_on, more=more)) for more in COUNTER_INCREMENTS],
         *[replaced(after_one, partial(_disturbed, scale=scale)) for scale in NOISE_SCALES],
     ]
+    for matters in trials:
+        if matters(keys):
+            raise _refusal(probe, next((key for key in keys if matters([key])), keys[0]))
 
 
 def _counted_on(value: Any, *, more: int) -> Any:
@@ -870,16 +753,14 @@ def _disturbed(value: Any, *, scale: float) -> Any:
 
 
 def _refusal(probe: StepProbe, key: ValueKey) -> HiddenState:
-    place_name, where, value_name = key
-    kind = next(
-        place.kind for place in probe.places if (place.name, place.where) == (place_name, where)
-    )
-    label = f"{place_name} ({kind})" if place_name else kind
+    name, where, attribute = key
+    kinds = {(place.name, place.where): place.kind for place in probe.places}
+    label = f"{name} ({kinds[name, where]})" if name else kinds[name, where]
     return HiddenState(
-        f"{label} keeps state from one timestep to the next in its {where} {value_name!r}, and a "
+        f"{label} keeps state from one timestep to the next in its {where} {attribute!r}, and a "
         "recomputed chunk would start from the last value: gradients would be wrong without any "
         "error. Set it from `state` at the start of step and return it with the state, or use a "
         "layer that takes it as an argument (snntorch: init_hidden=False)",
-        place_name,
-        value_name,
+        name,
+        attribute,
     )

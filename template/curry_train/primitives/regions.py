@@ -42,8 +42,8 @@ from ..core.random import (
     check_unchanged,
     function_modes,
     function_modes_as,
-    generator_states,
     untouched,
+    unwatched,
 )
 
 # Run one cheap module again, and recompute its output too if backward needs it.
@@ -334,8 +334,20 @@ class Replayed(Derived):
         return output
 
 
+def generator_states(module: nn.Module) -> list[torch.Tensor]:
+    """Return the states of torch's generators that a module's operations may draw from."""
+    devices: set[torch.device] = set()
+    if torch.cuda.is_initialized():
+        devices = {parameter.device for parameter in module.parameters()}
+    with unwatched():
+        return [
+            torch.get_rng_state(),
+            *(torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"),
+        ]
+
+
 def _active(module: nn.Module) -> bool:
-    """Whether regions apply now; not in compiled code, where the compiler recomputes by itself."""
+    """Return whether regions apply now; in compiled code the compiler recomputes by itself."""
     return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
@@ -379,7 +391,7 @@ def remove_regions(model: nn.Module) -> list[str]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm without running statistics.
+    """Return whether a module is a norm without running statistics.
 
     Norms of torch are recognised by class, others (those of Hugging Face models) by name.
     """

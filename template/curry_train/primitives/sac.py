@@ -358,7 +358,7 @@ class _BlockForward:
                 "be recomputed whole",
                 "use recompute_blocks if that is intended. Its operations are "
                 f"{', '.join(sorted(names))}. (Composite ones such as aten.linear never appear "
-                "here, and calls that draw random numbers are always recomputed.)"
+                "here, and calls that draw random numbers are always recomputed.)",
             )
 
         for operation in UNSAFE_SPLITS:

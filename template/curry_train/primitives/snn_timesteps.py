@@ -12,45 +12,298 @@ the first; nothing is detached.
 Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
 """
 
+import inspect
+import operator
+import weakref
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from ..core.blocks import Derived, become, restore
-from ..core.random import Generators, check_unchanged, generators_kept
-from .checkpointed import RecomputeOptions, run_checkpointed
+from ..core.random import (
+    Generators,
+    check_unchanged,
+    function_modes,
+    function_modes_as,
+    generators_kept,
+    mark_returned_once,
+    statistics_kept,
+)
 from .hidden_state import (
     Place,
+    TimestepFunction,
     ValueKey,
     check_step,
     code_of,
     places_of,
     put_back_later,
     roots_of,
-)
-from .time_loop import (
-    ChunkSchedule,
-    Collected,
-    Costs,
-    TimestepFunction,
-    best_chunk_size,
-    best_schedule,
-    even_schedule,
-    measure_costs,
-    run_timesteps,
-    slice_time,
-    steppers,
     take_step,
 )
 
 TIMESTEPS_ATTRIBUTE = "_timesteps"
+
+# Run the plain loop over timesteps, and find the modules that have one.
+
+OUTPUT_MODES = ("stack", "sum", "mean", "last")
+
+
+def run_timesteps(
+    step: TimestepFunction, inputs: Any, state: Any, *, time_dim: int = 0, outputs: str = "stack"
+) -> tuple[Any, Any]:
+    """Run the plain loop over all timesteps; return the collected outputs and the final state.
+
+    `inputs` is a tensor with time in `time_dim`, or a sequence with one entry for each timestep.
+    `outputs` selects what is collected: "stack" for all outputs, stacked along `time_dim`; "sum" or
+    "mean" over time; or only the "last".
+    """
+    timesteps = slice_time(inputs, time_dim)
+    collected = Collected(outputs, time_dim)
+    for x in timesteps:
+        output, state = take_step(step, x, state)
+        collected.add(output)
+    return collected.finish(), state
+
+
+def slice_time(inputs: Any, time_dim: Any) -> Sequence[Any]:
+    """Divide inputs into one entry for each timestep; raise if there is none."""
+    if type(time_dim) is not int:
+        raise ValueError(f"time_dim must be a whole number, got {time_dim!r}")
+    if isinstance(inputs, Tensor):
+        shape = tuple(inputs.shape)
+        if not -inputs.dim() <= time_dim < inputs.dim():
+            raise ValueError(
+                f"inputs of shape {shape} have no dimension {time_dim}: set time_dim to the "
+                "dimension of time"
+            )
+        if not shape[time_dim]:
+            raise ValueError(
+                f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim "
+                "right?"
+            )
+
+        # The backward of `unbind` makes one gradient for all slices. Every `select` would make one
+        # that is as large as the input.
+        return inputs.unbind(time_dim)
+
+    if (
+        not isinstance(inputs, Sequence)
+        or isinstance(inputs, str | bytes)
+        or hasattr(inputs, "_fields")
+    ):
+        kind = type(inputs).__name__
+        raise ValueError(
+            f"inputs must be a tensor, or a sequence with one entry for each timestep; got {kind}"
+        )
+    if not inputs:
+        raise ValueError("inputs are an empty sequence: there is no timestep to run")
+
+    return inputs
+
+
+@dataclass
+class Collected:
+    """Outputs collected over time; sums are taken in the order of time, as in a plain loop."""
+
+    outputs: str
+    time_dim: int
+    _all: list[Any] = field(default_factory=list)
+    _total: Any = None
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        if self.outputs not in OUTPUT_MODES:
+            raise ValueError(
+                f"outputs must be one of {', '.join(OUTPUT_MODES)}; got {self.outputs!r}"
+            )
+
+    def add(self, output: Any) -> None:
+        if self.outputs == "stack":
+            self._all.append(output)
+        elif self.outputs == "last" or self._count == 0:
+            if self.outputs != "last" and any(_is_bool(leaf) for leaf in tree_leaves(output)):
+                raise ValueError(
+                    f"the {self.outputs} of truth values is not defined: return the output as "
+                    "floating point"
+                )
+            self._total = output
+        elif isinstance(output, Tensor):
+            self._total = self._total + output
+        else:
+            self._total = tree_map(operator.add, self._total, output)
+        self._count += 1
+
+    def finish(self) -> Any:
+        """Return the collected outputs and release them: recomputation keeps this object alive."""
+        collected = self._all
+        total = self._total
+        self._all = []
+        self._total = None
+        if self.outputs == "stack":
+            return tree_map(lambda *leaves: self._stack(leaves), *collected)
+        if self.outputs == "mean":
+            return tree_map(lambda leaf: leaf / self._count, total)
+        return total
+
+    def _stack(self, leaves: tuple[Any, ...]) -> Any:
+        """Stack along `time_dim`, or along the last dimension if the output has too few."""
+        if not isinstance(leaves[0], Tensor):
+            return leaves
+        num_dims = leaves[0].dim()
+        return torch.stack(leaves, dim=max(-num_dims - 1, min(self.time_dim, num_dims)))
+
+
+def _is_bool(leaf: Any) -> bool:
+    return isinstance(leaf, bool) or (isinstance(leaf, Tensor) and leaf.dtype == torch.bool)
+
+
+# Choose chunks of timesteps, possibly nested, to recompute together.
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured bytes of chunked timesteps."""
+
+    boundary_bytes: int  # of the state that a chunk saves as its starting point
+    step_bytes: int  # that each timestep holds for backward
+
+
+@dataclass(frozen=True)
+class ChunkSchedule:
+    """Consecutive timesteps, divided into chunks, or undivided if `chunks` is empty.
+
+    Every chunk but the last is recomputed in backward, which starts with the last one.
+    """
+
+    num_steps: int
+    chunks: tuple["ChunkSchedule", ...] = ()
+
+
+class _AliveBytes(TorchDispatchMode):
+    """Count the bytes of the storages that operations have made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._meet((args, kwargs), is_new=False)
+        output = func(*args, **(kwargs or {}))
+        self._meet(output, is_new=True)
+        return output
+
+    def _meet(self, values: Any, *, is_new: bool) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._known:
+                    nbytes = storage.nbytes() if is_new else 0
+                    freed = partial(self._freed, storage._cdata, nbytes)
+                    self._known[storage._cdata] = weakref.ref(storage, freed)
+                    self.total += nbytes
+
+    def _freed(self, address: int, nbytes: int, _: Any) -> None:
+        self.total -= nbytes
+        self._known.pop(address, None)
+
+
+def measure_costs(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> Costs:
+    """Measure the bytes of the state and the held bytes that the third timestep adds.
+
+    The first timestep may hold other bytes, because it starts from the initial state.
+    """
+    held = []
+    generator_before = torch.get_rng_state()
+    with torch.enable_grad(), _AliveBytes() as alive:
+        for index in range(3):
+            _, state = take_step(step, timesteps[min(index, len(timesteps) - 1)], state)
+            held.append(alive.total)
+    generator_after = torch.get_rng_state()
+
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    boundary_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    # A chunk that draws random numbers saves the generator's state too.
+    if not torch.equal(generator_before, generator_after):
+        boundary_bytes += generator_after.nbytes
+    return Costs(boundary_bytes, held[2] - held[1])
+
+
+def even_schedule(num_steps: int, chunk_size: int, levels: int) -> ChunkSchedule:
+    """Divide timesteps into chunks of one size.
+
+    With two levels, outer chunks of C timesteps consist of whole inner chunks of c timesteps. The
+    T/C + C/c boundaries are fewest at C = sqrt(T*c).
+    """
+
+    def num_boundaries(inner_per_outer: int) -> int:
+        return -(-num_steps // (inner_per_outer * chunk_size)) + inner_per_outer
+
+    size = chunk_size
+    if levels == 2:
+        near = max(1, int((num_steps / chunk_size) ** 0.5))
+        size *= min((near, near + 1), key=num_boundaries)
+
+    sizes = [min(size, num_steps - start) for start in range(0, num_steps, size)]
+    if levels == 2:
+        return ChunkSchedule(num_steps, tuple(even_schedule(size, chunk_size, 1) for size in sizes))
+    return ChunkSchedule(num_steps, tuple(ChunkSchedule(size) for size in sizes))
+
+
+@lru_cache(maxsize=256)
+def best_schedule(num_steps: int, costs: Costs, levels: int) -> ChunkSchedule:
+    """Return the chunks with the lowest peak.
+
+    Each chunk is as long as fits under that peak beside the boundaries that are held with it.
+    """
+    if not levels:
+        return ChunkSchedule(num_steps)
+    most = num_steps * (costs.step_bytes + costs.boundary_bytes) + 1
+    peak = bisect_left(
+        range(most), num_steps, key=lambda peak: _fitting(peak, num_steps, costs, levels)
+    )
+    sizes: list[int] = []
+    left = num_steps
+    available = peak
+    while left > _fitting(available, left, costs, levels - 1):
+        # This chunk is not the last, so its own boundary is held beside it.
+        available -= costs.boundary_bytes
+        sizes.append(_fitting(available, left, costs, levels - 1))
+        left -= sizes[-1]
+    sizes.append(left)
+    return ChunkSchedule(num_steps, tuple(best_schedule(size, costs, levels - 1) for size in sizes))
+
+
+def _fitting(peak: int, enough: int, costs: Costs, levels: int) -> int:
+    """Return how many timesteps fit under a peak, at most `enough`."""
+    if peak < costs.step_bytes:
+        return 0
+    if not levels:
+        return min(enough, peak // costs.step_bytes) if costs.step_bytes else enough
+    fitting = 0
+    boundaries = 0
+    while fitting < enough:
+        left = peak - boundaries * costs.boundary_bytes
+        chunk = _fitting(left - costs.boundary_bytes, enough - fitting, costs, levels - 1)
+        if not chunk:
+            return min(enough, fitting + _fitting(left, enough - fitting, costs, levels - 1))
+        fitting += chunk
+        boundaries += 1
+    return enough
+
+
+# Recompute a loop over time in chunks.
 
 
 # Tracing would unroll the loop. `torch.compiler.disable` would import the compiler here.
@@ -72,12 +325,12 @@ def checkpoint_timesteps(
     output for each timestep. `levels=1` recomputes each timestep at most once; `levels=2` nests
     chunks in larger chunks and recomputes each timestep at most twice.
 
-    Without `chunk_size` the first call measures costs, and chunks get shorter towards the end
-    (`primitives/time_loop.py`); with it all chunks have the same size. The first call also runs a
+    Without `chunk_size` the first call measures costs, and chunks get shorter towards the end; with
+    it all chunks have the same size. The first call also runs a
     few steps to detect hidden state. In eval mode, without grad mode, and with one chunk as long as
     the whole loop, this is the plain loop.
     """
-    _check(chunk_size, levels)
+    check_chunks(chunk_size, levels)
     timesteps = slice_time(inputs, time_dim)
     roots = roots_of(step)
     is_eval = roots and not any(module.training for module in roots.values())
@@ -103,31 +356,6 @@ def checkpoint_timesteps(
     return collected.finish(), state
 
 
-def choose_chunk_size(
-    step: TimestepFunction, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
-) -> int:
-    """Choose the size of even chunks with the lowest peak, from measured bytes.
-
-    It is near sqrt(T * state bytes / step bytes): a small state and a large step give short chunks.
-    """
-    _check(None, levels)
-    timesteps = slice_time(inputs, time_dim)
-    with generators_kept(), put_back_later(places_of(step)):
-        costs = measure_costs(step, timesteps, state)
-    return best_chunk_size(len(timesteps), costs, levels)
-
-
-class RecomputedTimesteps(Derived):
-    """A module whose loop over time runs through `checkpoint_timesteps`."""
-
-    def unroll(
-        self, step: TimestepFunction, inputs: Any, state: Any, **options: Any
-    ) -> tuple[Any, Any]:
-        return checkpoint_timesteps(
-            step, inputs, state, **self.__dict__[TIMESTEPS_ATTRIBUTE], **options
-        )
-
-
 def recompute_timesteps(
     model: nn.Module, *, chunk_size: int | None = None, levels: int = 1
 ) -> list[str]:
@@ -137,7 +365,7 @@ def recompute_timesteps(
     `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
     `unroll = staticmethod(run_timesteps)` or a similar method.
     """
-    _check(chunk_size, levels)
+    check_chunks(chunk_size, levels)
     found = steppers(model)
     if not found:
         raise ValueError(
@@ -146,26 +374,56 @@ def recompute_timesteps(
             "outputs, state = checkpoint_timesteps(self.step, inputs, state, time_dim=0, "
             'outputs="stack")'
         )
+    for name, module in found.items():
+        if TIMESTEPS_ATTRIBUTE in module.__dict__:
+            raise ValueError(
+                f"{name or type(module).__name__} recomputes its timesteps already: call "
+                "remove_timesteps(model) first"
+            )
+    unroll = partial(checkpoint_timesteps, chunk_size=chunk_size, levels=levels)
     for module in found.values():
-        become(
-            RecomputedTimesteps,
-            module,
-            **{TIMESTEPS_ATTRIBUTE: {"chunk_size": chunk_size, "levels": levels}},
-        )
+        module.__dict__[TIMESTEPS_ATTRIBUTE] = module.__dict__.get("unroll")
+        module.__dict__["unroll"] = unroll
     return list(found)
 
 
 def remove_timesteps(model: nn.Module) -> list[str]:
     """Undo `recompute_timesteps` and return the names of the modules that were recomputing."""
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, RecomputedTimesteps)
-    ]
-    for name in names:
-        restore(model.get_submodule(name), TIMESTEPS_ATTRIBUTE)
-    return names
+    changed = {
+        name: module
+        for name, module in model.named_modules()
+        if TIMESTEPS_ATTRIBUTE in module.__dict__
+    }
+    for module in changed.values():
+        del module.__dict__["unroll"]
+        before = module.__dict__.pop(TIMESTEPS_ATTRIBUTE)
+        if before is not None:
+            module.__dict__["unroll"] = before
+    return list(changed)
 
 
-def _check(chunk_size: int | None, levels: int) -> None:
+def steppers(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the outermost modules that have a method `unroll(step, inputs, state, ...)`.
+
+    The keys are qualified names.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(not other or name.startswith(f"{other}.") for other in found)
+        if not inside and _is_unroll(getattr(module, "unroll", None)):
+            found[name] = module
+    return found
+
+
+def _is_unroll(method: Any) -> bool:
+    if not callable(method):
+        return False
+    names = list(inspect.signature(method).parameters)
+    return names[:3] == ["step", "inputs", "state"]
+
+
+def check_chunks(chunk_size: int | None, levels: int) -> None:
+    """Raise for a chunk size or a number of levels that is none."""
     if levels not in (1, 2) or isinstance(levels, bool):
         raise ValueError(f"levels must be 1, or 2 for chunks inside larger chunks; got {levels!r}")
     if chunk_size is not None and (
@@ -248,12 +506,11 @@ class _ChunkedLoop:
         for inside in earlier:
             leaves, shape = tree_flatten(state)
             chunk = _Chunk(self, shape, first, inside, again)
-            options = RecomputeOptions(
-                preserve_rng_state=False
-            )  # the chunk restores generators itself
-            new_leaves = run_checkpointed(
-                chunk, tuple(leaves), {}, modules=self.modules, options=options
+            # The chunk itself restores generators and all else that its recompute must find.
+            new_leaves = checkpoint(
+                chunk, *map(_savable, leaves), use_reentrant=False, preserve_rng_state=False
             )
+            mark_returned_once(new_leaves)
             state = tree_unflatten(list(new_leaves), self._check_shape(chunk.shape_after))
             first += inside.num_steps
         return self.run(state, first, last, again=again)
@@ -294,6 +551,7 @@ class _Chunk:
     shape_after: TreeSpec = field(init=False)
     runs: int = 0
     drawn_from: Generators | None = None
+    function_modes: list[Any] = field(default_factory=function_modes)
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         self.runs += 1
@@ -305,6 +563,8 @@ class _Chunk:
             return result
 
         with ExitStack() as stack:
+            stack.enter_context(statistics_kept(self.loop.modules))
+            stack.enter_context(function_modes_as(self.function_modes))
             if self.loop.left_behind:
                 stack.enter_context(put_back_later(self.loop.places, only=self.loop.left_behind))
             if self.drawn_from is not None:
@@ -316,3 +576,8 @@ class _Chunk:
         state = self.loop.run(state, self.first, self.inside, again=again)
         new_leaves, self.shape_after = tree_flatten(state)
         return tuple(new_leaves)
+
+
+def _savable(leaf: Any) -> Any:
+    """Copy an inference tensor, which can't be saved for backward."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf

@@ -18,18 +18,12 @@ from typing import Any
 from torch import nn
 
 from ..core.blocks import find_blocks, match_names
-from ..core.measure import (
-    LayerMemory,
-    Loss,
-    as_trained,
-    divide,
-    measure_layers,
-    measure_memory,
-)
+from ..core.measure import LayerMemory, Loss, measure_memory
 from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean, nearest
+from .choose import choose_largest, choose_segments, profile_layers
 from .offload import NothingToMove, offload_blocks, offload_report
-from .recompute import ChainBroken, chains_of, recompute_blocks, recompute_segments, remove_segments
+from .recompute import recompute_blocks, recompute_segments
 from .regions import apply_regions, remove_regions
 from .sac import POLICIES, Policy, apply_sac
 from .snn_timesteps import recompute_timesteps
@@ -96,69 +90,13 @@ def _sequential(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _selective(model: nn.Module, sample: Sample) -> list[str]:
-    layers = profile_layers(model, sample)
+    layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
     savings = sum(max(0, layer.saving_bytes) for layer in layers)
     target = max(SELECTIVE_SHARE * held, held - savings)
     chosen, _ = choose_largest(layers, held - round(target + 1))
     names = [layer.name for layer in layers if layer.name in chosen]
     return recompute_blocks(model, blocks=names) if names else []
-
-
-def profile_layers(model: nn.Module, sample: Sample) -> list[LayerMemory]:
-    """Measure what the layers of a model hold for backward, most bytes first, after a warm-up."""
-    layers = divide(model, blocks=sample.blocks)
-    with as_trained(model):
-        measure_layers(model, sample.batch, sample.loss, layers)
-        measured = measure_layers(model, sample.batch, sample.loss, layers)
-    return sorted(measured, key=lambda layer: -layer.bytes)
-
-
-def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], int]:
-    """Choose layers to recompute that free `gap` bytes; return them and the bytes still lacking.
-
-    The choice is greedy: take the largest saving until a single layer can close the gap, then the
-    smallest saving that closes it. Of equal layers the first is taken, because the last ones would
-    be recomputed while most bytes are held.
-    """
-    chosen: list[str] = []
-    left = sorted(
-        (layer for layer in layers if layer.saving_bytes > 0),
-        key=lambda layer: layer.saving_bytes,
-    )
-    while gap > 0 and left:
-        enough = [layer.saving_bytes for layer in left if layer.saving_bytes >= gap]
-        wanted = min(enough, default=left[-1].saving_bytes)
-        layer = next(layer for layer in left if layer.saving_bytes == wanted)
-        left.remove(layer)
-        chosen.append(layer.name)
-        gap -= layer.saving_bytes
-    return chosen, max(0, gap)
-
-
-def choose_segments(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    *,
-    blocks: str | Sequence[str] | None = None,
-) -> int:
-    """Measure which number of segments has the lowest peak.
-
-    Of several with the same peak the smallest number is returned, which recomputes least.
-    """
-    longest = max(len(chain) for chain in chains_of(list(find_blocks(model, blocks))))
-    peaks = {}
-    for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
-        recompute_segments(model, count, blocks=blocks)
-        try:
-            peaks[count] = measure_memory(model, batch, loss).peak_bytes
-        except ChainBroken:
-            # Segments of one block never break the chain, and a single segment is not recomputed.
-            continue
-        finally:
-            remove_segments(model)
-    return min(peaks, key=lambda count: (peaks[count], count))
 
 
 # Selective recompute by policy, and regions.
@@ -269,77 +207,69 @@ def _plan(model: nn.Module, sample: Sample) -> list[str]:
 
 # The registry. Nothing and whole blocks come first: the others are read against them.
 
-ALL_STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy(
-            "none", "keep every activation", _none, on_blocks=lambda model, names, option: None
-        ),
-        Strategy(
-            "full",
-            "recompute every block",
-            _full,
-            on_blocks=lambda model, names, option: recompute_blocks(model, blocks=names),
-        ),
-        Strategy(
-            "sequential", "recompute runs of blocks, the count with the lowest peak", _sequential
-        ),
-        Strategy(
-            "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
-        ),
-        Strategy(
-            "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
-        ),
-        Strategy(
-            "offload",
-            "move what the blocks hold to CPU memory",
-            _offload,
-            facts=moved_bytes,
-            on_blocks=lambda model, names, option: offload_blocks(model, blocks=names, keep_last=0),
-        ),
-        Strategy(
-            "sac",
-            "keep products, attention and convolutions, by operation",
-            _sac,
-            variants={policy: partial(_sac, policy=policy) for policy in POLICIES},
-            on_blocks=_sac_on_blocks,
-        ),
-        Strategy(
-            "sac_matmuls",
-            "keep matrix products alone, by operation",
-            partial(_sac, policy="save_matmuls"),
-            configurable=False,
-        ),
-        Strategy(
-            "sac_attention",
-            "keep attention alone, by operation",
-            partial(_sac, policy="save_attention"),
-            configurable=False,
-        ),
-        Strategy(
-            "sac_every_second",
-            "keep attention and every second matrix product, by operation",
-            partial(_sac, policy="every_second_matmul"),
-            configurable=False,
-        ),
-        Strategy(
-            "regions",
-            "keep products and attention, without a dispatch mode",
-            _regions,
-            on_blocks=_regions_on_blocks,
-        ),
-        Strategy(
-            "timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False
-        ),
-        Strategy(
-            "timesteps_nested",
-            "the same with chunks inside larger chunks",
-            partial(_timesteps, levels=2),
-            configurable=False,
-        ),
-        Strategy("plan", "what a plan from a file says", _plan),
-    )
-}
+_REGISTERED = (
+    Strategy("none", "keep every activation", _none, on_blocks=lambda model, names, option: None),
+    Strategy(
+        "full",
+        "recompute every block",
+        _full,
+        on_blocks=lambda model, names, option: recompute_blocks(model, blocks=names),
+    ),
+    Strategy("sequential", "recompute runs of blocks, the count with the lowest peak", _sequential),
+    Strategy(
+        "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
+    ),
+    Strategy(
+        "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
+    ),
+    Strategy(
+        "offload",
+        "move what the blocks hold to CPU memory",
+        _offload,
+        facts=moved_bytes,
+        on_blocks=lambda model, names, option: offload_blocks(model, blocks=names, keep_last=0),
+    ),
+    Strategy(
+        "sac",
+        "keep products, attention and convolutions, by operation",
+        _sac,
+        variants={policy: partial(_sac, policy=policy) for policy in POLICIES},
+        on_blocks=_sac_on_blocks,
+    ),
+    Strategy(
+        "sac_matmuls",
+        "keep matrix products alone, by operation",
+        partial(_sac, policy="save_matmuls"),
+        configurable=False,
+    ),
+    Strategy(
+        "sac_attention",
+        "keep attention alone, by operation",
+        partial(_sac, policy="save_attention"),
+        configurable=False,
+    ),
+    Strategy(
+        "sac_every_second",
+        "keep attention and every second matrix product, by operation",
+        partial(_sac, policy="every_second_matmul"),
+        configurable=False,
+    ),
+    Strategy(
+        "regions",
+        "keep products and attention, without a dispatch mode",
+        _regions,
+        on_blocks=_regions_on_blocks,
+    ),
+    Strategy("timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False),
+    Strategy(
+        "timesteps_nested",
+        "the same with chunks inside larger chunks",
+        partial(_timesteps, levels=2),
+        configurable=False,
+    ),
+    Strategy("plan", "what a plan from a file says", _plan),
+)
+ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED}
 
 # What commands list and run on any model; strategy `plan` needs a file.
 STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
@@ -546,7 +476,7 @@ def _recompute_largest(
                 "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
                 "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
             )
-        layers = profile_layers(model, Sample(batch, loss))
+        layers = profile_layers(model, batch, loss)
     large = {
         layer.name
         for layer in layers

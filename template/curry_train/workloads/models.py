@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..primitives.cross_entropy import IGNORED_TARGET
-from ..primitives.time_loop import run_timesteps
+from ..primitives.snn_timesteps import run_timesteps
 from .workload import Workload, mask_tails, token_loss
 
 # A small Llama-like causal language model.
