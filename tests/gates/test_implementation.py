@@ -14,14 +14,6 @@ from click.testing import CliRunner
 from owned_copies import own
 
 from curry_train.cli.validate import validate_command
-from curry_train.gates.implementation import (
-    Implementation,
-    WrongImplementation,
-    as_ours,
-    is_kind,
-    judge,
-    load_implementation,
-)
 from curry_train.gates.run import (
     TECHNIQUES,
     discover,
@@ -29,6 +21,14 @@ from curry_train.gates.run import (
     judged_of,
     measure_rows,
     techniques_of,
+)
+from curry_train.gates.verdict import (
+    Implementation,
+    WrongImplementation,
+    as_ours,
+    is_kind,
+    judge,
+    load_implementation,
 )
 from curry_train.primitives.grad_accum import NonFiniteWindow
 from curry_train.workloads.load import load_workload

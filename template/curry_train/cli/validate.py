@@ -21,9 +21,15 @@ from rich.table import Table
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import heap_kept
 from ..core.wording import provenance, write_json
-from ..gates.implementation import Implementation, WrongImplementation, load_implementation
 from ..gates.run import GateRow, discover, judged_of, measure_rows, techniques_of
-from ..gates.verdict import Gate, Verdict, no_such_gate
+from ..gates.verdict import (
+    Gate,
+    Implementation,
+    Verdict,
+    WrongImplementation,
+    load_implementation,
+    no_such_gate,
+)
 from ..workloads.load import load_workload
 from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, Workload

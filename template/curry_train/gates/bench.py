@@ -28,8 +28,7 @@ from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case, Workload
 from .fixtures import PlantedMachine
-from .implementation import Judged
-from .verdict import Gate, Takes, Verdict, not_applicable
+from .verdict import Gate, Judged, Takes, Verdict, not_applicable
 
 # Gates of the benchmark's timings: step times exclude machine effects, and steps train.
 

@@ -33,7 +33,6 @@ from ..runs.ranks import DamagedCheckpoint, HostileCheckpoint, RunError, SaveErr
 from ..runs.resume import Resumed, load_chosen
 from ..runs.store import SavedRun, Store, Writing
 from ..workloads.workload import Case
-from .implementation import Implementation, Judged, as_ours, with_errors
 from .trials import (
     SOUND_STORE,
     Interrupted,
@@ -48,7 +47,16 @@ from .trials import (
     train_step,
     trained,
 )
-from .verdict import Gate, Takes, Verdict, not_applicable
+from .verdict import (
+    Gate,
+    Implementation,
+    Judged,
+    Takes,
+    Verdict,
+    as_ours,
+    not_applicable,
+    with_errors,
+)
 
 # Gates of checkpoints: atomic commits, bitwise resume, detected damage, safe reading.
 

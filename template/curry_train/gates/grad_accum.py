@@ -26,8 +26,16 @@ from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train
 from ..workloads.load import load_workload
 from ..workloads.workload import Case, Workload, batch_size, take
 from .fixtures import GradientSyncs, load_function, run_on_ranks
-from .implementation import Implementation, Judged, with_errors
-from .verdict import Gate, NotApplicable, Takes, Verdict, not_applicable
+from .verdict import (
+    Gate,
+    Implementation,
+    Judged,
+    NotApplicable,
+    Takes,
+    Verdict,
+    not_applicable,
+    with_errors,
+)
 
 # In float32 only the order of summation differs: a few units of 6e-8 relative to a gradient's norm.
 GRADIENT_TOLERANCE = 1e-6

@@ -23,8 +23,7 @@ from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import LayerFlow, StepFlow, ValueSpread
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
-from .implementation import Judged
-from .verdict import Gate, Takes, Verdict, not_applicable
+from .verdict import Gate, Judged, Takes, Verdict, not_applicable
 
 FlowProbe = Callable[..., Any]
 NORM_TOLERANCE = 1e-9  # both sums are float64, in different orders

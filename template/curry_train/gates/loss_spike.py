@@ -20,7 +20,6 @@ from ..core.random import seeded
 from ..runs.policy_config import SpikeConfig
 from ..runs.spike import SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
-from .implementation import Implementation, Judged, as_ours
 from .trials import (
     FIRST_BAD,
     SOUND_SPIKE,
@@ -30,7 +29,7 @@ from .trials import (
     StoreTrial,
     same_bits,
 )
-from .verdict import Gate, Takes, Verdict
+from .verdict import Gate, Implementation, Judged, Takes, Verdict, as_ours
 
 HEALTHY_STEPS = 40  # steps of healthy training
 NUM_PLANTED = 16

@@ -37,9 +37,8 @@ from ..primitives.chunked_loss import (
     chunked_loss_report,
 )
 from ..workloads.workload import Case, token_loss
-from .implementation import Implementation, Judged
 from .same_training import same_training
-from .verdict import Gate, Takes, Verdict, not_applicable
+from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable
 
 # Gates of the chunked loss: the same training step, at a lower peak.
 

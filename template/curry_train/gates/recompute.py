@@ -37,9 +37,8 @@ from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
 from ..primitives.strategies import STRATEGIES, Apply, Sample, offload_one
 from ..workloads.workload import Case
-from .implementation import Implementation, Judged, as_ours
 from .same_training import calls_counted, in_place, same_training, sample_of
-from .verdict import Gate, Takes, Verdict, not_applicable
+from .verdict import Gate, Implementation, Judged, Takes, Verdict, as_ours, not_applicable
 
 # Gates of recompute: less memory, the predicted FLOPs, and the same training.
 

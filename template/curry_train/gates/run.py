@@ -16,8 +16,7 @@ import torch
 
 from ..workloads.load import load_workload
 from ..workloads.workload import Case, Workload
-from .implementation import Implementation, Judged, judge, load_implementation
-from .verdict import Gate, Verdict
+from .verdict import Gate, Implementation, Judged, Verdict, judge, load_implementation
 
 TECHNIQUES = (
     "bench",

@@ -36,9 +36,17 @@ from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
-from .implementation import Implementation, Judged, is_kind
 from .same_training import in_place, same_training, sample_of
-from .verdict import Gate, NotApplicable, Takes, Verdict, not_applicable
+from .verdict import (
+    Gate,
+    Implementation,
+    Judged,
+    NotApplicable,
+    Takes,
+    Verdict,
+    is_kind,
+    not_applicable,
+)
 
 # Of the Python function calls that torch's own selective checkpointing adds to a step.
 MOST_CALL_OVERHEAD = 0.4

@@ -19,8 +19,7 @@ from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
 from ..core.random import seeded, untouched
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
-from .implementation import Implementation, as_ours
-from .verdict import Verdict, not_applicable
+from .verdict import Implementation, Verdict, as_ours, not_applicable
 
 
 def sample_of(case: Case) -> Sample:
