@@ -56,7 +56,7 @@ def run(folder, script, *words, at=0):
 
 @pytest.fixture(scope="module")
 def run_plain(tmp_path_factory):
-    """Run the script without `saving`, once for the same words: its folder, losses and dev losses."""
+    """Run the script without `saving`, once for the same words."""
 
     @functools.cache
     def plain(*words):

@@ -86,7 +86,7 @@ def flip_a_bit(run_folder, rank):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The script that knows nothing of saving, with a worker whose noise comes from the rank's generator."""
+    """The script without `saving`, with a worker that draws from its rank's generator."""
     folder = tmp_path_factory.mktemp("plain")
     found = ended(start(folder, on_ranks(PLAIN), 1))
     assert [(status, len(losses)) for status, losses, _ in found] == [(0, EPOCHS * STEPS)] * 2, (
@@ -122,7 +122,7 @@ def test_two_ranks_killed_damaged_and_resumed_are_the_straight_run_to_the_bit(pl
 
 
 def test_a_signal_to_one_rank_stops_both_between_the_same_two_steps(tmp_path):
-    """Slurm and torchrun send it to all, never at the same moment: it comes within different steps."""
+    """Slurm and torchrun signal every rank, but the ranks receive it in different steps."""
     slow = on_ranks(attached()).replace(
         "        loss.backward()\n",
         "        loss.backward()\n        import time; time.sleep(0.3)\n",

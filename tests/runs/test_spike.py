@@ -1,4 +1,4 @@
-"""The watchdog over the loss: what it finds, when, and what it leaves alone.
+"""The loss watchdog finds spikes in time and is silent over sound training.
 
 python -m pytest tests/runs/test_spike.py
 """
@@ -48,9 +48,10 @@ def test_no_false_alarm_over_the_shapes_of_sound_training(shape, noise):
         assert alarms(noisy(seed, HEALTHY[shape], noise=noise)) == []
 
 
-def test_no_false_alarm_over_a_hundred_small_trainings_and_every_planted_spike_in_time():
-    """With a patience of one there are alarms in the same runs: they are not too easy."""
-    found = spike_runs.measure(100, 12)
+@pytest.mark.parametrize("trainings", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_time(trainings):
+    """The trainings are not too easy: with a patience of one the same runs raise alarms."""
+    found = spike_runs.measure(trainings, 12)
     assert found["sound"]["false_alarms"]["patience_3"] == 0
     assert found["sound"]["false_alarms"]["patience_1"] > 0
     assert sum(fault["spikes"] for fault in found["planted"].values()) >= 24

@@ -5,7 +5,6 @@ python -m pytest tests/runs/test_store_background.py
 
 import gc
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
@@ -188,7 +188,7 @@ saver.save("rollback", 1, new_state())
 def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path, number):
     paths = [str(ROOT / "template"), str(ROOT / "tests/runs")]
     code = AT_EXIT.format(paths=paths, root=str(tmp_path), number=number)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, timeout=120)
     if number is None:
         assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
     else:
