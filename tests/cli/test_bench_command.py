@@ -28,10 +28,12 @@ import torch
 from torch import nn
 
 def small():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]), torch.randn(4, 8)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(*blocks), torch.randn(4, 8)
 
 def large():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(9)]), torch.randn(4, 8)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(9)]
+    return nn.Sequential(*blocks), torch.randn(4, 8)
 
 def other():
     return nn.Embedding(8, 8), torch.randint(8, (4, 3))
@@ -54,7 +56,7 @@ def toys(tmp_path):
 
 
 def planted(*levers, seconds=(1.0, 1.01, 1.3), rounds=6, **options):
-    """A benchmark whose clock says that the configurations took these seconds, in the order of the first round."""
+    """Make a benchmark whose clock gives these seconds, in the order of the first round."""
     times = itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
     found = [find_lever(name) for name in levers]
     case = Case(SMALL, batch_size=4)
@@ -166,8 +168,11 @@ def test_two_models_of_the_user_are_compared(run, toys):
 
 def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
     pytest.importorskip("transformers")
-    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4"
-    source = f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
+    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2"
+    source = (
+        "from transformers import LlamaConfig, LlamaForCausalLM as L\n"
+        f"def build(): return L(LlamaConfig({size}, num_attention_heads=4))\n"
+    )
     (tmp_path / "bench_llama.py").write_text(source)
     ended = run(
         "--model", "bench_llama:build", "--lever", "full", "--lever", "accumulate=2", *QUICK

@@ -1,6 +1,6 @@
-"""The gates' command: exit status, one clear line for wrong input, a table that fits, JSON that says where it is from.
+"""Command `validate`: exit status, one line for wrong input, tables, JSON with its origin.
 
-python -m pytest tests/cli/test_cli.py
+Run: `python -m pytest tests/cli/test_cli.py`.
 """
 
 import json
@@ -94,29 +94,33 @@ def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(
     ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
     assert ended.exit_code == 2
     assert (
-        ended.stderr
-        == "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer; no loop)\n"
+        ended.stderr == "Error: nothing was checked: of some, b/* no gate applies to mlp "
+        "(no such layer; no loop)\n"
     )
     assert "0 held, 0 failed, 3 not applicable" in ended.stdout
     assert len(json.loads(path.read_text())["results"]) == 3
     ended = run("--model", "mlp")
     assert ended.exit_code == 2
     assert (
-        ended.stderr
-        == "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)\n"
+        ended.stderr == "Error: nothing was checked: of all gates no gate applies to mlp "
+        "(no such layer; no loop)\n"
     )
 
 
 @pytest.mark.parametrize(("workloads", "status"), [((), 2), (("snn",), 0)])
 def test_of_several_models_one_that_was_checked_is_enough(run, monkeypatch, workloads, status):
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (applies_to(*workloads),))
+    gates = (applies_to(*workloads),)
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     monkeypatch.setattr("curry_train.cli.validate.measure_rows", measured_here)
     ended = run("--model", "mlp", "--model", "snn")
     assert ended.exit_code == status, ended.output
     assert ended.stderr == ("" if status == 0 else NOTHING)
 
 
-NOTHING = "Error: nothing was checked: of all gates no gate applies to mlp (no such layer) or snn (no such layer)\n"
+NOTHING = (
+    "Error: nothing was checked: of all gates no gate applies to mlp (no such layer) "
+    "or snn (no such layer)\n"
+)
 
 
 def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, monkeypatch):
@@ -159,8 +163,11 @@ def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, m
 
 
 def test_gates_hold_on_a_hugging_face_model(run, tmp_path, monkeypatch):
-    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4"
-    source = f"from transformers import LlamaConfig, LlamaForCausalLM as L\ndef build(): return L(LlamaConfig({size}))\n"
+    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3"
+    source = (
+        "from transformers import LlamaConfig, LlamaForCausalLM as L\n"
+        f"def build(): return L(LlamaConfig({size}, num_attention_heads=4))\n"
+    )
     (tmp_path / "llama_model.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     ended = run(
@@ -290,7 +297,8 @@ def frozen():
 def recurrent():
     return Model(True), torch.randint(50, (4, 7))
 def two_stacks():
-    return nn.Transformer(32, 4, 2, 2, 64, batch_first=True), (torch.randn(4, 5, 32), torch.randn(4, 6, 32))
+    batch = torch.randn(4, 5, 32), torch.randn(4, 6, 32)
+    return nn.Transformer(32, 4, 2, 2, 64, batch_first=True), batch
 """
 
 
@@ -322,7 +330,8 @@ def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_or
 def test_two_factories_of_one_name_are_told_apart(run, tmp_path, monkeypatch):
     for name, blocks in (("first", 2), ("second", 3)):
         layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
-        source = f"from torch import nn\ndef build(): return nn.Sequential(*[{layer} for _ in range({blocks})])\n"
+        model = f"nn.Sequential(*[{layer} for _ in range({blocks})])"
+        source = f"from torch import nn\ndef build(): return {model}\n"
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     ended = run(

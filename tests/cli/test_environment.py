@@ -1,4 +1,4 @@
-"""A script that lacks something says so in one line and ends with status 2, never with a traceback.
+"""A script without its requirements prints one line and exits with 2, without a traceback.
 
 Run: `python -m pytest tests/cli/test_environment.py`.
 """
@@ -47,7 +47,10 @@ def test_what_is_there_lets_the_script_run_with_the_package_importable(tmp_path)
 
 def test_missing_distributions_end_in_one_line_with_the_command_that_brings_them(tmp_path):
     done = run(tmp_path, dependencies='"no-such-one>=8.1", "click>=8.1", "no-such-two>=13"')
-    expected = "measure.py needs no-such-one, no-such-two: pip install 'no-such-one>=8.1' 'no-such-two>=13'\n"
+    expected = (
+        "measure.py needs no-such-one, no-such-two: "
+        "pip install 'no-such-one>=8.1' 'no-such-two>=13'\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
@@ -61,7 +64,10 @@ def test_a_distribution_that_is_too_old_is_named_with_the_version_found(tmp_path
 def test_a_python_that_does_not_fit_ends_in_one_line(tmp_path):
     done = run(tmp_path, python=">=9.1")
     running = ".".join(map(str, sys.version_info[:3]))
-    expected = f"measure.py needs Python >=9.1, and {sys.executable} is {running}: run it with a Python that fits\n"
+    expected = (
+        f"measure.py needs Python >=9.1, and {sys.executable} is {running}: "
+        "run it with a Python that fits\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
@@ -69,7 +75,8 @@ def test_a_script_without_a_block_is_told_to_write_one(tmp_path):
     done = run(tmp_path, text="import environment\nenvironment.require(__file__)\n")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "ValueError: measure.py has no PEP 723 block: open it with '# /// script', its requirements, and '# ///'"
+        "ValueError: measure.py has no PEP 723 block: open it with '# /// script', "
+        "its requirements, and '# ///'"
     )
 
 

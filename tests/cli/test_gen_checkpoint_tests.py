@@ -1,6 +1,6 @@
 """Generated tests pass on a fit model, and fail on an unfit one with block and cause.
 
-They run in a repository of the user's own. Run: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
+Run: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
 import os
@@ -99,7 +99,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def llama():
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, pad_token_id=0
     ))
 """
 FIT = ("healthy", "llama", "mlp")
@@ -107,7 +108,7 @@ FIT = ("healthy", "llama", "mlp")
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
-    """A user's repository with src/theirs/, and a vendored copy of the package in src/mylib/training."""
+    """Make a user's repository with src/theirs/, and a copy of the package in src/mylib/."""
     root = tmp_path_factory.mktemp("repository")
     package = root / "src" / "theirs"
     package.mkdir(parents=True)

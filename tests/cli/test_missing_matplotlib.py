@@ -1,4 +1,4 @@
-"""A picture needs matplotlib: that it is missing is told before the work, and after whatever is wrong with the call.
+"""Missing matplotlib is reported before the work begins, and after wrong options.
 
 python -m pytest tests/cli/test_missing_matplotlib.py
 """
@@ -15,7 +15,7 @@ from curry_train.cli.runs import IN_MODULES, runs_command
 
 MODEL = ["--model", "mlp"]
 TRAINING = ["data.source=workload", "batch_size=8", "microbatch=8", "device=cpu"]
-# Each with words that are right, where the work begins, and what is wrong in other words that are told first.
+# Each with correct words, where the work begins, and a wrong option that is reported first.
 COMMANDS = {
     "memory": ([*MODEL], "cli.memory.MemoryProfiler", {"--blocks nothing*": "matches no module"}),
     "plan": (

@@ -1,4 +1,4 @@
-"""The planning command: what it prints and writes, and one clear message for everything that it can't use.
+"""The command `plan`: what it prints and writes, and one message for each wrong input.
 
 python -m pytest tests/cli/test_plan_memory.py
 """
@@ -27,7 +27,9 @@ MODELS = """
     class Block(nn.Module):
         def __init__(self, hidden=64):
             super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, hidden), nn.Linear(hidden, 32)
+            self.norm = nn.LayerNorm(32)
+            self.up = nn.Linear(32, hidden)
+            self.down = nn.Linear(hidden, 32)
 
         def forward(self, x):
             return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -135,7 +137,7 @@ def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
 
 
 def test_the_picture_and_the_table_say_the_same(tmp_path):
-    """Rows that fit are corners of their lines, with their time; too large ones are where their lines begin."""
+    """Check that rows that fit are corners of their lines, and larger ones where lines begin."""
     pytest.importorskip("matplotlib")
     from planned_models import blocks
 
@@ -177,7 +179,10 @@ def test_the_picture_and_the_table_say_the_same(tmp_path):
 
 def test_standard_output_is_pure_json_and_nothing_else():
     found = subprocess.run(
-        [sys.executable, SCRIPT, "--model", "planned_models:blocks", "--budget", "1GiB", *QUICK, "--json", "-"],
+        [
+            *(sys.executable, SCRIPT, "--model", "planned_models:blocks"),
+            *("--budget", "1GiB", *QUICK, "--json", "-"),
+        ],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     data = json.loads(found.stdout)

@@ -1,4 +1,7 @@
-"""Tables, JSON and exit statuses of `runs`. `python -m pytest tests/cli/test_runs_command.py`."""
+"""Tables, JSON and exit statuses of `runs`.
+
+Run: `python -m pytest tests/cli/test_runs_command.py`.
+"""
 
 import json
 import os
@@ -9,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from journals import plant
-from scaffold_case import scaffold, shell
 from store_models import new_state, train
 from tree import ROOT
 
@@ -110,7 +112,8 @@ def test_verify_reads_every_byte(runs):
         (["list", "nowhere"], "there is no folder nowhere"),
         (
             ["show", "nowhere"],
-            "nowhere is no run: give a folder that holds rollback, recovery, best-k or journal.jsonl",
+            "nowhere is no run: give a folder that holds rollback, recovery, best-k or "
+            "journal.jsonl",
         ),
         (["verify", "{run}", "step-3"], "is not a checkpoint of"),
         (["estimate"], "give --parameters or --model"),
@@ -258,45 +261,39 @@ def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
     assert call("verify", "first-001")[0] == 0
 
 
-IN_A_PACKAGE = """
+IN_AN_OWNED_COPY = """
 import sys
-from click.testing import CliRunner
-from mylib.training.runs_command import runs_command
-for words in (["show", "runs/first-001"], ["verify", "runs/first-001", "latest"], ["estimate", "--parameters", "7e9"],
-              ["diff", "--help"], ["plot", "--help"], ["resume-check", "--steps", "5"], ["spike-check"]):
-    done = CliRunner().invoke(runs_command, words)
-    print(words[0], done.exit_code, " ".join(done.output.split()))
+import torch
+from mylib.training.attach import saving
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with saving(model, optimizer, runs="runs/theirs", journal=True, rollback_every=1) as run:
+    for inputs in run.batches(torch.randn(2, 8, 4)):
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.step(loss=loss)
 assert not any(name.split(".")[0] == "curry_train" for name in sys.modules)
 """
 
 
-def test_a_package_that_took_the_technique_has_its_commands(runs):
-    """Those that need no training project; of the one that does, what it needs is said."""
-    folder = runs.parent
-    (folder / "mylib").mkdir()
-    (folder / "mylib/__init__.py").touch()
-    assert (
-        scaffold(
-            ROOT, "add", "checkpoint-policy", "--into", "mylib/training", cwd=folder
-        ).returncode
-        == 0
-    )
-    listed = shell("python -m mylib.training.runs_command list", cwd=folder)
-    assert (listed.returncode, listed.stderr) == (0, "")
-    assert listed.stdout.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
-    (folder / "ask.py").write_text(IN_A_PACKAGE)
-    asked = shell("python ask.py", cwd=folder)
-    assert asked.returncode == 0, asked.stderr
-    said = {line.split()[0]: line.split(" ", 2)[1:] for line in asked.stdout.splitlines()}
-    statuses = {name: int(status) for name, (status, _) in said.items()}
-    trains = {"resume-check": 2, "spike-check": 2}
-    assert statuses == {"show": 0, "verify": 0, "estimate": 0, "diff": 0, "plot": 0} | trains
-    assert said["verify"][1] == "1 of 1 checkpoints intact"
-    assert (
-        "resume-check trains, so it needs the training project, which mylib.training does not have"
-        in said["resume-check"][1]
-    )
-    assert "scaffold.py add loss-spike --into" in said["spike-check"][1]
+def test_the_commands_read_runs_that_an_owned_copy_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mylib").mkdir()
+    (tmp_path / "mylib/__init__.py").touch()
+    words = ["add", "checkpoint-policy", "--own", "--into", "mylib/training"]
+    added = CliRunner().invoke(main, words)
+    assert added.exit_code == 0, added.output
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", IN_AN_OWNED_COPY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    status, listed = call("list")
+    assert (status, listed.splitlines()[1].split()[:2]) == (0, ["theirs", "2"])
+    assert call("verify", "theirs")[0] == 0
+    assert "attempt 1: start at step 0, up to 2" in call("show", "theirs")[1]
+    assert call("diff", "theirs", "theirs")[0] == 0
 
 
 def test_show_tells_the_story_of_the_attempts(tmp_path):

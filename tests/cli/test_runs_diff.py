@@ -1,4 +1,7 @@
-"""The difference between two runs, from their journals. `python -m pytest tests/cli/test_runs_diff.py`."""
+"""The difference between two runs, from their journals.
+
+Run: `python -m pytest tests/cli/test_runs_diff.py`.
+"""
 
 import math
 

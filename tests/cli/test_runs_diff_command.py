@@ -1,4 +1,7 @@
-"""What `diff` says on a terminal and as JSON. `python -m pytest tests/cli/test_runs_diff_command.py`."""
+"""The command `runs diff`: its text and its JSON.
+
+Run: `python -m pytest tests/cli/test_runs_diff_command.py`.
+"""
 
 import json
 import math
@@ -78,7 +81,8 @@ def test_attempts_of_a_run_are_named_with_at(run, tmp_path):
     assert run("run@2", "run").output.startswith("run resumed from run@2 at step 20\n\n")
     said = " ".join(run("run", "runs/run").output.split())
     assert said == (
-        "run and runs/run are the same journal, so nothing differs. To compare its attempts: run@1 run@2."
+        "run and runs/run are the same journal, so nothing differs. "
+        "To compare its attempts: run@1 run@2."
     )
 
 
@@ -174,7 +178,8 @@ def test_damage_is_said(run, tmp_path):
         (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is not text"),
         (
             b'{"v":7}\n',
-            "line 1 was written by a newer version of this package (journal version 7; this package reads",
+            "line 1 was written by a newer version of this package "
+            "(journal version 7; this package reads",
         ),
     ],
 )

@@ -1,6 +1,7 @@
-"""The npm packages of the agent clients: had once, kept outside of the repository, and run without a network.
+"""The npm packages of the agent clients, cached outside the repository and run offline.
 
-They are kept in CURRY_CLIENTS_DIR, or in the user's cache. Proof: `python -m pytest tests/skills/test_clients.py`.
+The cache is CURRY_CLIENTS_DIR, or a folder in the user's cache.
+Proof: `python -m pytest tests/skills/test_clients.py`.
 """
 
 import os
@@ -26,7 +27,7 @@ def packages_folder() -> Path:
 
 
 def package(spec: str, *, seconds: float | None = None) -> Path:
-    """The folder that a package was installed into; with `seconds` it is installed there, if that takes no longer."""
+    """Return the folder of an installed package; with `seconds` install it within that time."""
     folder = packages_folder() / re.sub(r"[^\w.-]+", "-", spec).strip("-")
     if folder.is_dir():
         return folder
@@ -71,7 +72,7 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
 
 @cache
 def offline() -> tuple[str, ...]:
-    """What takes a command's network away: a namespace of its own on Linux; elsewhere only the closed proxy does."""
+    """Return the words that cut off a command's network: a namespace on Linux, else none."""
     words = ("unshare", "--map-root-user", "--net")
     if (
         shutil.which("unshare")

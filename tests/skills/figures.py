@@ -1,8 +1,9 @@
-"""Figures that a page quotes from a recorded run, as `33.8% (evidence/FILE.json: dotted.key)`, or as a link titled
-with the key, `[33.8%](evidence/FILE.json "dotted.key")`, which a browser shows as the figure alone.
+"""Figures that a page quotes from a recorded run, and whether they equal the record.
 
-A quoted figure must be the recorded one, rounded to as many significant digits as the page gives. Numbers are quoted in
-the unit in which they were recorded. Proof: `python -m pytest tests/skills/test_docs.py`.
+A quote is `33.8% (evidence/FILE.json: dotted.key)`, or a link titled with the key,
+`[33.8%](evidence/FILE.json "dotted.key")`, which a browser shows as the figure alone. It must equal
+the record, in its unit, rounded to the significant digits of the page.
+Proof: `python -m pytest tests/skills/test_docs.py`.
 """
 
 import json
@@ -14,9 +15,10 @@ from pathlib import Path
 LINK = re.compile(r"\[(?P<shown>[^\]]*)\]\((?P<file>evidence/[\w./-]+\.json) \"(?P<key>[^\"]*)\"\)")
 OPENING = re.compile(r"(?<!\])\(`?evidence/")  # a link to a record, ](evidence/..., is not a mark
 MARK = re.compile(r"\(`?(?P<file>evidence/[\w./-]+\.json)`?:\s*`?(?P<key>[\w.-]+)`?\)")
-# The figure before a mark, with its unit: '33.8%', '1.65x', '**656.5** MiB', '2.4e-7', '12 ms per step'.
+# The figure before a mark, with its unit: '33.8%', '1.65x', '**656.5** MiB', '12 ms per step'.
 VALUE = re.compile(
-    r"(?P<value>-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)\**(?: ?%|x)?(?: ?[^\W\d]+(?:/[^\W\d]+)?){0,3}\**\s*$"
+    r"(?P<value>-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)\**(?: ?%|x)?"
+    r"(?: ?[^\W\d]+(?:/[^\W\d]+)?){0,3}\**\s*$"
 )
 RECORD_KEYS = {"command", "date", "device", "torch", "python"}
 
@@ -47,7 +49,7 @@ def _pages(root: Path) -> list[Path]:
 
 
 def _marks(page: Path, root: Path) -> Iterator[Figure | str]:
-    """Yield each figure, or what is wrong with a mark that cannot be read."""
+    """Yield each figure, or the fault of a mark that cannot be read."""
     text, name = page.read_text(encoding="utf-8"), page.relative_to(root).as_posix()
     for link in LINK.finditer(text):
         line = text.count("\n", 0, link.start()) + 1
@@ -61,13 +63,16 @@ def _marks(page: Path, root: Path) -> Iterator[Figure | str]:
         mark = MARK.match(text, opening.start())
         before = VALUE.search(text[max(0, opening.start() - 80) : opening.start()])
         if mark is None or before is None:
-            yield f"{name}:{line} opens a mark that cannot be read: write VALUE (evidence/FILE.json: dotted.key)"
+            yield (
+                f"{name}:{line} opens a mark that cannot be read: "
+                "write VALUE (evidence/FILE.json: dotted.key)"
+            )
         else:
             yield Figure(name, line, before["value"], mark["file"], mark["key"])
 
 
 def wrong_figures(root: Path) -> list[str]:
-    """Say which quoted figures are not the recorded ones."""
+    """List the quoted figures that differ from the record."""
     marks = [mark for page in _pages(root) for mark in _marks(page, root)]
     problems = [mark if isinstance(mark, str) else _problem(mark, root) for mark in marks]
     return [problem for problem in problems if problem]
@@ -102,12 +107,11 @@ def _rounded(recorded: float, *, like: str) -> float:
 
 
 def incomplete_records(root: Path) -> list[str]:
-    """Say which recorded runs do not tell how they came about."""
+    """List the recorded runs that lack facts about their origin."""
     violations = []
     for path in sorted(root.glob("evidence/**/*.json")):
         lacking = sorted(RECORD_KEYS - set(json.loads(path.read_text(encoding="utf-8"))))
         if lacking:
-            violations.append(
-                f"{path.relative_to(root).as_posix()} lacks {', '.join(lacking)}: record it with the run"
-            )
+            name = path.relative_to(root).as_posix()
+            violations.append(f"{name} lacks {', '.join(lacking)}: record it with the run")
     return violations

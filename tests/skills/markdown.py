@@ -1,4 +1,4 @@
-"""Fenced blocks of a Markdown page with their language and line, for tests that run what a page shows.
+"""Fenced blocks of a Markdown page, with language and line, for tests that run them.
 
 Proof: `python -m pytest tests/skills/test_docs.py`.
 """
@@ -11,7 +11,7 @@ FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)")
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences; `line` is the line of the opening fence, counted from 1."""
+    """A fenced block; `line` is the line of its opening fence, counted from 1."""
 
     language: str
     line: int
@@ -36,6 +36,7 @@ def fenced_blocks(page: str, *, language: str | None = None) -> list[Block]:
             inside.append(line.removeprefix(opening["indent"]) + "\n")
     if opening is not None:
         raise ValueError(
-            f"the block that opens on line {start} is never closed: close it with {opening['fence']}"
+            f"the block that opens on line {start} is never closed: "
+            f"close it with {opening['fence']}"
         )
     return [block for block in blocks if language in (None, block.language)]

@@ -1,4 +1,4 @@
-"""What the tests of a skill's symptom table share: a marker for the row that a test covers, and small models.
+"""Helpers of the tests of symptom tables: a marker for the covered row, and small models.
 
 Proof: `python -m pytest tests/skills/test_symptoms_recompute.py`.
 """
@@ -22,12 +22,12 @@ linear = partial(nn.Linear, WIDTH, WIDTH)
 
 
 def symptom(row: str) -> Callable[[Any], Any]:
-    """Says which row of the skill's table, by its first column, a test reproduces and cures."""
+    """Mark the row of the skill's table, by its first column, that a test reproduces and cures."""
     return lambda test: test
 
 
 def rows_of(skill: str) -> list[str]:
-    """The first column of a skill's symptom table."""
+    """Return the first column of a skill's symptom table."""
     section = (
         (ROOT / "skills" / skill / "SKILL.md").read_text(encoding="utf-8").split("## Symptoms\n")[1]
     )
@@ -36,7 +36,7 @@ def rows_of(skill: str) -> list[str]:
 
 
 def rows_with_a_test(technique: str) -> list[str]:
-    """The rows that the tests in `test_symptoms_<technique>*.py` name."""
+    """Return the rows that the tests in `test_symptoms_<technique>*.py` mark."""
     return [
         ast.literal_eval(decorator.args[0])
         for path in (ROOT / "tests/skills").glob(f"test_symptoms_{technique}*.py")
@@ -48,13 +48,13 @@ def rows_with_a_test(technique: str) -> list[str]:
 
 
 def seeded(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `build` makes of the same random numbers each time."""
+    """Build with the same random numbers each time."""
     torch.manual_seed(0)
     return build(*args, **kwargs)
 
 
 def blocks(*layers: Callable[[], nn.Module], depth: int = 8) -> nn.Sequential:
-    """A chain of equal blocks; `layers` build one."""
+    """Build a chain of equal blocks; `layers` build one block."""
     return seeded(
         lambda: nn.Sequential(
             *[nn.Sequential(*[layer() for layer in layers]) for _ in range(depth)]
@@ -71,7 +71,7 @@ def mean_square(module: nn.Module, batch: Tensor) -> Tensor:
 
 
 def step(module: nn.Module, batch: Tensor) -> StepRecord:
-    """One step with every generator at the same seed."""
+    """Run one step with every generator at the same seed."""
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)

@@ -1,7 +1,7 @@
-"""Every agent client loads every skill of the bundle, and what a client drops without a word is noticed.
+"""Every agent client loads every skill; a skill that a client drops silently is detected.
 
-The clients are run where their packages are: `make clients` brings them, 1.4 GB. With CURRY_CLIENTS_INSTALL they are
-installed by the tests, if each takes no longer than so many seconds. Run: `python -m pytest tests/skills/test_clients.py`.
+`make clients` installs their packages, 1.4 GB. With CURRY_CLIENTS_INSTALL the tests do so, if
+each takes no longer than so many seconds. Run: `python -m pytest tests/skills/test_clients.py`.
 """
 
 import json
@@ -29,8 +29,9 @@ FAULTS = {
     "grad-flow": ('\ndescription: "', '\nsummary: "'),
     "memory-plan": ("\nname: memory-plan\n", "\n"),
 }
-# Which of these each client drops without a word. Claude Code takes the folder for the name, Codex and Copilot CLI take
-# it where there is no name, Copilot CLI needs no description, and Gemini CLI reads what is not quite YAML.
+# Which of these each client drops silently. Claude Code takes the folder as the name, Codex and
+# Copilot CLI do so if there is no name, Copilot CLI needs no description, and Gemini CLI reads
+# invalid YAML.
 DROPPED = {
     "Claude Code": {"grad-accum", "grad-flow", "recompute", "sac"},
     "Codex": {"bench", "grad-accum", "grad-flow", "recompute", "sac"},

@@ -1,4 +1,4 @@
-"""Skills work wherever they were installed: with the bundle around them, or as a folder alone.
+"""Skills work wherever they were installed: inside the bundle, or as a folder alone.
 
 The user's repository, with the model, is elsewhere each time, as it is for an agent. Paths hold a
 space.

@@ -1,4 +1,4 @@
-"""Every figure that the README or a skill quotes is the recorded one, and every record says how it came about.
+"""Quoted figures equal the recorded ones, and every record has its origin.
 
 Run: `python -m pytest tests/skills/test_docs.py`.
 """
@@ -100,7 +100,10 @@ def test_a_record_without_its_origin_is_caught(tree, key):
 
 
 def test_blocks_are_read_with_their_language_and_line():
-    page = "text\n```bash\nmake test\n```\n- item\n  ~~~~python title\n  x = '''\n  ~~~\n  '''\n  ~~~~\n```\nplain\n```\n"
+    page = (
+        "text\n```bash\nmake test\n```\n- item\n"
+        "  ~~~~python title\n  x = '''\n  ~~~\n  '''\n  ~~~~\n```\nplain\n```\n"
+    )
     assert fenced_blocks(page) == [
         Block("bash", 2, "make test\n"),
         Block("python", 6, "x = '''\n~~~\n'''\n"),

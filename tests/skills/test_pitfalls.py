@@ -1,4 +1,4 @@
-"""Pitfalls that belong to no single technique, each shown with its cure, as the page on pitfalls says it.
+"""Pitfalls of the page `pitfalls`, which concern several techniques, each with its cure.
 
 python -m pytest tests/skills/test_pitfalls.py
 """

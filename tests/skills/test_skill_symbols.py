@@ -1,4 +1,4 @@
-"""Every name that a skill writes as code exists: torch's in the installed torch, ours in curry_train; named tests too.
+"""Names that skills write as code exist: in torch, in curry_train, or as a test.
 
 python -m pytest tests/skills/test_skill_symbols.py
 """
@@ -81,7 +81,7 @@ WORDS = {  # neither torch's nor ours
 }
 LOOKED_UP = {*MODULES, "aten", "curry_train"}
 OTHERS = {
-    "trainers.md": "names other projects' things, which tests/skills/test_trainers.py looks up there"
+    "trainers.md": "names of other projects, which tests/skills/test_trainers.py looks up there"
 }
 
 
@@ -100,7 +100,7 @@ def prose(text):
 
 
 def resolve(dotted):
-    """The object of a dotted name, importing the modules on the way; AttributeError where there is none."""
+    """Return the object of a dotted name, importing its modules, or raise AttributeError."""
     first, *rest = dotted.split(".")
     module = MODULES.get(first, first)
     found = importlib.import_module(module)
@@ -126,7 +126,7 @@ def of_operations():
 
 @functools.cache
 def ours():
-    """Every name that the package binds: functions, classes, parameters, fields, attributes, keywords, and keys."""
+    """Return every name that the package binds, with parameters, attributes and keys."""
     found = set()
     for path in [*(ROOT / "template").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -158,7 +158,7 @@ def known(name):
 
 
 def exists(name):
-    """Whether a dotted name is there, as far as what stands before the first dot says where to look."""
+    """Return whether a dotted name exists; its first part says where to look."""
     first, *_, last = name.split(".")
     if name in WORDS or FILE.fullmatch(name) or last.isdigit():
         return True
@@ -176,7 +176,7 @@ def exists(name):
 
 
 def unknown(page, text):
-    """What a page writes as code and nobody has, as `page:line name`."""
+    """List the names in code that exist nowhere, as `page:line name`."""
     for number, line in prose(text):
         for span in SPAN.findall(line):
             for test, name in TEST.findall(span):

@@ -1,4 +1,4 @@
-"""Every row of the symptom table of the skill `bench`: symptom, cure, and that the wrong fix does not help.
+"""Symptoms of the skill `bench`: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_bench.py
 """
@@ -186,7 +186,7 @@ def test_every_row_has_a_test_and_every_test_a_row():
 
 
 def test_the_batch_is_the_same_for_all_steps():
-    """What the ratios rest on."""
+    """Run the steps that the ratios compare."""
     steps = [TrainingStep(Case(SMALL), find_lever(name)) for name in ("full", "accumulate=2")]
     whole = [torch.cat([each["tokens"] for each in step.window]) for step in steps]
     assert torch.equal(*whole)

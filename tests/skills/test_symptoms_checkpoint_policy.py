@@ -1,4 +1,4 @@
-"""Every row of the symptom table of the skill `checkpoint-policy`: the symptom, its cure, and that the wrong fix fails.
+"""Symptoms of skill `checkpoint-policy`: reproduced, cured, not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_checkpoint_policy.py
 """

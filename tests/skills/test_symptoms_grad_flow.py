@@ -1,4 +1,4 @@
-"""Symptoms of the skill grad-flow: reproduced, cured by the fix, and not by what only looks right.
+"""Symptoms of the skill `grad-flow`: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_grad_flow.py
 """

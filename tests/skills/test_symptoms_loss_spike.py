@@ -1,4 +1,4 @@
-"""Every row of the symptom table of the skill `loss-spike`: the symptom, its cure, and that the wrong fix fails.
+"""Symptoms of the skill `loss-spike`: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_loss_spike.py
 """

@@ -1,4 +1,4 @@
-"""Every row of the symptom table of the skill `memory-plan`: symptom, cure, and that the wrong fix does not help.
+"""Symptoms of the skill `memory-plan`: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_memory_plan.py
 """
@@ -55,7 +55,7 @@ def test_where_nothing_fits_a_lever_of_the_message_does_what_it_says():
 
 
 @symptom("recompute changes the peak by nothing")
-def test_where_the_optimizers_step_is_the_peak_recompute_changes_nothing_and_a_plainer_optimizer_does():
+def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recompute_does_not():
     plain = peak_with("adamw")
     assert plain.timeline.peak.phase == "step"
     assert peak_with("adamw", change=recompute_blocks).peak_bytes == plain.peak_bytes

@@ -1,4 +1,4 @@
-"""Symptoms of recompute, errors and silently another training: reproduced, cured, and not by what only looks right.
+"""Errors and changed training under recompute: reproduced, cured, not by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_recompute.py
 """

@@ -1,4 +1,4 @@
-"""Symptoms of recompute in compiled code: reproduced, cured by the fix, and not by what only looks right.
+"""Symptoms of recompute in compiled code: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_recompute_compile.py
 """
@@ -33,7 +33,8 @@ def saved(model):
 
 
 @symptom(
-    "`torch._dynamo.config.activation_memory_budget does not exist`, or a budget that changes nothing"
+    "`torch._dynamo.config.activation_memory_budget does not exist`, "
+    "or a budget that changes nothing"
 )
 def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks():
     with pytest.raises(AttributeError, match=r"activation_memory_budget does not exist"):

@@ -1,4 +1,4 @@
-"""Symptoms of recompute where memory stays: reproduced, cured by the fix, and not by what only looks right.
+"""Symptoms of recompute that saves no memory: reproduced, cured, not by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_recompute_memory.py
 """

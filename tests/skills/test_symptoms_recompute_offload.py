@@ -23,7 +23,7 @@ def batch():
 
 
 def everything_copied(module, batch, loss):
-    """The bytes that `save_on_cpu` around the whole step would copy: it copies each tensor that it is given."""
+    """Return the bytes that `save_on_cpu` would copy around the whole step."""
     nbytes = 0
 
     def pack(tensor):

@@ -1,4 +1,4 @@
-"""Symptoms of recompute on two ranks: reproduced, cured by the fix, and not by what only looks right.
+"""Symptoms of recompute on two ranks: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_recompute_ranks.py
 """
@@ -57,7 +57,7 @@ class Shared(nn.Module):
 
 
 def ready_once():
-    """What DDP says of each setting, and whether the gradients are those without recompute."""
+    """Return DDP's message for each setting, and whether gradients equal those without it."""
     batch, said = rows().chunk(2)[dist.get_rank()], []
     settings = [
         (2, {}),

@@ -1,4 +1,4 @@
-"""Every row of the symptom table of the skill `sac`: the symptom, its cure, and that the wrong fix does not help.
+"""Symptoms of the skill `sac`: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_sac.py
 """

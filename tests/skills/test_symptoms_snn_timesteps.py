@@ -1,4 +1,4 @@
-"""Symptoms of chunked timesteps: reproduced, cured by the fix, and not by what only looks right.
+"""Symptoms of chunked timesteps: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_snn_timesteps.py
 """
@@ -34,7 +34,7 @@ def x():
 
 
 def trained(module, loss, x):
-    """What one step leaves behind."""
+    """Return the loss, gradients and buffers of one step."""
     value = loss(module, x)
     value.backward()
     return record(module, value.detach())

@@ -1,4 +1,4 @@
-"""What the trainers of other projects do, as the page on trainers says it, and how our blocks go together with them.
+"""Claims of the page `trainers` on other projects' trainers, and our blocks under them.
 
 python -m pytest tests/skills/test_trainers.py
 """
@@ -59,7 +59,7 @@ def switch_on(model):
 
 
 def torch_wrapper(model):
-    """What FSDP strategies put around blocks."""
+    """Wrap blocks as FSDP strategies do."""
     layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
 
@@ -153,13 +153,24 @@ def rows(tokens=(4, 16, 9, 12, 3, 15)):
 
 
 def hugging_face(model, tmp_path, *, samples, microbatches, **options):
-    """The losses, the trained weights in a row and the trainer."""
+    """Train with Hugging Face's trainer; return the losses, the weights in a row, the trainer."""
     package("accelerate")
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path), num_train_epochs=1, learning_rate=0.01, optim="sgd", lr_scheduler_type="constant",
-        per_device_train_batch_size=samples, gradient_accumulation_steps=microbatches, logging_steps=1,
-        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **options,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        num_train_epochs=1,
+        learning_rate=0.01,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=samples,
+        gradient_accumulation_steps=microbatches,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=list(rows()))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

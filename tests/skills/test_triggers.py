@@ -1,4 +1,4 @@
-"""A prompt in a user's words finds the right skill by its description alone, and what only sounds like it does not.
+"""A prompt in a user's words finds the right skill by its description, and no similar one.
 
 Run: `python -m pytest tests/skills/test_triggers.py`.
 """

@@ -1,8 +1,8 @@
-"""Rank the descriptions of the skills for what a user types: by words, and by vectors of words.
+"""Rank the descriptions of skills for a prompt, by words and by vectors of words.
 
     python tests/skills/trigger_ranking.py
 
-The two stand in for an agent, which reads all descriptions and picks; they know less of the world than it does.
+The two stand in for an agent, which reads all descriptions and picks one.
 Proof: `python -m pytest tests/skills/test_triggers.py`.
 """
 
@@ -32,7 +32,7 @@ def terms(text: str) -> list[str]:
 
 
 class Words:
-    """BM25 over the terms of each text; how rare a word is comes from the texts and from the documentation."""
+    """BM25 over the terms of each text, with word frequencies of texts and documentation."""
 
     def __init__(
         self, texts: dict[str, str], *, saturation: float = 1.2, length: float = 0.5
@@ -70,8 +70,9 @@ class Words:
 
 
 class Vectors:
-    """For each word of the prompt, how much nearer it is to a text's nearest word than to that of the texts on average;
-    rare words count more, and near ones by their square. Then the direction of the prompt as a whole.
+    """Score a prompt by the nearest word of a text to each of its words, above the mean.
+
+    Rare words count more, and near ones by their square. Then the direction of the whole prompt.
     """
 
     def __init__(self, texts: dict[str, str]) -> None:
@@ -107,24 +108,24 @@ def all_words() -> Space:
 
 @cache
 def triggers() -> dict[str, Any]:
-    """What tests/skills/triggers.yaml holds."""
+    """Read tests/skills/triggers.yaml."""
     return yaml.safe_load((ROOT / "tests/skills/triggers.yaml").read_text(encoding="utf-8"))
 
 
 def named(texts: dict[str, str]) -> dict[str, str]:
-    """What an agent sees of each skill: its name and its description."""
+    """Return what an agent sees of each skill: its name and its description."""
     return {name: f"{name}: {texts[name]}" for name in sorted(texts)}
 
 
 def descriptions() -> dict[str, str]:
-    """Those of this bundle, and those that are proposed for a skill whose folder is not there yet."""
+    """Return the descriptions of this bundle and those proposed for new skills."""
     found = {skill.name: str(skill.frontmatter["description"]) for skill in skills(ROOT)}
     return named((triggers().get("proposed") or {}) | found)
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Which text a prompt put first, and which is right; `found` is None where it shares nothing with any."""
+    """The text ranked first and the right one; `found` is None if no word is shared."""
 
     prompt: str
     right: str
@@ -132,7 +133,7 @@ class Ranked:
 
 
 def rank(ranker: Words | Vectors, prompts: dict[str, list[str]]) -> list[Ranked]:
-    """Rank the texts for each prompt; `prompts` are listed under the name that is right for them."""
+    """Rank the texts for each prompt; `prompts` are listed under their right name."""
     return [
         Ranked(prompt, right, _first(ranker.scores(prompt)))
         for right, each in prompts.items()
@@ -158,7 +159,8 @@ def main() -> None:
             right = sum(each.found == each.right for each in ranked)
             if ranked:
                 print(
-                    f"{type(ranker).__name__}, {part}: right first {right} of {len(ranked)}, {share(ranked):.0%}"
+                    f"{type(ranker).__name__}, {part}: right first {right} of {len(ranked)}, "
+                    f"{share(ranked):.0%}"
                 )
             for each in ranked if part == "prompts" else []:
                 if each.found != each.right:

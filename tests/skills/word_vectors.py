@@ -1,8 +1,8 @@
 """Words of a text as stems, and as vectors that are made here: no model is downloaded.
 
-The vectors come from the documentation inside installed packages: which words stand near which (positive pointwise
-mutual information, then a randomised SVD with a fixed seed). A text is the mean of its words, the common ones weighing
-less. Proof: `python -m pytest tests/skills/test_triggers.py`.
+The vectors come from the documentation of installed packages: co-occurrence as positive
+pointwise mutual information, then a randomised SVD with a fixed seed. A text is the mean of its
+words; common words weigh less. Proof: `python -m pytest tests/skills/test_triggers.py`.
 """
 
 import importlib.util
@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy
 
 COMMON = """
-a across after again all am an and another any anything are as at be before between but by can cant do does doesn
-doesnt don dont e each every find finds first for from g get gets give go goes going got had has have help here how i
-if in into is it its just know last like ll m made make makes many me more most much my need no not nothing now of on
-once one only or other our over per please pls re really s said same say see should show so some something still t
-tell than that the their them then there they thing this three to too try two u us use used using ve via vs want was
+a across after again all am an and another any anything are as at be before between but by can
+cant do does doesn doesnt don dont e each every find finds first for from g get gets give go goes
+going got had has have help here how i if in into is it its just know last like ll m made make
+makes many me more most much my need no not nothing now of on once one only or other our over per
+please pls re really s said same say see should show so some something still t tell than that the
+their them then there they thing this three to too try two u us use used using ve via vs want was
 way we went what when where which while why will with would you your
 """
 STOP = set(COMMON.split())
@@ -96,8 +97,10 @@ COMMON_SHARE = 1e-3  # a word that is this part of all words weighs half in the 
 
 @cache
 def stem(word: str) -> str:
-    """Cut the plural, then the longest ending that leaves four letters (three, before -ing and -ed), the doubled letter
-    before it and a last e: "save", "saves", "saved" and "saving" are one.
+    """Return the stem of a word: "save", "saves", "saved" and "saving" have the same.
+
+    Cuts the plural, then the longest ending that leaves four letters (three before -ing and -ed),
+    the doubled letter before it, and a last e.
     """
     if (
         len(word) > 2
@@ -119,7 +122,7 @@ def stem(word: str) -> str:
 
 
 def _syllable(start: str) -> bool:
-    """Whether these three letters can stand alone: "sav" in "saving", not "str" in "string" or "spe" in "speed"."""
+    """Return whether three letters can be a stem, as "sav" of "saving", not "str" of "string"."""
     return start[-1] not in "aeiou" and any(letter in "aeiouy" for letter in start)
 
 
@@ -171,7 +174,7 @@ class Space:
         return float(max(self.vectors[known] @ self.vectors[self.index[word]]))
 
     def sentence(self, words: Iterable[str]) -> numpy.ndarray:
-        """The direction of a text: the sum of its words, those of SIF (smooth inverse frequency) weight."""
+        """Return the direction of a text: its words, summed with smooth inverse frequency."""
         total = self.frequency.total()
         known = sorted({word for word in words if word in self.index})
         weights = [COMMON_SHARE / (COMMON_SHARE + self.frequency[word] / total) for word in known]
@@ -196,7 +199,7 @@ def space(needed: set[str]) -> Space:
 
 
 def _vectors(corpus: numpy.ndarray, size: int) -> numpy.ndarray:
-    """Words as rows: how much more often than by chance each pair is near, in its main directions."""
+    """Return words as rows: co-occurrence above chance, in its main directions."""
     counts = numpy.zeros(size * size)
     for distance in range(1, WINDOW + 1):
         left, right = corpus[:-distance], corpus[distance:]
