@@ -159,7 +159,7 @@ def load_implementation(
     try:
         value = import_callable(spec)
     except ValueError as error:
-        raise WrongImplementation(f"--impl {error}") from error
+        raise WrongImplementation(f"--impl {name}{equals}{error}") from error
     _check_call(spec, value, found)
     return Implementation(found.name, spec, value)
 
