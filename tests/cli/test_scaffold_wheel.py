@@ -182,6 +182,17 @@ def test_project_makes_its_environment_once_and_trains(
     assert "pip install" not in shell("make --dry-run train", cwd=project, **offline).stdout
 
 
+@pytest.mark.long
+def test_owned_project_passes_its_own_tests_without_the_package(
+    environment: Path, clone: Bundle, tmp_path: Path
+) -> None:
+    assert scaffold(clone, "new", "run", "--own", cwd=tmp_path).returncode == 0
+    write(tmp_path / "run/conftest.py", "import sys\n\nsys.modules['curry_train'] = None\n")
+    ran = shell(f"make test PYTHON={environment}/bin/python", cwd=tmp_path / "run")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
+
+
 def test_pip_builds_the_package_with_what_the_commands_copy(clone: Bundle, tmp_path: Path) -> None:
     """A wheel of setuptools and the wheel of a project hold the same files."""
     pytest.importorskip("setuptools", minversion="77", reason="builds without isolation")
