@@ -1,10 +1,10 @@
-"""What holds for all tests: what takes long and shows nothing is done once.
+"""Set up all tests: a warm python for ranks, a frozen heap, and a user's environment.
 
-Ranks are forked from a python that has imported torch. And the heap that the libraries fill is not gone through again:
-measurements collect garbage first, and with all libraries loaded each collection takes a third of a second. What is
-there when a test starts, with what the tests before it imported, compiled and kept, is not looked at in it.
+Ranks are forked from a python that has imported torch. Objects that exist when a test starts are
+frozen for the garbage collector: measurements collect garbage first, and with all libraries loaded
+each collection would take a third of a second. Variables that `make test` sets for its own commands
+are removed, so that tests start commands as a user does.
 
-And a test starts commands as a user does: what `make test` tells its own commands is not there for theirs.
 Proof: `python -m pytest tests/core/test_measure.py tests/house/test_warm_python.py`.
 """
 
@@ -13,7 +13,7 @@ import os
 
 import pytest
 
-for said_by_make in (
+for variable_of_make in (
     "PYTHON",
     "MAKEFLAGS",
     "MAKEOVERRIDES",
@@ -21,7 +21,7 @@ for said_by_make in (
     "MFLAGS",
     "PYTEST_ADDOPTS",
 ):
-    os.environ.pop(said_by_make, None)
+    os.environ.pop(variable_of_make, None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,6 +35,6 @@ def ranks_have_imported_torch() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """All test modules are imported by now; some tests import more, such as what compiles."""
+    """Freeze the heap again before each test, since tests import more modules."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Install the bundle into each agent client, without a network, and read which skills it has loaded.
+"""Install the bundle into each agent client without a network, and read the loaded skills.
 
     python benchmarks/clients.py --record evidence/clients.json
 
@@ -31,7 +31,7 @@ LONGEST_RUN = 60  # seconds for one command of a client; the slowest takes 4 of 
 
 @dataclass(frozen=True)
 class Place:
-    """An empty home and an empty project, with a client installed and nothing else on its side of the network."""
+    """Create an empty home and project with one client installed and no network."""
 
     executable: Path
     home: Path
@@ -43,7 +43,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """No key, setting or proxy of whoever runs this; a proxy that nobody answers, where there is a network."""
+        """Return an environment without keys, settings or proxies; set a dead proxy if needed."""
         kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
         closed = dict.fromkeys(
             ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
@@ -74,7 +74,7 @@ class Place:
 
     @contextmanager
     def talk(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """A client that stays; it is ended with all that it started, at the latest after LONGEST_RUN."""
+        """Start a long-running client; end it and its children after LONGEST_RUN at the latest."""
         process = subprocess.Popen(
             [*self.words, *words],
             cwd=self.project,
@@ -102,7 +102,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Client:
-    """An agent client: its package, what a user types to install the bundle, and how it says what it loaded."""
+    """Describe an agent client: its package, its install command, and how it lists skills."""
 
     package: str
     executable: str
@@ -126,7 +126,7 @@ def _own(names: list[str]) -> set[str]:
 
 
 def _claude(place: Place) -> set[str]:
-    """A session lists its skills before its first request, which nobody answers: there is neither login nor network."""
+    """Start a session, which lists its skills before its first, unanswered request."""
     with place.talk("-p", "hello", "--output-format", "stream-json", "--verbose") as session:
         assert session.stdin
         assert session.stdout
@@ -180,7 +180,7 @@ def _gemini(place: Place) -> set[str]:
 
 
 def _skills(place: Place) -> set[str]:
-    """It loads nothing itself: these are the folders that it finds where it has put them for the other clients."""
+    """List the folders in which it finds what it installed for the other clients."""
     return {skill["name"] for skill in json.loads(place.run("list", "--json").stdout)}
 
 
@@ -221,7 +221,7 @@ def copy_bundle(root: Path) -> Path:
 
 
 def loaded_skills(name: str, bundle: Path, *, seconds: float | None = None) -> tuple[set[str], str]:
-    """The names of the skills that a client has loaded after it installed this bundle, and what it said to that."""
+    """Return the names of the skills that a client loaded, and its output."""
     client = CLIENTS[name]
     package(NODE, seconds=seconds)
     executable = package(client.package, seconds=seconds) / "node_modules/.bin" / client.executable

@@ -1,4 +1,4 @@
-"""A store over the real protocol of S3, spoken by a server of this machine; a recorded check, apart from the tests.
+"""Check the store over the real S3 protocol, spoken by a server on this machine.
 
     pip install 'moto[server]' s3fs
     python benchmarks/object_store_check.py --json evidence/checkpoint_objects.json
@@ -69,7 +69,7 @@ def checked(url: str) -> list[str]:
 
 
 def killed(number: int) -> tuple[int, list[str]]:
-    """How the writer ended that dies at this change of its second save, and what does not hold afterwards."""
+    """Kill the writer at this change of its second save, and list what does not hold."""
     from store_models import new_state
 
     from curry_train.runs import Store

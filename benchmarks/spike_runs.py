@@ -1,4 +1,4 @@
-"""Many small trainings under the watchdog: sound ones, in which it has to be silent, and ones with a planted spike.
+"""Run many small trainings under the watchdog, sound ones and ones with planted spikes.
 
 `make spikes` writes evidence/loss_spike.json; `ARGS="--healthy 20 --json -"` for less. Proof:
 `python -m pytest tests/runs/test_spike.py -k trainings`.
@@ -21,8 +21,11 @@ LASTS = 4  # steps of a planted fault
 
 
 def small_training(seed, *, steps=160, fault=None, at=None):
-    """Losses of a classifier or a regression: SGD and Adam, rates over a decade, batches from 2 to 256, learned by
-    heart or not. A fault begins at step `at`: samples 100 times as large, the learning rate 300 times, or NaN."""
+    """Train a small classifier or regression and return its losses.
+
+    Seeds vary the optimizer (SGD or AdamW), the learning rate over a decade and batches from 2 to
+    256. A fault begins at step `at`: samples 100 times as large, the rate times 300, or NaN.
+    """
     random = numpy.random.default_rng(seed)
     torch.manual_seed(seed)
     inputs, teacher = torch.randn(256, 16), torch.randn(16, 10)
@@ -66,8 +69,11 @@ def first_alarm(losses, **config):
 
 
 def planted_case(seed, fault):
-    """Where a spike came of it: whether that was found in time, which is by the third loss in a row that is more than
-    three times the greatest of the 40 before, or by the first that is not finite. None where none came of it."""
+    """Plant a fault and return whether its spike was found in time, or None without a spike.
+
+    In time means by the third loss in a row above three times the greatest of the 40 before, or by
+    the first that is not finite.
+    """
     at = 60 + int(numpy.random.default_rng(seed).integers(60))
     losses, patience = small_training(seed, fault=fault, at=at), SpikeConfig().patience
     limit, row, due = 3 * max(losses[at - 41 : at - 1]), 0, None

@@ -1,4 +1,4 @@
-"""Kill a process that saves, at every change that it makes on the disk or at random moments, and look what is left.
+"""Kill a process that saves, at every change or at random moments, and check what is left.
 
 `python -m store_kills FOLDER [--every N] [--random N] [--seed S] [--json PATH]` writes JSON; tests/ and template/ have
 to be on the path. A child is forked for each kill, from a process that has only one thread.

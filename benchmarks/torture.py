@@ -1,4 +1,4 @@
-"""The long torture of checkpoints: kills, damage, failing disks, hostile files, and histories against a model.
+"""Torture checkpoints: kills, damage, failing disks, hostile files, random histories.
 
 `python -m torture [--kills N] [--flips N] [--histories N] [--every N] [--only KEY]... [--seed S] [--json PATH]`, or
 `make torture`; the full one takes half an hour on two cores. Status 1 where anything was wrong. Linux, since it forks.
@@ -113,7 +113,7 @@ def others(folder: Path, options: argparse.Namespace) -> list[Part]:
 def in_a_process(
     parts: Callable[[Path, argparse.Namespace], list[Part]], folder: Path, options: Any
 ) -> tuple[int, Path]:
-    """Run these parts, one after the other, beside the other process; they leave JSON, and say how far they are."""
+    """Run these checks in order beside the other process; write JSON and report progress."""
     told = folder / f"{parts.__name__}.jsonl"
     told.touch()
     pid = os.fork()
@@ -146,7 +146,7 @@ def in_a_process(
 
 
 def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
-    """What they found, by key, and whether all came to their end; shows how far they are on one line."""
+    """Collect the findings by key and whether all finished; show progress on one line."""
     left, statuses, shown, began = dict(processes), [], 0.0, time.monotonic()
     while left:
         for pid in list(left):

@@ -1,4 +1,4 @@
-"""The judge of a run's folder after a kill: what has to be in it, from what its ranks said and from nothing else.
+"""Judge a run's folder after a kill, from the reports of its ranks alone.
 
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
@@ -85,7 +85,7 @@ class Books:
         return None if same else f"{one.folder} is not what the straight run was at its step"
 
     def _take(self, said: list[Said]) -> int | None:
-        """Enter what the first rank said; returns where its training was, or None before it had resumed."""
+        """Record a report of rank 0; return its step, or None before it resumed."""
         reached = None
         for one in said:
             if one.rank:

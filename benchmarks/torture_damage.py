@@ -1,4 +1,4 @@
-"""Bits flipped, files cut, missing and swapped, in checkpoints of every kind: refused before anything is changed.
+"""Check that flipped, cut, missing and swapped files are refused before anything changes.
 
 And after each the state before it loads to the bit. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
@@ -22,7 +22,7 @@ TWO_RANKS = "two-ranks"
 
 @dataclass(frozen=True)
 class Subject:
-    """A run with three checkpoints of a kind, and what a training is once each of them is loaded."""
+    """Hold a run with three checkpoints of a kind, and the training after loading each."""
 
     name: str
     root: Path
@@ -46,7 +46,7 @@ class Subject:
         return sorted(self.folder(NUM_STATES).iterdir())
 
     def faults(self, training: Training, *, newest: int = NUM_STATES - 1) -> list[str]:
-        """What is wrong where the last of the states is damaged, and `newest` is the newest that is not."""
+        """List what is wrong when the last state is damaged; `newest` is the newest intact one."""
         run, wrong, folder = SavedRun(self.root), [], f"{self.kind}/{self.folder(NUM_STATES).name}"
         before = training.live()
         for act in (run.verify, lambda folder: run.load(folder, training.state)):
@@ -207,7 +207,7 @@ def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -
 
 
 def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
-    """Files between two states, whole folders between two steps, and files between kinds; hashes match their bytes."""
+    """Swap files between states, folders between steps and files between kinds, hashes valid."""
     number, wrong, training = 0, [], Training()
     for subject in every:
         last, before = subject.folder(NUM_STATES), subject.folder(NUM_STATES - 1)

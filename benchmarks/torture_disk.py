@@ -163,7 +163,7 @@ class _FailingReads(LocalFiles):
 
 
 def errors_at_each_read(folder: Path, expected: Expected) -> dict[str, Any]:
-    """A read that fails once: a whole state is loaded or none, nothing on the disk changes, the next try has it all."""
+    """Fail one read: a state loads whole or not at all, and the next try loads all of it."""
     trial, errors, wrong = prepared(folder, expected), 0, []
     while True:
         files, training = _FailingReads(folder, errors + 1), Training()

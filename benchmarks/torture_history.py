@@ -1,4 +1,4 @@
-"""A history of a run under the real policy, and naive books beside it that say what has to be there.
+"""Run a history under the real policy, against a simple model of what must be there.
 
 The books count for each checkpoint how many stand above it; they ask the package nothing.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
@@ -179,7 +179,7 @@ class History:
         self.look()
 
     def rot(self, choice: int) -> None:
-        """Damage that shows when all of a checkpoint is read, at the next start; never to the only one."""
+        """Damage a checkpoint so that the next start's full read finds it; never the only one."""
         states = sorted(row for row in self.books.rows - self.books.rotten if row[0] != BEST_KIND)
         if len({row[1] for row in states}) < 2:
             return

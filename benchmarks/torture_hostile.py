@@ -1,4 +1,4 @@
-"""Checkpoints that were made to do harm: pickles that call, in each place where one is read, and paths that lead away.
+"""Try hostile checkpoints: pickles that call code, at each place, and paths that escape.
 
 Each is loaded, resumed from, listed, shown, verified and compared; a canary says whether anything was run, a watch on
 the interpreter whether anything outside was read. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
@@ -35,7 +35,7 @@ _hooked: list[bool] = []
 
 
 class Ground:
-    """A run with two good states, of which the second is forged; beside it what must not be touched or read."""
+    """Hold a run with two states, the second forged, beside files that must stay untouched."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, root / "runs/victim"
@@ -62,7 +62,7 @@ class Ground:
         shutil.copytree(self.kept, self.run, symlinks=True)
 
     def forge(self, folder: str, name: str, data: bytes) -> None:
-        """Replace a file, with a manifest that fits: hashes find damage, and say nothing of who wrote it."""
+        """Replace a file and its manifest: hashes find damage, not forgery."""
         place = self.run / folder
         manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
         (place / name).write_bytes(data)
@@ -79,7 +79,7 @@ class Ground:
         )
 
     def tried(self, *, loads: bool = False) -> list[str]:
-        """What is wrong after all has been tried that reads a checkpoint; `loads` where the state may be loaded."""
+        """List what is wrong after every reader was tried; `loads` if the state may be loaded."""
         wrong = []
         for folder in (STEP, self.best):
             training = Training()

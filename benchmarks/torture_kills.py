@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of a life, over one to three ranks that save in the background, keep few, and turn back.
+"""Kill training at random moments, over one to three ranks that save in the background.
 
 A life goes on in the folder that the killed one left, so that kills add up over a history, and a judge looks at each.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
@@ -47,7 +47,7 @@ def life(
     change: int | None,
     plant: Callable[[], None] | None,
 ) -> None:
-    """Resume and train on to the end. The victim, if there is one, dies at the n-th change that it makes."""
+    """Resume and train to the end; the victim, if any, dies at its n-th change."""
     if plant is not None:
         plant()
     training, state = (one := Training(rank, world)), one.state
@@ -88,7 +88,7 @@ def life(
 
 @dataclass
 class Plan:
-    """How a life is to end. `victims` die together, at a change that one of them makes or after a time."""
+    """Describe how a life ends: `victims` die together, at a change of one or after a time."""
 
     turn: int | None
     victims: list[int]
@@ -121,7 +121,7 @@ def _one_life(
     *,
     wild: bool,
 ) -> tuple[bool, float]:
-    """Whether it came to its end; and how long a life that is cut off should be at most, as this one shows."""
+    """Return whether it finished, and the longest time for a life that is cut off."""
     plan = (
         Plan.draw(generator, books, world, longest) if wild else Plan(None, [], None, "never", 0.0)
     )

@@ -1,4 +1,4 @@
-"""A store whose files are in memory and whose checkpoints are manifests alone: ten thousand histories take minutes.
+"""Store manifests alone in memory, so that ten thousand histories take minutes.
 
 Saving, removing, sweeping and the note of a rollback are the store's own; each change may be where the process ends.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
@@ -30,7 +30,7 @@ class Crash(BaseException):
 
 
 class PaperFiles(Files):
-    """Files in memory. The change that `left` counts down to does not come about, and the process ends."""
+    """Keep files in memory; the process ends at the change that `left` counts down to."""
 
     renames = True
 
@@ -101,7 +101,7 @@ class PaperFiles(Files):
 
 
 class PaperStore(Store):
-    """The store, but a checkpoint is its manifest alone. What is in `rotten` is found damaged when it is read."""
+    """Store a manifest per checkpoint; those in `rotten` are found damaged when read."""
 
     def __init__(self, files: PaperFiles, rotten: set[str]) -> None:
         super().__init__("paper", files=files)

@@ -1,4 +1,4 @@
-"""Faults planted in the package, and what the torture says of each: a judge that no fault is caught by is none.
+"""Plant faults in the package and print what the torture reports for each.
 
 `python -m torture_planted NAME...` writes JSON: of each fault the words of the judge, none where it was not caught.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.

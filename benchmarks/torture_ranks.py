@@ -1,4 +1,4 @@
-"""Ranks that are forked from a warm process of one thread: importing torch takes longer than a whole life of them.
+"""Fork ranks from a warm process of one thread, since importing torch outlasts a life.
 
 What they have to say goes through a pipe, whose content outlives a kill.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
@@ -45,7 +45,7 @@ class Ranks:
     _rest: bytes = b""
 
     def listen(self, until: Callable[[list[Said]], Any]) -> bool:
-        """Until that holds of what was said; False where the ranks ended before, or took too long."""
+        """Wait until the reports fulfil a condition; False if the ranks ended or took too long."""
         while not until(self.said):
             if not self._read():
                 return False

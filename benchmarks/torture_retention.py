@@ -1,4 +1,4 @@
-"""What stays of a run, against a model that is written for it: histories that hypothesis makes, and makes short.
+"""Compare retention with an independent model over histories that hypothesis generates.
 
 A history trains, measures, resumes, turns back, meets NaN and damage, and crashes at any change on the disk.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.

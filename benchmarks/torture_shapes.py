@@ -1,4 +1,4 @@
-"""Pickles that call when they are read: by pickler and by hand, and in each place of a checkpoint's index.
+"""Build pickles that call code when read, for each place in a checkpoint's index.
 
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """

@@ -1,4 +1,4 @@
-"""The training that the torture kills: tiny, with every generator in use, and each bit of each step known.
+"""Define the tiny training of the torture, with every generator in use.
 
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
@@ -31,7 +31,7 @@ SAMPLES = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
 class Training:
-    """Inputs come from a position in data and from four generators, dropout from one; each rank has its own."""
+    """Draw inputs from a data position and four generators; dropout draws from one."""
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         torch.manual_seed(5)
@@ -123,7 +123,7 @@ def _hash(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a straight run of so many ranks is at each step: in memory on each rank, and on the disk."""
+    """Compute each step of an uninterrupted run, in memory on each rank and on the disk."""
 
     live: dict[tuple[int, int], str]
     saved: dict[int, dict[str, str]]

@@ -1,4 +1,4 @@
-"""A volume that is full, or read-only, or whose files may not grow: what was committed is there and loads to the bit.
+"""Save to a full or read-only volume: what was committed stays and loads to the bit.
 
 The kernel says no here, and nothing stands for it. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
@@ -112,7 +112,7 @@ def read_only(expected: Expected) -> dict[str, Any]:
 
 
 def _as_somebody_else(trial: Trial) -> None:
-    """Ends the process: 0 where the save was refused and the state before loads; permissions do not bind root."""
+    """Exit with 0 if the save was refused and the state before loads; root may skip it."""
     status = 9
     try:
         if os.geteuid() == 0:
@@ -125,7 +125,7 @@ def _as_somebody_else(trial: Trial) -> None:
 
 
 def small_files(expected: Expected, folder: Path, *, every: int = 1) -> dict[str, Any]:
-    """The kernel refuses to let a file grow; where nothing can be mounted this stands for a full disk."""
+    """Limit file sizes in the kernel, in place of a full disk where nothing can be mounted."""
     wrong, errors, first = [], 0, prepared(folder.with_name("whole"), expected)
     for limit in (0, 1, 100, 1000, 5000, 8000)[::every]:
         trial = prepared(folder, expected, of=first)

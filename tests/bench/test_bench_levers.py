@@ -1,4 +1,4 @@
-"""Levers by name: each does what the function does that it names, several are joined, and what is typed wrong is told.
+"""Levers by name do what their function does, can be joined, and misspellings are named.
 
 python -m pytest tests/bench/test_bench_levers.py
 """

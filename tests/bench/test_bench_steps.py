@@ -1,4 +1,4 @@
-"""What a benchmark measures of steps: bytes, FLOPs, utilisation, and rows for what does not apply or does not fit.
+"""A benchmark's bytes, FLOPs and utilisation, and its rows for what does not fit.
 
 python -m pytest tests/bench/test_bench_steps.py
 """

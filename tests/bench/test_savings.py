@@ -1,4 +1,4 @@
-"""What strategies save and cost: figures that can be counted, one row for every strategy, a table, a picture, JSON.
+"""Savings and cost of strategies: counted figures, a row for each, table, picture, JSON.
 
 python -m pytest tests/bench/test_savings.py
 """

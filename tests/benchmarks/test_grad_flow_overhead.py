@@ -1,4 +1,4 @@
-"""What the measurement of grad-flow's costs counts, on a model that is small enough to count in a test.
+"""The measured overhead of grad-flow counts the right operations on a small model.
 
 python -m pytest tests/benchmarks/test_grad_flow_overhead.py
 """

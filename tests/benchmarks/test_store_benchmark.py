@@ -1,4 +1,4 @@
-"""The benchmark of the store measures what it says, on a small state; the figures are recorded, not asserted here.
+"""The store benchmark measures what it claims on a small state; it asserts no figures.
 
 python -m pytest tests/benchmarks/test_store_benchmark.py
 """

@@ -1,4 +1,4 @@
-"""The policy does what the naive books say over random histories with crashes, and wrong rules are caught by them.
+"""The policy keeps what a simple model keeps over random histories; wrong rules are caught.
 
 python -m pytest tests/benchmarks/test_torture_retention.py
 """

@@ -1,4 +1,4 @@
-"""What the allocator's events say is what the dispatch modes say of eager code, and true of compiled code too.
+"""Allocator events agree with the dispatch modes on eager code, and hold for compiled code.
 
 python -m pytest tests/core/test_allocated.py
 """

@@ -166,7 +166,7 @@ def jamba():
 
 
 def test_caches_of_several_kinds():
-    """With a cache its recurrent layers compute in another order, so the last bits are those without one."""
+    """With a cache the recurrent layers compute in another order, which changes the last bits."""
     torch.manual_seed(0)
     plain = jamba().train()
     changed = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""The figures are exact and repeatable on CPU: bytes against torch's own tracker and by hand, FLOPs by hand.
+"""Measured figures are exact and repeatable: bytes against torch's tracker, FLOPs by hand.
 
 python -m pytest tests/core/test_measure.py
 """

@@ -1,5 +1,7 @@
-"""Small models that plans are made for: equal blocks, blocks of two kinds, frozen ones, a loop, one whose shapes
-depend on values, and Hugging Face's."""
+"""Small models for plans: equal blocks, two kinds, frozen ones, a loop, and Hugging Face's.
+
+`ROUTED` has shapes that depend on values.
+"""
 
 import torch
 from torch import nn

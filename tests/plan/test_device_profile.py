@@ -1,4 +1,4 @@
-"""What a planner believes about a device: the formula by hand, figures that can be, and a measurement that repeats.
+"""Device profiles: the time formula by hand, known figures, a measurement that repeats.
 
 python -m pytest tests/plan/test_device_profile.py
 """
@@ -83,7 +83,7 @@ def test_a_dtype_without_a_rate_is_told_which_have_one():
 
 
 def test_the_data_sheets_are_as_published():
-    """Peaks as literals from the sheets; the profile is the peak times the efficiency that the module states."""
+    """The data sheets' peaks are literals; a profile is the peak times the stated efficiency."""
     sheets = {  # float32 and half FLOP/s, bytes/s, bytes/s of the link, GiB
         "h100": (67e12, 989e12, 3.35e12, 64e9, 80),
         "h200": (67e12, 989e12, 4.8e12, 64e9, 141),
@@ -218,7 +218,7 @@ def test_the_cpu_is_measured_in_seconds_and_again_alike(one_thread):
 
 
 def test_a_measurement_tells_the_work_from_the_dispatch(one_thread):
-    """A large product takes about what the measured rate says, where a profile of other units would be far off."""
+    """A large product takes about the time that the measured rate gives."""
     profile, side = measure_profile("cpu"), 768
     left = torch.randn(side, side)
     seconds = []
@@ -273,7 +273,7 @@ def test_a_card_with_a_data_sheet_has_its_profile(monkeypatch, card, name):
     ],
 )
 def test_a_card_of_a_like_name_is_measured(monkeypatch, card):
-    """Other rates stand behind these names: a search for "H100" or "L4" in them would be up to twice wrong."""
+    """These names have other rates: a search for "H100" or "L4" would be up to 2x wrong."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     monkeypatch.setattr(module, "_measured_once", lambda device, threads: plain_profile())

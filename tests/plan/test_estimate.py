@@ -1,4 +1,4 @@
-"""A step from shapes is the measured one to the byte, or says which operation makes it measure for real.
+"""A step estimated from shapes is exact to the byte, or names the operation to measure.
 
 python -m pytest tests/plan/test_estimate.py
 """

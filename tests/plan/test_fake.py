@@ -1,4 +1,4 @@
-"""Tensors without values hold the bytes that CUDA's kernels keep, in recomputation too, for factories of any kind.
+"""Tensors without values hold the bytes that CUDA's kernels keep, also in recomputation.
 
 python -m pytest tests/plan/test_fake.py
 """
@@ -297,13 +297,13 @@ def test_everything_is_put_back_when_something_is_raised():
 
 
 def test_torch_still_refuses_to_convert_parameters_without_values():
-    """So of torch 2.11 and 2.13; where this fails, `_apply` in plan/shapes.py is no longer needed."""
+    """True of torch 2.11 and 2.13; when this fails, remove `_apply` from plan/shapes.py."""
     with FakeTensorMode(), pytest.raises(RuntimeError, match="Couldn't swap"):
         nn.Linear(2, 2).to(torch.bfloat16)
 
 
 def test_a_copy_of_a_parameter_without_values_still_warns():
-    """So of torch 2.11 and 2.13; where this fails, `_copied` in plan/shapes.py is no longer needed."""
+    """True of torch 2.11 and 2.13; when this fails, remove `_copied` from plan/shapes.py."""
     with FakeTensorMode(), pytest.warns(UserWarning, match="data pointer of FakeTensor"):
         copy.deepcopy(nn.Linear(2, 2))
 

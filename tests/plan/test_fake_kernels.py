@@ -1,4 +1,4 @@
-"""Where torch's account of a kernel is another than the kernel, ours is the kernel's; and torch's is still another.
+"""Where torch misstates what a kernel holds, ours is right; and torch still misstates it.
 
 python -m pytest tests/plan/test_fake_kernels.py
 """

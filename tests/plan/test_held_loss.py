@@ -1,4 +1,4 @@
-"""A loop that still has its loss in the next forward holds no more than it would without a technique.
+"""A loss that lives into the next forward holds no more bytes than without a technique.
 
 python -m pytest tests/plan/test_held_loss.py
 """

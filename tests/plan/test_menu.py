@@ -1,4 +1,4 @@
-"""What a block costs in each way to run it is what the real one costs, and blocks are taken for equal if they are.
+"""A block's estimated cost under each option is the real one's, and equal blocks are equal.
 
 python -m pytest tests/plan/test_menu.py
 """

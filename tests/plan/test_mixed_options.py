@@ -31,7 +31,7 @@ OPTIONS = {
 @pytest.mark.parametrize("pair", list(itertools.permutations(OPTIONS, 2)), ids="-".join)
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
 def test_two_ways_in_turns(name, pair):
-    """An `mlp` block ends in an activation, which the next block's regions could make from what the first one saved."""
+    """The next block's regions could rebuild an `mlp` block's last activation from its input."""
 
     def apply(model, sample):
         chosen = {block: OPTIONS[pair[place % 2]] for place, block in enumerate(find_blocks(model))}

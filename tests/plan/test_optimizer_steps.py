@@ -1,4 +1,4 @@
-"""The optimizer's step of a model without values is recorded once, and again where other parameters are trained.
+"""The optimizer's step without values is recorded once for each set of trained parameters.
 
 python -m pytest tests/plan/test_optimizer_steps.py
 """

@@ -74,7 +74,7 @@ def cheapest_cost(stages, head, budget):
 
 
 def fault_of(solver, stages, head, budget):
-    """What is wrong with a solver's answer on a chain whose plans can all be counted; None where it is right."""
+    """Return what is wrong with a solver's answer on a countable chain, or None."""
     found, cost = solver(stages, budget, head_bytes=head), cheapest_cost(stages, head, budget)
     if found is None or cost is None:
         return None if found is cost else f"found {found}, and the least cost is {cost}"
@@ -123,7 +123,7 @@ def test_small_chains_have_the_best_plan_there_is_and_none_only_where_there_is_n
 
 
 def test_the_best_plan_does_not_depend_on_the_bound_that_shortens_menus(monkeypatch):
-    """Dynamic programming alone finds the same costs: the bound leaves out nothing that is needed."""
+    """Dynamic programming alone finds the same costs: the bound drops nothing needed."""
     monkeypatch.setattr(solve_module, "price_menus", lambda menus, known: (None, menus))
     assert faults(solve) == {}
 
@@ -166,7 +166,7 @@ def scaled(choice, factor):
 
 
 def test_sums_that_only_differ_in_their_last_bytes_are_told_apart():
-    """A solver that rounds every block up to a quantum finds no plan here, or one that costs more."""
+    """A solver that rounds each block up to a quantum finds no plan, or a dearer one."""
     stages = [
         Stage((Choice("keep", GIB + 1, 0, 0.0), Choice("again", GIB, 0, 1.0))) for _ in range(20)
     ]
@@ -222,7 +222,7 @@ def described(found, stages, head_bytes):
 
 
 def greedy_by_cost_per_byte(stages, budget_bytes, *, head_bytes=0):
-    """From the cheapest choices, the change with the least cost for each byte that it frees, until the step fits."""
+    """Change the cheapest choices by least cost per freed byte until the step fits."""
     chosen = [
         min(range(len(s.choices)), key=lambda i, s=s: (s.choices[i].cost, s.choices[i].held_bytes))
         for s in stages
@@ -301,7 +301,7 @@ def least_cost_by_price(stages, room):
 
 
 def test_large_plans_cost_at_most_a_fiftieth_above_a_bound_from_another_way():
-    """The bound knows nothing of transient bytes: the plans that it allows are more than there are."""
+    """The bound ignores transient bytes, so it allows more plans than there are."""
     for seed in range(6):
         stages, _ = large_chain(seed)
         budget = int(sum(stage.choices[-1].held_bytes for stage in stages) * (0.3 + 0.1 * seed))
@@ -323,7 +323,7 @@ def test_two_hundred_blocks_with_77_choices_take_at_most_a_second_and_leave_litt
 
 
 def test_equal_blocks_differ_only_as_far_as_they_must():
-    """Equal menus meet the same price at once; a plan that moved all blocks together would leave half the budget."""
+    """Equal menus meet one price at once; moving all blocks would leave half the budget."""
     stage = Stage(
         (Choice("keep", 600_000_007, 0, 0.0), Choice("again", 100_000_003, 400_000_001, 1.0))
     )

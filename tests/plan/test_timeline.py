@@ -1,4 +1,4 @@
-"""A whole step to the byte, the owners of its peak, the picture of it, and the command that shows both.
+"""A whole step to the byte, the owners of its peak, its picture, and the command.
 
 python -m pytest tests/plan/test_timeline.py
 """
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.cli import console
+from curry_train.cli import memory
 from curry_train.cli.main import main
 from curry_train.cli.memory import plot_timeline
 from curry_train.core.measure import REST_LAYER, measure_memory
@@ -351,7 +351,7 @@ def test_plot_is_a_picture(tmp_path, name):
 
 
 def test_plot_colours_every_owner():
-    assert set(console.GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
+    assert set(memory.GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
@@ -420,5 +420,5 @@ def test_memory_without_the_device_ends_with_3():
 
 
 def test_matplotlib_is_imported_only_for_a_picture():
-    assert "matplotlib" not in vars(console)
-    assert "curry_train.cli.console" in sys.modules
+    assert "matplotlib" not in vars(memory)
+    assert "curry_train.cli.memory" in sys.modules

@@ -1,4 +1,4 @@
-"""What the tests of compiled code share: small models whose classes are new, so that nothing of them is compiled yet.
+"""Small models for tests of compiled code; each class is new, so nothing is compiled yet.
 
 Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
 """

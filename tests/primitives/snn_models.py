@@ -1,4 +1,4 @@
-"""Small spiking networks that the tests of chunked timesteps share: sound ones, and some that keep state to themselves.
+"""Small spiking networks for tests of chunked timesteps, some with hidden state.
 
 Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 """

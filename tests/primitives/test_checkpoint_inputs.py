@@ -1,4 +1,4 @@
-"""Every tensor that goes into a recomputed call is held as torch holds positional ones: written over, it is refused.
+"""A tensor passed into a recomputed call and then overwritten is refused, as torch does.
 
 python -m pytest tests/primitives/test_checkpoint_inputs.py
 """

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: equal to torch's own, a chunk of logits at a time, and whole logits for whoever reads them.
+"""Chunked cross-entropy equals torch's, one chunk of logits at a time.
 
 python -m pytest tests/primitives/test_chunked_loss.py
 """

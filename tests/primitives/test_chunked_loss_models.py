@@ -1,4 +1,4 @@
-"""Chunked cross-entropy on models that people train: Hugging Face's, and the project's own, with and without values.
+"""Chunked cross-entropy on Hugging Face's and our own models, with and without values.
 
 python -m pytest tests/primitives/test_chunked_loss_models.py
 """

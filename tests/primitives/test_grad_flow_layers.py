@@ -1,4 +1,4 @@
-"""Which layers are probed, which parameters each counts, and what is said of those that have no figure.
+"""Which layers grad-flow probes, which parameters each counts, and which have no figure.
 
 python -m pytest tests/primitives/test_grad_flow_layers.py
 """

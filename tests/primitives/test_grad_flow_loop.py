@@ -1,4 +1,4 @@
-"""Grad-flow in loops of every kind: microbatches, clipping, scalers, skipped steps, several optimizers, none.
+"""Grad-flow in loops with microbatches, clipping, scalers, skipped steps and optimizers.
 
 python -m pytest tests/primitives/test_grad_flow_loop.py
 """

@@ -1,4 +1,4 @@
-"""On two gloo ranks, under DDP and FSDP2, the figures are those of one process with the whole batch.
+"""Under DDP and FSDP2 on two gloo ranks the figures are those of one process.
 
 python -m pytest tests/primitives/test_grad_flow_ranks.py
 """

@@ -1,4 +1,4 @@
-"""Each layer is counted once under every kind of recompute, both ways, and the figures are the bare model's to the bit.
+"""Grad-flow counts each layer once under every kind of recompute, equal to the bit.
 
 python -m pytest tests/primitives/test_grad_flow_recompute.py
 """
@@ -85,7 +85,7 @@ KEPT = ("_to_copy", "count_nonzero", "dot", "sub", "mul", "mm", "bmm", "full_lik
 
 
 def save_what_the_probe_uses(context, operation, *args, **kwargs):
-    """A policy under which an operation that the probe adds to the block would be kept, and handed out in its place."""
+    """A policy that would keep an operation of the probe and return it in another's place."""
     kept = operation.__name__.partition(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,4 +1,4 @@
-"""The compile memory budget where compiling takes its time: inductor and its cache, DDP and FSDP2 on two ranks.
+"""The compile memory budget with inductor and its cache, and with DDP and FSDP2.
 
 python -m pytest tests/primitives/test_memory_budget_inductor.py
 """

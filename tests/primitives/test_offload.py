@@ -1,4 +1,4 @@
-"""Offload trains the same model, moves each storage once, gives every buffer back, and its gates fail on what does not.
+"""Offload trains the same model, moves each storage once and returns every buffer.
 
 python -m pytest tests/primitives/test_offload.py
 """
@@ -211,7 +211,7 @@ def test_the_device_holds_less_and_the_reserved_buffers_do_not_count():
 
 
 class Views(torch.autograd.Function):
-    """Saves views of one storage, of which the last is none to autograd, and notes what comes back."""
+    """Save views of one storage, the last unknown to autograd, and record what comes back."""
 
     @staticmethod
     def forward(ctx, x, seen):

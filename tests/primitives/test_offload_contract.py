@@ -333,7 +333,7 @@ class Event:
 
 
 class Late(HostCopies):
-    """Copies in the order of calls, each of them when somebody waits for it, from and to memory that must be there."""
+    """Copy in the order of calls, each when its result is awaited, and check both memories."""
 
     def __init__(self, device):
         super().__init__(device)

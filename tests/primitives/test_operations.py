@@ -1,4 +1,4 @@
-"""Kinds of operations: named as users name them, and sorted by what this version of torch says of them.
+"""Families of operations: named as users name them, and sorted by torch's own schemas.
 
 python -m pytest tests/primitives/test_operations.py
 """

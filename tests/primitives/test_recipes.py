@@ -1,4 +1,4 @@
-"""What autograd keeps is enough to make the rest again: each recipe, its limits, and what it must notice.
+"""Recipes rebuild tensors from what autograd keeps, and notice when they cannot.
 
 python -m pytest tests/primitives/test_recipes.py
 """

@@ -1,4 +1,4 @@
-"""Recompute behaves as the bare module, segments as the chain of blocks, and configurations say what is wrong.
+"""Recompute equals the bare module, segments the chain of blocks; bad settings are named.
 
 python -m pytest tests/primitives/test_recompute_contract.py
 """

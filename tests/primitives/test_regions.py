@@ -1,4 +1,4 @@
-"""Regions: what they free, what they cost, what they can't reach, on models of one's own and of Hugging Face.
+"""Regions: what they free, cost and cannot reach, on our own and Hugging Face's models.
 
 python -m pytest tests/primitives/test_regions.py
 """

@@ -1,4 +1,4 @@
-"""The public contract of `sac`: policies by name, by list and by function, eager and compiled, and what is refused.
+"""The contract of `sac`: policies by name, list and function, eager and compiled.
 
 python -m pytest tests/primitives/test_sac_contract.py
 """
@@ -108,7 +108,7 @@ def test_it_holds_the_bytes_and_does_the_flops_of_torchs_own():
 
 
 class Attending(nn.Module):
-    """Attention with dropout, then dropout: on CUDA the kernel draws, on CPU operations around it do."""
+    """Attention with dropout, then dropout: on CUDA the kernel draws, on CPU separate calls."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +231,7 @@ def test_the_figures_that_a_refusal_quotes_are_measured():
 
 
 def test_a_kept_output_that_is_written_over_unseen_is_refused_where_torch_is_silently_wrong():
-    """`nn.GRU` on a CPU adds to the parts of a product, which have version counters of their own."""
+    """`nn.GRU` on a CPU adds in place to views with version counters of their own."""
     x, weights = torch.randn(3, 2, 4), []
     for kept in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the tests of the store share: small trainings, and file systems that fail or end the process at a given moment.
+"""Small trainings for tests of the store, and file systems that fail or kill.
 
 Proof: `python -m pytest tests/runs/test_store.py`.
 """
@@ -68,7 +68,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 class _Stream:
-    """A stream that asks at the first write and at some of those after; half of its bytes are through when it fails."""
+    """Ask at the first write and at some after it; fail after half of the bytes."""
 
     def __init__(self, stream: Any, ask: Callable[[str], None]) -> None:
         self.stream, self._ask, self._count = stream, ask, 0
@@ -90,7 +90,7 @@ class _Stream:
 
 
 class Counted:
-    """In front of a `Files` class: calls `self.ask(operation)` before every change, and after those that commit."""
+    """Call `self.ask(operation)` before every change, and after those that commit."""
 
     def __init__(
         self, *args: Any, ask: Callable[[str], None] = lambda operation: None, **options: Any

@@ -49,7 +49,8 @@ def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
 def killed_at(step, folder, **more):
     folders = ("template", "tests/runs", "tests/house")
     paths = os.pathsep.join(str(ROOT / name) for name in folders)
-    call = f"import test_attached_journal as own; own.train({str(folder)!r}, die_at={step}, **{more!r})"
+    arguments = f"{str(folder)!r}, die_at={step}, **{more!r}"
+    call = f"import test_attached_journal as own; own.train({arguments})"
     ended = subprocess.run([warm_python(), "-c", call], env=os.environ | {"PYTHONPATH": paths})
     assert ended.returncode == -signal.SIGKILL
 
@@ -130,7 +131,10 @@ def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
 
 
 def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
-    call = "from curry_train.core.timing import peak_bytes; import torch; print(peak_bytes(torch.device('cpu')))"
+    call = (
+        "import torch; from curry_train.core.timing import peak_bytes; "
+        "print(peak_bytes(torch.device('cpu')))"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
     held = torch.ones(2**28, dtype=torch.uint8)
     told = subprocess.run(

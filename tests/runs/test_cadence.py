@@ -1,4 +1,7 @@
-"""When a save is due: by steps, by a bound on overhead, by Young and Daly. `python -m pytest tests/runs/test_cadence.py`."""
+"""When a save is due: by steps, by a bound on overhead, by Young and Daly.
+
+python -m pytest tests/runs/test_cadence.py
+"""
 
 import itertools
 import math
@@ -57,7 +60,7 @@ def test_young_daly_against_figures_worked_by_hand():
 
 @given(st.floats(0.01, 1000), st.floats(1, 1e6))
 def test_young_daly_is_near_the_least_loss(save, between):
-    """Daly's model of the whole time: M e^(r/M) (e^((t + d)/M) - 1) / t, with r not depending on t."""
+    """Compute Daly's total time: M e^(r/M) (e^((t + d)/M) - 1) / t, with r constant."""
     if save > between / 10:
         return
 
@@ -83,7 +86,7 @@ def test_fewest_steps_within_the_bound():
 
 
 def run(cadence, steps, *, step_seconds, save_seconds, recovery_every=None, spread=0.3, seed=0):
-    """(step, seconds of all saves, seconds of all steps) after each save of a run that follows a cadence."""
+    """Yield step, seconds of all saves and of all steps after each save."""
     generator, saves, saving, stepping = random.Random(seed), [], 0.0, 0.0
     for step in range(1, steps + 1):
         seconds = step_seconds * generator.uniform(1 - spread, 1 + spread)
@@ -164,7 +167,7 @@ def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bo
 
 
 def test_a_short_run_is_within_the_bound_as_well():
-    """45 s of steps of 0.2 s earn 1.575 s, which is a save of 0.75 s with another one to spare, or none of 0.8 s."""
+    """45 s of 0.2 s steps earn 1.575 s: a save of 0.75 s and one to spare, but none of 0.8 s."""
     one = run(
         CadenceFromOverhead(0.035, expected=0.75),
         225,
@@ -198,7 +201,7 @@ def test_where_nothing_is_expected_the_first_save_measures_and_is_paid_for():
 
 
 def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
-    """The copy is waited for in the optimizer's step, after the save was begun: left out, each is taken for cheap."""
+    """The optimizer's step waits for the copy; if left out, each save seems cheap."""
     cadence, saves, saving, stepping, late = (
         CadenceFromOverhead(0.035, expected=0.3),
         0,

@@ -1,4 +1,7 @@
-"""Bytes on the disk against figures that are known. `python -m pytest tests/runs/test_disk_estimate.py`."""
+"""Estimated bytes on the disk equal known figures.
+
+python -m pytest tests/runs/test_disk_estimate.py
+"""
 
 import pytest
 

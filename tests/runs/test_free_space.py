@@ -1,4 +1,7 @@
-"""Room is asked of the right volume, for all ranks' bytes. `python -m pytest tests/runs/test_free_space.py`."""
+"""Free space is checked on the right volume, for the bytes of all ranks.
+
+python -m pytest tests/runs/test_free_space.py
+"""
 
 import shutil
 from collections import namedtuple

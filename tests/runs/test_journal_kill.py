@@ -18,7 +18,7 @@ from curry_train.runs.journal import LONGEST_LINE_BYTES, Journal, JournalError, 
 
 
 def test_at_every_byte_of_the_last_lines_the_journal_goes_on(tmp_path):
-    """Whole events stay, what is torn is set aside, and the attempt and the file's lines are right afterwards."""
+    """Whole events stay, a torn one is set aside, and attempt and line numbers stay right."""
     path = plant(tmp_path / "run", last=3) / "journal.jsonl"
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
@@ -137,7 +137,7 @@ def test_killed_children_leave_every_step_that_was_written(tmp_path):
 
 
 def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
-    """A journal whose newest lines are lost on the disk goes on with a new attempt, not with an old one again."""
+    """A journal that lost its newest lines starts a new attempt, never an old one again."""
     folder = plant(tmp_path / "run")
     with Journal(folder) as journal:
         journal.resume(20)

@@ -1,4 +1,7 @@
-"""A journal is read whatever happened to its file. `python -m pytest tests/runs/test_journal_reading.py`."""
+"""A journal is read whatever happened to its file.
+
+python -m pytest tests/runs/test_journal_reading.py
+"""
 
 import json
 import math
@@ -50,7 +53,7 @@ def test_a_line_comes_back_as_it_was_written():
 
 
 def test_a_line_holds_figures_that_json_can_not_and_is_json_still():
-    """A NaN written as JSON's extension can't be read by others, and the steps with one are those that matter."""
+    """Other readers reject JSON's NaN extension, and the steps with a NaN are those that matter."""
     line = encode_event("step", {"loss": math.nan, "norms": [math.inf, {"x": -math.inf}]}, **AT)
     strict = json.loads(line, parse_constant=lambda word: pytest.fail(word))
     assert (strict["loss"], strict["norms"]) == ("nan", ["inf", {"x": "-inf"}])

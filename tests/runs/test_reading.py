@@ -1,4 +1,7 @@
-"""A reader holds what it reads, and lets go however it ends. `python -m pytest tests/runs/test_reading.py`."""
+"""A reader holds what it reads, and releases it however it ends.
+
+python -m pytest tests/runs/test_reading.py
+"""
 
 import subprocess
 import sys

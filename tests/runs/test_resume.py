@@ -1,4 +1,7 @@
-"""What latest, a step, best and another run mean; what is said of damage. `python -m pytest tests/runs/test_resume.py`."""
+"""Resuming from latest, a step, best or another run, and from damage.
+
+python -m pytest tests/runs/test_resume.py
+"""
 
 import pytest
 from store_models import equal, new_state, tensors_of, train

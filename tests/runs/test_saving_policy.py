@@ -1,4 +1,7 @@
-"""What the policy saves, keeps and gives up, on a real store. `python -m pytest tests/runs/test_saving_policy.py`."""
+"""What the policy saves, keeps and removes on a real store.
+
+python -m pytest tests/runs/test_saving_policy.py
+"""
 
 import math
 import shutil
@@ -140,7 +143,7 @@ def test_turning_back_gives_up_what_is_beyond_and_the_stale_never_win(tmp_path):
 
 
 def test_a_kill_while_turning_back_does_not_bring_the_stale_back(tmp_path):
-    """Killed after the note, before any removal; then the next process finishes it at its first save."""
+    """Killed between the note and the removals; the next process removes at its first save."""
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 10)
@@ -276,7 +279,7 @@ LIGHT = PolicyConfig(
 
 @pytest.fixture
 def light(tmp_path):
-    """A run whose rollbacks are parameters only: rollbacks 8 and 10, recovery 6, the best two of dev losses."""
+    """A run with parameters-only rollbacks 8 and 10, recovery 6, and the two best."""
     state, dev = new_state(), {3: 0.5, 5: 0.3, 7: 0.4, 10: 0.6}
     with Store(tmp_path) as store, SavingPolicy(store, LIGHT) as policy:
         saved = train_on(policy, state, 11, dev=dev)
@@ -284,7 +287,7 @@ def light(tmp_path):
 
 
 def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
-    """By number among themselves: neither do they push out a best, nor does their step count as a metric."""
+    """Sorted by number; they replace no best, and their step is not a metric."""
     folder, _, saved = light
     assert (steps(folder, "rollback"), steps(folder, "recovery")) == ([], [6])
     held = SavedRun(folder).committed("best-k")

@@ -103,7 +103,7 @@ def test_one_step_less_than_the_patience_is_no_spike_and_does_not_move_the_basel
 
 
 def test_a_rise_that_is_little_of_the_level_is_none():
-    """Where a loss hardly moves, its noise is too small: a robust deviation alone would be fooled."""
+    """A loss that hardly moves has too little noise for a robust deviation alone."""
     losses = [*(0.5 + 5 * numpy.exp(-STEPS / 8)), *[0.508] * 20]
     assert alarms(losses) == []
     assert len(alarms(losses, least_rise=0.0)) == 1
@@ -116,7 +116,7 @@ def test_a_loss_that_has_fallen_by_little_may_rise_by_little_of_that():
 
 @pytest.mark.parametrize("first", [5.0, 2000.0, 1e6])
 def test_a_rise_is_found_wherever_the_first_losses_were(first):
-    """A regression begins thousands of times above where it ends: 2% of what it fell by were 40 times the level."""
+    """A regression starts far above its end: 2% of its fall was 40 times the level."""
     losses = [*(0.1 + first * numpy.exp(-STEPS / 8)), *[1.0] * 3]
     (spike,) = alarms(losses)
     assert (spike.first, spike.baseline) == (401, pytest.approx(0.1))
@@ -141,7 +141,7 @@ def test_the_noise_is_that_around_the_line():
 
 
 def test_its_state_is_all_there_is_of_it():
-    """Taken after any step and put into a new one: also in the middle of a suspicion, and as JSON."""
+    """The state can be saved after any step, also during a suspicion, and as JSON."""
     losses = [
         *noisy(0, numpy.full(90, 2.0)),
         7.0,
@@ -165,7 +165,7 @@ def test_its_state_is_all_there_is_of_it():
 
 
 def told_on_ranks():
-    """The second rank alone sees a high loss, so that the mean is judged, and both know of it at the same step."""
+    """Only rank 1 sees a high loss: the mean is judged, and both ranks get the same step."""
     import torch.distributed as dist
 
     watchdog, rank, told = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD), dist.get_rank(), []

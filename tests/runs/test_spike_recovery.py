@@ -83,7 +83,7 @@ def line(position, windows):
 
 
 class Loads:
-    """In the place of a policy: states of some steps, of which it loads the newest before the one that is asked for."""
+    """Stand-in for a policy: loads its newest state before the requested step."""
 
     def __init__(self, *steps):
         self.steps, self.asked, self.step, self.position = steps, [], 200, 2000

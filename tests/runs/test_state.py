@@ -1,4 +1,4 @@
-"""The whole state comes back to the bit, whatever is around the model, and what does not fit is refused whole.
+"""The whole state returns to the bit under any wrapper, and what does not fit is refused.
 
 python -m pytest tests/runs/test_state.py
 """

@@ -1,4 +1,4 @@
-"""Checkpoints are committed whole, found by number, named as promised, and read by torch's own tools.
+"""Checkpoints commit whole, are found by number, and are read by torch's own tools.
 
 python -m pytest tests/runs/test_store.py
 """
@@ -244,7 +244,10 @@ def test_a_save_without_room_for_it_says_so_before_it_writes(store, monkeypatch)
 
 
 def test_importing_the_package_imports_neither_torch_nor_fsspec():
-    code = "import sys, curry_train.runs; print([name for name in ('torch', 'fsspec', 'xxhash') if name in sys.modules])"
+    code = (
+        "import sys, curry_train.runs; "
+        "print([name for name in ('torch', 'fsspec', 'xxhash') if name in sys.modules])"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

@@ -1,4 +1,4 @@
-"""A save in the background is of one moment, alone, and heard of when it fails; nothing of it stays behind.
+"""A background save is of one moment, reports its errors and leaves nothing behind.
 
 python -m pytest tests/runs/test_store_background.py
 """
@@ -42,7 +42,7 @@ def store(tmp_path):
 
 
 def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path):
-    """The disk is slow, and every step that is trained meanwhile would tear a save that read the live tensors."""
+    """On a slow disk each later step would tear a save that read the live tensors."""
     state = new_state()
     train(state, 2)
     with (
@@ -79,7 +79,7 @@ def test_saves_that_follow_at_once_are_each_of_their_own_moment(store):
 
 
 def test_the_optimizer_waits_for_the_copies_by_itself(store, monkeypatch):
-    """Without the hook a step while the copies are made is in the checkpoint: the planted fault below is seen."""
+    """Planted fault: without the hook a step during the copy is in the checkpoint."""
     state = new_state()
     train(state, 1)
     copy = Staging._copy_all

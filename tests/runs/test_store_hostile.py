@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is run: not in its index, not in its entries; and nothing outside of it is read.
+"""Nothing in a checkpoint is executed, and nothing outside of it is read.
 
 python -m pytest tests/runs/test_store_hostile.py
 """
@@ -36,7 +36,7 @@ def saved(tmp_path):
 
 
 def forge(store, saved, name, data):
-    """Replace a file, and make a manifest that fits: hashes find damage, and say nothing of who wrote it."""
+    """Replace a file and its manifest: hashes find damage, not forgery."""
     folder = store.files.path(saved.folder)
     (folder / name).write_bytes(data)
     manifest = read_manifest_loosely(store, saved)

@@ -45,8 +45,11 @@ def holder(root, then=""):
 def test_a_second_process_is_told_who_writes_and_a_dead_one_is_recognised(tmp_path):
     process = holder(tmp_path)
     try:
-        said = rf"held by process {process.pid} on {socket.gethostname()} since 20..-.*which is running: end it"
-        with pytest.raises(LockedRun, match=said):
+        holder_named = (
+            rf"held by process {process.pid} on {socket.gethostname()} since 20..-"
+            ".*which is running: end it"
+        )
+        with pytest.raises(LockedRun, match=holder_named):
             Store(tmp_path).save("rollback", 1, new_state())
         assert Store(tmp_path).committed("rollback") == []  # reading needs no lock
     finally:
@@ -61,7 +64,7 @@ FORK = "if not os.fork():\n    os.close(1)\n    {then}\n    time.sleep(30)\n    
 
 
 def killed(process):
-    """By SIGKILL, and not waited for: a process that nobody waited for is a zombie, which has its number still."""
+    """Kill without waiting: the process stays a zombie, which keeps its number."""
     os.kill(process.pid, signal.SIGKILL)
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
@@ -69,7 +72,7 @@ def killed(process):
 
 @pytest.mark.parametrize("place", ["{folder}", "memory://"])
 def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_path, place):
-    """Workers of a DataLoader are forked, and live on for seconds; a container may never wait for its dead."""
+    """DataLoader workers outlive their parent; a container may never reap its dead."""
     process = holder(
         tmp_path, then=FORK.format(then="print(os.getpid(), file=open('child', 'w'), flush=True)")
     )
@@ -91,7 +94,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_p
 
 
 def test_a_child_that_was_forked_neither_writes_nor_gives_the_lock_back(tmp_path):
-    """What is closed in the child stays locked by the parent; a save of the child would meet one of the parent."""
+    """A forked child neither writes nor releases; its save could meet the parent's."""
     then = """
 if not os.fork():
     os.close(1)

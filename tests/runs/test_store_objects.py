@@ -87,7 +87,7 @@ def test_a_policy_keeps_turns_back_and_resumes(url):
 
 @pytest.mark.parametrize("number", range(1, 16, 2))
 def test_an_error_at_any_change_leaves_what_was_committed(url, number):
-    """The store answers with an error: what was whole is whole, and the next save is as if nothing had been."""
+    """After an error of the store, whole checkpoints stay whole and the next save succeeds."""
     state, at = new_state(), At(None, fail(OSError(503, "Slow Down")))
     with Store(url, files=CountedObjects(url, ask=at)) as store:
         if store.committed("rollback"):  # the other numbers were here before

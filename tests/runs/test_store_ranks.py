@@ -1,4 +1,4 @@
-"""Several ranks save and load as one, whatever their number, and a rank that dies leaves what was committed.
+"""Any number of ranks save and load together, and a rank's death leaves what was committed.
 
 python -m pytest tests/runs/test_store_ranks.py
 """
@@ -34,7 +34,7 @@ BUILD = {"fsdp2": sharded, "ddp": lambda: DistributedDataParallel(network())}
 
 
 def hash_of(tensors):
-    """The same on every world size: generators and copies of buffers are of each rank, and left out."""
+    """Return what is equal on every world size, without each rank's own generators."""
     kept = {
         name: tensor
         for name, tensor in tensors.items()
@@ -120,7 +120,7 @@ class Unreadable(LocalFiles):
 
 
 def unreadable(folder, kind, rank, after):
-    """What a load says on each rank, and where a resume ends up, when one rank's disk fails after so many files."""
+    """Return each rank's outcome of a load and a resume when one rank's disk fails."""
     found = {}
     newest = (
         "best-k/dev_loss-1-step-00000002.dcp" if kind == "best-k" else "rollback/step-00000002.dcp"
@@ -210,7 +210,7 @@ def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
 
 
 def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
-    """At any file, also after all were verified: both raise, or both take the one before. None goes on alone."""
+    """A failure at any file makes both ranks raise or both take the previous checkpoint."""
     found = run_on_ranks(f"{__file__}:on_a_disk_that_fails", folder=str(tmp_path), timeout=90)
     broken = {"rollback": 0, "best-k": 0}
     for case in found[0]:
