@@ -123,7 +123,7 @@ def test_the_plot_shows_what_was_measured_also_where_a_step_stalls(tmp_path):
 
 
 def test_a_plot_without_matplotlib_is_told_before_anything_runs(run, monkeypatch):
-    monkeypatch.setattr("curry_train.cli.console.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("curry_train.cli.bench.measure_levers", None)
     ended = run("--model", "mlp", *QUICK, "--plot", "bench.png")
     assert ended.exit_code == 2

@@ -54,7 +54,7 @@ COMMANDS = {
 def missing(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "curry_train.cli.console.importlib.util.find_spec", lambda name, *rest: None
+        "curry_train.cli.options.importlib.util.find_spec", lambda name, *rest: None
     )
 
 

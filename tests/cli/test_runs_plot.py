@@ -260,7 +260,7 @@ def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, mess
 def test_a_plot_command_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/one")
-    monkeypatch.setattr("curry_train.cli.console.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
     ended = CliRunner().invoke(runs_plot_command, ["one"])
     assert ended.exit_code == 2
     assert "pip install 'matplotlib" in ended.stderr

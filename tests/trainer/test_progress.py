@@ -9,9 +9,9 @@ import io
 import pytest
 from rich.console import Console
 
-from curry_train.cli.console import clock, short, show_progress, write_tensorboard
-from curry_train.cli.train import open_named_run
+from curry_train.cli.train import open_named_run, short, show_progress, write_tensorboard
 from curry_train.config import load_config
+from curry_train.core.wording import format_duration
 from curry_train.trainer import train_run
 
 WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2", "device=cpu")
@@ -102,4 +102,4 @@ def test_numbers_are_short():
         "2.5M",
         "3.0G",
     ]
-    assert [clock(seconds) for seconds in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]
+    assert [format_duration(seconds) for seconds in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]

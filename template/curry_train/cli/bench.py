@@ -22,13 +22,13 @@ from ..plan.device import MEASURED_PEAK
 from ..plan.estimate import OPTIMIZERS, make_optimizer
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
-from .console import require_matplotlib
 from .options import (
     DTYPES,
     UnusableInput,
     choose_device,
     model_option,
     plot_option,
+    require_matplotlib,
     run_options,
     samples_of,
 )

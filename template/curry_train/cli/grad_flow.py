@@ -25,13 +25,13 @@ from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, LayerFlow, StepFlo
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
-from .console import require_matplotlib
 from .options import (
     DTYPES,
     UnusableInput,
     choose_device,
     model_option,
     plot_option,
+    require_matplotlib,
     run_options,
     samples_of,
 )

@@ -15,13 +15,13 @@ from ..plan.profiler import BYTES_PER_MIB, STEP_PHASES, MemoryProfiler, Timeline
 from ..plan.timeline import measure_timeline
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
-from .console import require_matplotlib
 from .options import (
     DTYPES,
     UnusableInput,
     choose_device,
     model_option,
     plot_option,
+    require_matplotlib,
     run_options,
     samples_of,
 )

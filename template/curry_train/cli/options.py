@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/cli/test_cli.py`.
 """
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,11 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in options:
         command = option(command)
     return command
+
+
+def require_matplotlib() -> None:
+    """Raise RuntimeError with the install command if matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError(
+            "a plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'"
+        )

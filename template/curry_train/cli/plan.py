@@ -1,4 +1,4 @@
-"""The plan command: find the fastest way that fits, print it and draw it.
+"""Command `plan`: find the fastest way that fits a budget, print it and draw it.
 
 The rows of the plan's table are marked.
 
@@ -28,7 +28,6 @@ from ..plan.timeline import record_step_storages, timeline_of
 from ..plan.whole_step import SHARDING_KINDS, Sharding
 from ..workloads.load import load_workload
 from ..workloads.workload import Case
-from .console import require_matplotlib
 from .options import (
     DTYPES,
     UnusableInput,
@@ -39,6 +38,7 @@ from .options import (
     model_option,
     output_option,
     plot_option,
+    require_matplotlib,
     seed_option,
 )
 from .screen import ScreenCommand

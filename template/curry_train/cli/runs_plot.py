@@ -22,8 +22,7 @@ import numpy
 from ..core.wording import write_json
 from ..runs.history import Course, History, Steps, read_history
 from ..runs.journal import Event, event_number, find_journal, finite, printable
-from .console import require_matplotlib
-from .options import UnusableInput, json_option, output_option
+from .options import UnusableInput, json_option, output_option, require_matplotlib
 from .screen import ScreenCommand
 
 # Events in the plot of runs: a row of marks per run, spikes and rollbacks at the loss.

@@ -34,7 +34,6 @@ from ..core.blocks import find_blocks
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
-from .console import require_matplotlib
 from .options import (
     DTYPES,
     UnusableInput,
@@ -44,6 +43,7 @@ from .options import (
     dtype_option,
     json_option,
     model_option,
+    require_matplotlib,
     seed_option,
 )
 from .screen import ScreenCommand

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from ..config import Config, load_config
-from ..core.wording import provenance, unheard, write_json
+from ..core.wording import format_duration, provenance, unheard, write_json
 from ..data import Dataset
 from ..loop import StepReport
 from ..runs.history import read_history
@@ -37,8 +37,14 @@ from ..runs.spike import Limit, SpikeWatchdog
 from ..trainer import Hook, TrainingRun, Watch, train_run
 from ..workloads.load import load_workload
 from ..workloads.workload import map_tensors
-from .console import clock, require_matplotlib
-from .options import UnusableInput, choose_device, json_option, model_option, plot_option
+from .options import (
+    UnusableInput,
+    choose_device,
+    json_option,
+    model_option,
+    plot_option,
+    require_matplotlib,
+)
 from .resume_check import final_tensors
 from .runs_plot import plot_runs
 from .screen import ScreenCommand
@@ -519,7 +525,7 @@ def _progress(steps: int) -> Iterator[Watch]:
                     after_first = time.perf_counter()
                 elif report.step == NUM_TIMED_STEPS and not steps_before:
                     step_seconds = (time.perf_counter() - after_first) / (NUM_TIMED_STEPS - 1)
-                    total = clock(3 * steps * step_seconds)
+                    total = format_duration(3 * steps * step_seconds)
                     console.print(f"three trainings of {steps} steps, about {total} in all")
                 completed = steps_before + report.step
                 progress.update(task, completed=completed, description=run.folder.name)
@@ -527,8 +533,7 @@ def _progress(steps: int) -> Iterator[Watch]:
             yield advance
             steps_before += steps
             if not console.is_terminal:
-                console.print(
-                    f"{run.folder.name}: {steps} steps in {clock(time.perf_counter() - began)}"
-                )
+                duration = format_duration(time.perf_counter() - began)
+                console.print(f"{run.folder.name}: {steps} steps in {duration}")
 
         yield watch

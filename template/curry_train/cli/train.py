@@ -3,13 +3,14 @@
     python -m curry_train train --config config.yaml steps=1000 optimizer.learning_rate=3e-4
     torchrun --nproc-per-node 8 -m curry_train train --config config.yaml parallel=fsdp2
 
-Proof: `python -m pytest tests/cli/test_train_command.py`.
+Proof: `python -m pytest tests/cli/test_train_command.py tests/trainer/test_progress.py`.
 """
 
 import contextlib
 import functools
 import os
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,13 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from ..config import Config, DataConfig, load_config
 from ..core.random import seeded
-from ..core.timing import NoSuchDevice
-from ..core.wording import provenance, write_json
+from ..core.timing import NoSuchDevice, peak_bytes
+from ..core.wording import format_bytes, format_duration, provenance, write_json
 from ..data import (
     BYTE_VOCABULARY_SIZE,
     Dataset,
@@ -34,12 +36,14 @@ from ..data import (
     split_dev,
 )
 from ..distribute import leave, start_ranks
+from ..loop import StepReport
 from ..plan.saved import Plan
 from ..primitives.grad_accum import NonFiniteWindow
 from ..runs.attach import STOP_SIGNALS
 from ..runs.ranks import RunError
 from ..trainer import (
     TRAINING_DTYPES,
+    Hook,
     Trained,
     TrainingRun,
     TrainingTask,
@@ -49,7 +53,6 @@ from ..trainer import (
 )
 from ..workloads.load import load_object, load_workload
 from ..workloads.workload import Batch, Case, WorkloadError
-from .console import require_tensorboard, show_progress, write_tensorboard
 from .options import (
     DTYPES,
     DeviceMissing,
@@ -272,3 +275,119 @@ def _rank() -> int:
 def _status(trained: Trained) -> int:
     numbers = {number.name: 128 + number for number in STOP_SIGNALS}
     return numbers.get(trained.report.ended_by, 0)
+
+
+# Progress of a run: a bar or lines on the console, and TensorBoard.
+
+
+@contextlib.contextmanager
+def show_progress(
+    run: TrainingRun, *, console: Console | None = None, every: int = 10
+) -> Iterator[Hook]:
+    """Show a bar on a terminal; elsewhere print a line every `every` steps.
+
+    Lines are also printed for the first step, the last step and each dev loss.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    console.print(describe_training(run), markup=False)
+    if not console.is_terminal:
+        first = run.first_step + 1
+        after_first = 0.0
+
+        def line(report: StepReport) -> None:
+            nonlocal after_first
+            if report.step == first:
+                # The estimate leaves out the first step, which takes much longer than the others.
+                after_first = time.perf_counter()
+            elif report.dev_loss is None and report.step % every and report.step != report.steps:
+                return
+
+            seconds_per_step = (time.perf_counter() - after_first) / max(1, report.step - first)
+            left = ""
+            if first < report.step < report.steps:
+                left = f"  {format_duration(seconds_per_step * (report.steps - report.step))} left"
+            step = f"{report.step:>{len(str(report.steps))}}/{report.steps}"
+            console.print(f"step {step}  {figures(report, run)}{left}", markup=False)
+
+        yield line
+        return
+
+    columns = (
+        BarColumn(12),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("the first step", total=run.config.steps, completed=run.first_step)
+
+        def advance(report: StepReport) -> None:
+            progress.update(task, completed=report.step, description=figures(report, run))
+            if report.dev_loss is not None:
+                progress.console.print(
+                    f"step {report.step}: dev loss {report.dev_loss:.4f}", highlight=False
+                )
+
+        yield advance
+
+
+@contextlib.contextmanager
+def write_tensorboard(run: TrainingRun) -> Iterator[Hook]:
+    """Write the figures of each step for TensorBoard, in the run's folder."""
+    with require_tensorboard()(run.folder / "tensorboard") as writer:
+
+        def write(report: StepReport) -> None:
+            for name in ("loss", "dev_loss", "grad_norm", "learning_rate"):
+                if (value := getattr(report, name)) is not None:
+                    writer.add_scalar(name, value, report.step)
+            writer.add_scalar("terms_per_second", report.num_terms / report.seconds, report.step)
+
+        yield write
+
+
+def require_tensorboard() -> Any:
+    """Return TensorBoard's writer, or raise ValueError with the install command."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "log.tensorboard needs the package tensorboard: pip install tensorboard"
+        ) from error
+    return SummaryWriter
+
+
+def describe_training(run: TrainingRun) -> str:
+    """Describe model, data and settings, and the damaged states that a resume passed over."""
+    config = run.config
+    started = f", from step {run.first_step}" if run.first_step else ""
+    ranks = ""
+    if run.ranks.size > 1:
+        ranks = f" on each of {run.ranks.size} ranks ({config.parallel})"
+    recompute = ""
+    if run.changed:
+        recompute = f", {config.recomputation().strategy} on {len(run.changed)} layers"
+    resumed = run.attached.resumed
+    damaged = f"\n{resumed.words}" if resumed and resumed.damaged else ""
+    return (
+        f"{run.folder}: {run.task.name}, {run.num_parameters / 1e6:.2f}M parameters, "
+        f"{len(run.stream.dataset):,} samples{started}\n"
+        f"{run.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
+        f"{config.precision} on {run.device.type}{recompute}{damaged}"
+    )
+
+
+def figures(report: StepReport, run: TrainingRun) -> str:
+    """Summarize a step: loss, throughput and peak memory."""
+    unit = "tokens" if run.config.data.source in ("text", "tokens") else "terms"
+    dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
+    skipped = "" if report.stepped else "  skipped"
+    rate = short(report.num_terms / report.seconds)
+    memory = format_bytes(peak_bytes(run.device))
+    return f"loss {report.loss:.4f}{dev}{skipped}  {rate} {unit}/s  {memory}"
+
+
+def short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"

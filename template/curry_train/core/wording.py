@@ -75,6 +75,13 @@ def format_bytes(size: int) -> str:
     return f"{number:.{digits}f} {unit}"
 
 
+def format_duration(seconds: float) -> str:
+    """Format seconds as minutes and seconds, with hours if there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 # Suggest the closest known name for a misspelled one.
 
 
