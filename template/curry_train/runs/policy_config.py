@@ -40,7 +40,7 @@ _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints of each kind to keep.
+    """Number of checkpoints of each kind to keep.
 
     A recovery counts as a rollback too, because it holds the same state.
     """
@@ -64,7 +64,7 @@ class Retention:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """How often to save which state, and which checkpoints to keep.
+    """Settings of what to save, how often, and which checkpoints to keep.
 
     A best-K holds parameters only, and is saved when `best_k_metric` is measured and is among the
     best.
