@@ -97,6 +97,18 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(clone: Bun
     assert not [name for name in names if "__pycache__" in name]
 
 
+def test_files_to_bundle_are_found_with_the_standard_library_alone() -> None:
+    """pip builds where neither torch nor click is, and setup.py lists the files there."""
+    code = (
+        "import sys; sys.path.insert(0, 'template'); import curry_train.cli.ownership as ownership;"
+        "print(len(ownership.bundled_files(ownership.find_bundle())))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert int(ran.stdout) >= 15, ran.stderr
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment that sees torch and the other packages here, but not curry-train."""
