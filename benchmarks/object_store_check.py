@@ -46,7 +46,9 @@ def checked(url: str) -> list[str]:
     from curry_train.runs.policy import SavingPolicy
     from curry_train.runs.policy_config import PolicyConfig, Retention
 
-    wrong, state, other = [], new_state(), new_state(1)
+    wrong = []
+    state = new_state()
+    other = new_state(1)
     config = PolicyConfig(rollback_every=2, recovery_every=6, best_k=1, retention=Retention(2, 1))
     with Store(url) as store, SavingPolicy(store, config) as policy:
         while state.step < 10:

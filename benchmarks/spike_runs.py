@@ -34,7 +34,9 @@ def small_training(seed, *, steps=160, fault=None, at=None):
     kind = torch.optim.AdamW if random.random() < 0.6 else torch.optim.SGD
     rate = 10 ** random.uniform(-3, -1.7)
     optimizer = kind(model.parameters(), lr=rate)
-    size, regression, losses = int(random.choice([2, 4, 8, 32, 256])), random.random() < 0.3, []
+    size = int(random.choice([2, 4, 8, 32, 256]))
+    regression = random.random() < 0.3
+    losses = []
     for step in range(1, steps + 1):
         now = fault if at is not None and at <= step < at + LASTS else None
         rows = torch.randint(256, (size,))
@@ -76,7 +78,9 @@ def planted_case(seed, fault):
     """
     at = 60 + int(numpy.random.default_rng(seed).integers(60))
     losses, patience = small_training(seed, fault=fault, at=at), SpikeConfig().patience
-    limit, row, due = 3 * max(losses[at - 41 : at - 1]), 0, None
+    limit = 3 * max(losses[at - 41 : at - 1])
+    row = 0
+    due = None
     for step, loss in enumerate(losses[at - 1 :], start=at):
         row = row + 1 if loss > limit else 0
         if row == patience or not math.isfinite(loss):

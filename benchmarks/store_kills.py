@@ -117,7 +117,9 @@ def at_random(
     folder: Path, expected: dict[int, Any], *, num_kills: int, seed: int
 ) -> dict[str, Any]:
     """Kills after random times, out of the time that a child needs."""
-    generator, wrong, during = random.Random(seed), [], 0
+    generator = random.Random(seed)
+    wrong = []
+    during = 0
     prepare(folder)
     start = time.perf_counter()
     os.waitpid(in_child(folder, LocalFiles(folder)), 0)

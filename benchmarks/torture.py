@@ -77,7 +77,9 @@ def kills(folder: Path, options: argparse.Namespace) -> list[Part]:
 def others(folder: Path, options: argparse.Namespace) -> list[Part]:
     every = subjects(folder / "damaged")
     expected = straight(1, folder / "straight")
-    number, seed, step = options.flips, options.seed, options.every
+    number = options.flips
+    seed = options.seed
+    step = options.every
     return [
         ("flips", number, lambda progress: flips(every, number, seed=seed, progress=progress)),
         ("cuts", None, lambda progress: cut(every, 10 // step, stride=min(step, 3))),
@@ -147,7 +149,10 @@ def in_a_process(
 
 def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
     """Collect the findings by key and whether all finished; show progress on one line."""
-    left, statuses, shown, began = dict(processes), [], 0.0, time.monotonic()
+    left = dict(processes)
+    statuses = []
+    shown = 0.0
+    began = time.monotonic()
     while left:
         for pid in list(left):
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -132,11 +132,9 @@ class Books:
         )
 
     def _at_the_end(self, run: SavedRun, there: dict[str, SavedCheckpoint]) -> list[str]:
-        every, recovery, keep = (
-            self.config.rollback_every,
-            self.config.recovery_every,
-            self.config.retention,
-        )
+        every = self.config.rollback_every
+        recovery = self.config.recovery_every
+        keep = self.config.retention
         recoveries = [step for step in range(1, STEPS + 1) if step % recovery == 0]
         states = [step for step in range(1, STEPS + 1) if step % every == 0 or step in recoveries]
         wanted = sorted({*states[-keep.rollback_keep :], *recoveries[-keep.recovery_keep :]})

@@ -47,7 +47,9 @@ class Subject:
 
     def faults(self, training: Training, *, newest: int = NUM_STATES - 1) -> list[str]:
         """List what is wrong when the last state is damaged; `newest` is the newest intact one."""
-        run, wrong, folder = SavedRun(self.root), [], f"{self.kind}/{self.folder(NUM_STATES).name}"
+        run = SavedRun(self.root)
+        wrong = []
+        folder = f"{self.kind}/{self.folder(NUM_STATES).name}"
         before = training.live()
         for act in (run.verify, lambda folder: run.load(folder, training.state)):
             try:
@@ -141,7 +143,10 @@ def flips(
     every: list[Subject], number: int, *, seed: int = 0, progress: Callable[[int], None] = print
 ) -> dict[str, Any]:
     """So many single bits, as many in each file; the first and the last byte of each among them."""
-    generator, by_file, wrong, training = random.Random(seed), dict[str, int](), [], Training()
+    generator = random.Random(seed)
+    by_file = dict[str, int]()
+    wrong = []
+    training = Training()
     files = [(subject, path) for subject in every for path in subject.files()]
     for subject, path in files:
         with put_back(path) as data:
@@ -173,12 +178,10 @@ def flips(
 
 def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -> dict[str, Any]:
     """Each file cut at several lengths, made longer, and missing."""
-    generator, wrong, training, counts = (
-        random.Random(seed),
-        [],
-        Training(),
-        {"truncated": 0, "longer": 0, "missing": 0},
-    )
+    generator = random.Random(seed)
+    wrong = []
+    training = Training()
+    counts = {"truncated": 0, "longer": 0, "missing": 0}
     for subject in every:
         for path in subject.files():
             with put_back(path) as data:
@@ -208,7 +211,9 @@ def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -
 
 def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
     """Swap files between states, folders between steps and files between kinds, hashes valid."""
-    number, wrong, training = 0, [], Training()
+    number = 0
+    wrong = []
+    training = Training()
     for subject in every:
         last, before = subject.folder(NUM_STATES), subject.folder(NUM_STATES - 1)
         for path in subject.files()[::stride]:

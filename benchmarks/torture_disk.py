@@ -93,7 +93,11 @@ class Failing:
     """Raises at the n-th change, and at each after it if it lasts."""
 
     def __init__(self, number: int, code: int, *, lasts: bool) -> None:
-        self.number, self.code, self.lasts, self.count, self.failed = number, code, lasts, 0, 0
+        self.number = number
+        self.code = code
+        self.lasts = lasts
+        self.count = 0
+        self.failed = 0
 
     def __call__(self, operation: str) -> None:
         self.count += 1
@@ -120,7 +124,10 @@ def errors_at_each_change(
     folder: Path, expected: Expected, *, every: int = 1, progress: Callable[[int], None] = print
 ) -> dict[str, Any]:
     """Each kind of error, for once and for good, at each change that a life makes."""
-    errors, told, wrong, first = 0, 0, [], prepared(folder.with_name("first"), expected)
+    errors = 0
+    told = 0
+    wrong = []
+    first = prepared(folder.with_name("first"), expected)
     for lasts in (False, True):
         for code in KINDS_OF_ERROR:
             number = 1
@@ -164,7 +171,9 @@ class _FailingReads(LocalFiles):
 
 def errors_at_each_read(folder: Path, expected: Expected) -> dict[str, Any]:
     """Fail one read: a state loads whole or not at all, and the next try loads all of it."""
-    trial, errors, wrong = prepared(folder, expected), 0, []
+    trial = prepared(folder, expected)
+    errors = 0
+    wrong = []
     while True:
         files, training = _FailingReads(folder, errors + 1), Training()
         before = training.live()

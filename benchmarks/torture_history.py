@@ -87,7 +87,9 @@ class History:
     """One run, over all its processes."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        self.config, self.files, self.books = config, PaperFiles(), Books(config)
+        self.config = config
+        self.files = PaperFiles()
+        self.books = Books(config)
         self.rotten: set[str] = set()
         self.sure = True  # whether the books know each checkpoint; after a crash they look once what there is
         self.begin()

@@ -146,7 +146,9 @@ def hostile(
     progress: Callable[[int], None] = print,
 ) -> dict[str, Any]:
     """Each shape of these groups, or each of so many."""
-    ground, wrong, counts = Ground(root), list[str](), dict.fromkeys(GROUPS, 0)
+    ground = Ground(root)
+    wrong = list[str]()
+    counts = dict.fromkeys(GROUPS, 0)
     try:
         for number, (group, name, act, loads) in enumerate(shapes(ground)):
             if number % every or group not in groups:

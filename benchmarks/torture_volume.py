@@ -46,7 +46,9 @@ class _Unaware(LocalFiles):
 
 def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:
     """A volume with 0, 1, 2, ... blocks left: the kernel ends the save anywhere in it."""
-    full, wrong, cryptic = 0, [], 0
+    full = 0
+    wrong = []
+    cryptic = 0
     with _volume("3m") as volume, mock.patch.object(policy, "require_room"):
         if volume is None:
             return {"how": "not mounted: the process may not", "errors": 0, "wrong": []}
@@ -126,7 +128,9 @@ def _as_somebody_else(trial: Trial) -> None:
 
 def small_files(expected: Expected, folder: Path, *, every: int = 1) -> dict[str, Any]:
     """Limit file sizes in the kernel, in place of a full disk where nothing can be mounted."""
-    wrong, errors, first = [], 0, prepared(folder.with_name("whole"), expected)
+    wrong = []
+    errors = 0
+    first = prepared(folder.with_name("whole"), expected)
     for limit in (0, 1, 100, 1000, 5000, 8000)[::every]:
         trial = prepared(folder, expected, of=first)
         pid = os.fork()

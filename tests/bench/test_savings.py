@@ -248,7 +248,9 @@ def test_largest_of_what_does_not_grow_is_an_error():
 
 
 def test_largest_batch_fits_and_one_more_does_not():
-    case, limit, hints = Case(chain()), 2**20, {}
+    case = Case(chain())
+    limit = 2**20
+    hints = {}
     none, full = measure_savings(case, ["full"], repeats=1, limit=limit, hints=hints)
     assert (
         step_bytes(case, case.build(), none.largest_batch)

@@ -33,7 +33,9 @@ KIB = 2**10
 @pytest.mark.parametrize("name", [*BUILTIN_WORKLOADS, "with dropout"])
 def test_eager_bytes_and_flops_are_those_that_the_dispatch_modes_count(name, recomputed):
     case = Case(transformer(dropout=0.1) if name == "with dropout" else load_workload(name))
-    model, batch, mean_loss = case.build(), case.batch(), case.workload.mean_loss
+    model = case.build()
+    batch = case.batch()
+    mean_loss = case.workload.mean_loss
     if recomputed:
         recompute_blocks(
             model, preserve_rng_state=False

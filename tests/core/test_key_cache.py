@@ -88,7 +88,9 @@ def step(model, loss=loss):
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cache(name, change):
-    plain, changed, said = built(name), built(name), built(name)
+    plain = built(name)
+    changed = built(name)
+    said = built(name)
     assert plain.config.use_cache
     change(changed)
     change(said)

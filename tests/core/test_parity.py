@@ -21,7 +21,9 @@ from curry_train.workloads.workload import Case
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.unused = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(2, 2)
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.unused = nn.Linear(2, 2)
         self.last = nn.Linear(8, 1)
 
     def forward(self, x):

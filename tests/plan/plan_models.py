@@ -14,11 +14,9 @@ from curry_train.workloads.workload import Workload, workload_parts
 class Block(nn.Module):
     def __init__(self, hidden, width=32):
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, hidden),
-            nn.Linear(hidden, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))

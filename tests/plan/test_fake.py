@@ -53,8 +53,14 @@ class Names(TorchDispatchMode):
 
 
 def check_block_of_8b():
-    tokens, width, heads, kv_heads, hidden = 4096, 4096, 32, 8, 14336
-    row, half, single = 128, 2, 4
+    tokens = 4096
+    width = 4096
+    heads = 32
+    kv_heads = 8
+    hidden = 14336
+    row = 128
+    half = 2
+    single = 4
     stream = tokens * width * half
     statistic = tokens * single  # of RMS norm, one for each token
     query, key = tokens * heads * row * half, tokens * kv_heads * row * half
@@ -151,7 +157,9 @@ def test_rms_norm_keeps_its_input_and_a_number_for_each_row(entry):
 
 def test_autocast_for_cuda_is_on_where_cuda_is_meant():
     with pretended(kernels="cuda"), LiveStorages() as storages:
-        norm, linear, x = nn.LayerNorm(64), nn.Linear(64, 64), torch.randn(4, 64)
+        norm = nn.LayerNorm(64)
+        linear = nn.Linear(64, 64)
+        x = torch.randn(4, 64)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             hidden = linear(x)
             assert hidden.dtype == torch.bfloat16

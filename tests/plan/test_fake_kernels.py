@@ -30,7 +30,9 @@ def test_a_view_of_a_tensor_with_values_has_them():
 
 def layer_norm_gradient():
     """Of a norm before a convolution, which takes channels first."""
-    x, weight, mean = torch.ones(4, 6, 8), torch.ones(8), torch.zeros(4, 6, 1)
+    x = torch.ones(4, 6, 8)
+    weight = torch.ones(8)
+    mean = torch.zeros(4, 6, 1)
     call, gradient = (
         torch.ops.aten.native_layer_norm_backward.default,
         torch.ones(4, 8, 6).transpose(1, 2),

@@ -97,11 +97,9 @@ def real_figures(build, x, option):
 class Gated(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 64),
-            nn.Linear(32, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 64)
+        self.down = nn.Linear(32, width)
 
     def forward(self, x):
         value, gate = self.up(self.norm(x)).chunk(2, -1)

@@ -23,7 +23,9 @@ def freeze_last(module):
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_step_after_others_is_as_the_first_one(monkeypatch, change, num_steps, accumulated):
     """One step makes the state, and one is recorded."""
-    workload, calls, step = mlp(depth=3, width=32), [], torch.optim.AdamW.step
+    workload = mlp(depth=3, width=32)
+    calls = []
+    step = torch.optim.AdamW.step
     with Sketch(workload) as alone:
         expected = alone.step(4, change=change, accumulated=accumulated)
     monkeypatch.setattr(

@@ -31,7 +31,9 @@ class Wave(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.wave, self.down = nn.Linear(32, 128), Wave(), nn.Linear(128, 32)
+        self.up = nn.Linear(32, 128)
+        self.wave = Wave()
+        self.down = nn.Linear(128, 32)
 
     def forward(self, x):
         return x + self.down(self.wave(self.up(x)))

@@ -91,7 +91,9 @@ def test_every_layer_by_hand():
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_the_layers_add_up_to_what_the_model_holds(name):
     case = Case(load_workload(name))
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    module = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     report = MemoryProfiler(module).profile(batch, loss=loss)
     assert report.held_bytes == sum(layer.bytes for layer in report.layers)
     assert report.held_bytes == measure_memory(module, batch, loss).held_bytes
@@ -102,7 +104,9 @@ def test_the_layers_add_up_to_what_the_model_holds(name):
 @pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])
 def test_recomputing_what_is_recommended_frees_exactly_what_was_said(name, share):
     case = Case(load_workload(name))
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    module = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     report = profile(module, batch, loss=loss)
     budget = share * report.held_bytes
     names = report.recommend_layers(budget / MIB)
@@ -117,7 +121,9 @@ def test_recomputing_what_is_recommended_frees_exactly_what_was_said(name, share
 
 def test_a_layer_that_is_recomputed_already_is_not_recommended():
     case = Case(transformer())
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    module = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     recompute_blocks(module, blocks=["layers.0", "layers.1"])
     saving = [
         layer.name for layer in profile(module, batch, loss=loss).layers if layer.saving_bytes > 0
@@ -450,7 +456,9 @@ def test_json_holds_the_figures():
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_on_cuda_the_layers_add_up_to_the_allocator_and_repeat(name):
     case = Case(load_workload(name), device=torch.device("cuda"), batch_size=32)
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    module = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     report = MemoryProfiler(module, "cuda").profile(batch, loss=loss)
     assert sum(layer.bytes for layer in report.layers) == report.held_bytes
     assert report.held_bytes == measure_memory(module, batch, loss).held_bytes

@@ -55,7 +55,9 @@ def at(timeline, point):
 
 def test_a_small_step_by_hand():
     timeline = small_step()
-    weight, batch, matrix = 8 * 16 * 4, 4 * 8 * 4, 4 * 16 * 4
+    weight = 8 * 16 * 4
+    batch = 4 * 8 * 4
+    matrix = 4 * 16 * 4
     moments = 2 * weight + 4  # two moments and the step
     ends = {point.phase: point for point in timeline.points}
     assert timeline.after == {phase: point.bytes_alive for phase, point in ends.items()}
@@ -281,7 +283,9 @@ def test_a_loss_that_uses_another_module_is_told():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_the_points_are_the_allocators():
     case = Case(load_workload("transformer"), device=torch.device("cuda"), batch_size=32)
-    module, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    module = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     timeline = measure_timeline(module, batch, loss)
     for place, point in enumerate(timeline.points):
         assert sum(figures[place] for figures in timeline.owners.values()) == point.bytes_alive

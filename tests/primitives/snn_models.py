@@ -40,11 +40,9 @@ class Net(nn.Module):
 
     def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
-        self.first, self.between, self.last = (
-            nn.Linear(WIDTH, WIDTH),
-            between(),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.between = between()
+        self.last = nn.Linear(WIDTH, WIDTH)
         self.neuron = Neuron()
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,10 @@ def test_differentiating_twice_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pretend", [False, True])
 def test_peak_is_one_chunk_and_the_gradients(dtype, pretend):
-    rows, classes, width, chunk = 4096, 2048, 32, 128
+    rows = 4096
+    classes = 2048
+    width = 32
+    chunk = 128
     with FakeTensorMode() if pretend else torch.enable_grad():
         hidden = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
         weight = torch.zeros(classes, width, dtype=dtype, requires_grad=True)
@@ -232,11 +235,9 @@ class Model(nn.Module):
     def __init__(self, tied=False):
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.body, self.head = (
-            nn.Embedding(CLASSES, 16),
-            nn.Linear(16, 16),
-            nn.Linear(16, CLASSES),
-        )
+        self.table = nn.Embedding(CLASSES, 16)
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Linear(16, CLASSES)
         if tied:
             self.head.weight = self.table.weight
 

@@ -50,7 +50,10 @@ def accumulated(model, tokens):
 @pytest.mark.parametrize("loss", [labels, autocast, accumulated])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hugging_face_models_train_the_same_in_less_memory(build, loss, recompute):
-    tokens, records, peaks, flops = torch.randint(640, (4, 32)), [], [], []
+    tokens = torch.randint(640, (4, 32))
+    records = []
+    peaks = []
+    flops = []
     for chunked_too in (False, True):
         torch.manual_seed(0)
         model = build().train()

@@ -52,7 +52,9 @@ def figures(kind, *, recompute, rank=None):
         "": [record.gradient.norm, record.gradient.zeros, record.gradient.elements, record.ranks]
     }
     for name, layer in record.layers.items():
-        activation, gradient, update = layer.activation, layer.gradient, layer.update
+        activation = layer.activation
+        gradient = layer.gradient
+        update = layer.update
         found[name] = [activation.norm, activation.elements, activation.zeros]
         if gradient is not None:
             found[name] += [

@@ -95,7 +95,9 @@ def test_the_bound_is_on_saved_bytes_and_the_peak_may_stay():
 
 def test_half_of_the_bytes_cost_a_quarter_of_what_full_recompute_computes_again_and_zero_costs_the_same():
     case = Case(load_workload("transformer"))
-    batch, mean_loss, found = case.batch(), case.workload.mean_loss, {}
+    batch = case.batch()
+    mean_loss = case.workload.mean_loss
+    found = {}
     for budget in (1.0, 0.5, 0.0, None):
         model = case.build()
         if budget is None:
@@ -115,7 +117,9 @@ def test_half_of_the_bytes_cost_a_quarter_of_what_full_recompute_computes_again_
 
 def test_where_a_block_saves_its_inputs_alone_a_budget_computes_again_for_nothing():
     case = Case(load_workload("snn"))
-    batch, mean_loss, found = case.batch(), case.workload.mean_loss, []
+    batch = case.batch()
+    mean_loss = case.workload.mean_loss
+    found = []
     for budget in (1.0, 0.0):
         model = case.build()
         memory_budget(model, budget, backend="aot_eager")
@@ -281,7 +285,9 @@ def test_a_region_compiled_as_one_is_right_or_refused():
 
 def test_other_shapes_threads_and_resets_keep_the_budget_and_the_draws():
     block = block_class(dropout)
-    plain, model, saved = build(block), bounded(block, 0.2), {}
+    plain = build(block)
+    model = bounded(block, 0.2)
+    saved = {}
 
     def check(size):
         assert compare(step(plain, rows(size)), step(model, rows(size))).bit_equal

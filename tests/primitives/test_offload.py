@@ -451,7 +451,9 @@ class Writes(nn.Module):
 
     def __init__(self, what):
         super().__init__()
-        self.what, self.weight, self.inner = what, nn.Parameter(torch.ones(32)), nn.Linear(32, 32)
+        self.what = what
+        self.weight = nn.Parameter(torch.ones(32))
+        self.inner = nn.Linear(32, 32)
         self.register_buffer("table", torch.ones(64, 32))
 
     def forward(self, x):

@@ -422,7 +422,9 @@ def test_most_is_back_before_it_is_asked_for_and_little_is_under_way(batch, monk
 def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    plain, model, batch = chain(6).cuda(), chain(6).cuda(), batch.cuda().repeat(64, 1)
+    plain = chain(6).cuda()
+    model = chain(6).cuda()
+    batch = batch.cuda().repeat(64, 1)
     offload_blocks(model, batch=batch, loss=square_sum)
     (lane,) = model[0]._offloader.lanes.values()
     assert lane.copies.stream not in (None, torch.cuda.current_stream())

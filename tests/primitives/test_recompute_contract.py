@@ -38,12 +38,10 @@ from curry_train.workloads.workload import Case, Workload
 class Block(nn.Module):
     def __init__(self, width=8):
         super().__init__()
-        self.width, self.first, self.norm, self.last = (
-            width,
-            nn.Linear(width, 32),
-            nn.BatchNorm1d(32),
-            nn.Linear(32, width),
-        )
+        self.width = width
+        self.first = nn.Linear(width, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.last = nn.Linear(32, width)
 
     def forward(self, x, *, scale=1.0, debug=None):
         assert debug is None or debug == "theirs"

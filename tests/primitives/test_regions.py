@@ -350,7 +350,9 @@ def test_a_model_with_a_norm_of_its_own_class_and_with_statistics():
     class WithStatistics(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.linear, self.other = ScaleNorm(), nn.Linear(16, 16), nn.BatchNorm1d(16)
+            self.norm = ScaleNorm()
+            self.linear = nn.Linear(16, 16)
+            self.other = nn.BatchNorm1d(16)
 
         def forward(self, x):
             return x + self.other(self.linear(self.norm(x)))

@@ -44,7 +44,9 @@ LOSS = CASE.workload.mean_loss
 
 
 def figures(apply, case=CASE):
-    model, batch, loss = case.build(), case.batch(), case.workload.mean_loss
+    model = case.build()
+    batch = case.batch()
+    loss = case.workload.mean_loss
     apply(model)
     return (
         record_step(model, batch, loss),

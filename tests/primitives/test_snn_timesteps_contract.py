@@ -257,7 +257,9 @@ def test_compiled_it_is_the_same_up_to_rounding(what):
 
 
 def test_nothing_runs_twice_in_eval_mode_or_without_grad_mode():
-    module, x, calls = build(), currents(), []
+    module = build()
+    x = currents()
+    calls = []
     module.first.register_forward_hook(lambda *_: calls.append(None))
 
     def run():
@@ -389,7 +391,9 @@ def test_each_timestep_is_computed_again_once_for_each_level_at_most(steps, size
     assert len(again) == steps
     assert max(again) <= levels
     assert again[-1] == 0
-    module, x, calls = build(), currents(steps), []
+    module = build()
+    x = currents(steps)
+    calls = []
     module.first.register_forward_hook(lambda *_: calls.append(None))
     for expected in (None, steps + sum(again)):
         calls.clear()

@@ -19,7 +19,9 @@ CASE = Case(snn_long(), batch_size=8)
 
 def figures(strategy):
     """Record, FLOPs and peak of one step after the first."""
-    module, batch, loss = CASE.build(), CASE.batch(), CASE.workload.mean_loss
+    module = CASE.build()
+    batch = CASE.batch()
+    loss = CASE.workload.mean_loss
     STRATEGIES[strategy].apply(module, sample_of(CASE))
     if strategy != "none":
         with untouched(module):

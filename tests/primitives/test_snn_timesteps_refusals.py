@@ -176,7 +176,10 @@ def test_neurons_that_keep_their_potential_are_named(scale):
 
 
 def test_state_in_variables_and_globals_is_found():
-    module, x, memory, total = build(), currents(), [], 0.0
+    module = build()
+    x = currents()
+    memory = []
+    total = 0.0
 
     def remembers(x, state):
         memory.append(x)
@@ -209,7 +212,9 @@ def counts_globally(x, state):
 
 
 def test_a_tensor_outside_of_modules_is_not_copied_and_may_not_be_written_into():
-    module, x, total = build(), currents(), torch.zeros(1)
+    module = build()
+    x = currents()
+    total = torch.zeros(1)
 
     def step(x, state):
         total.add_(1)
@@ -363,7 +368,9 @@ SOUND = {
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("kind", SOUND)
 def test_sound_steps_are_taken_and_what_they_count_is_counted_once(kind, levels):
-    plain, ours, x = build(SOUND[kind]), build(SOUND[kind]), currents()
+    plain = build(SOUND[kind])
+    ours = build(SOUND[kind])
+    x = currents()
     assert compare(train(plain, run_timesteps, x), chunks(ours, x, levels=levels)).bit_equal
     if hasattr(plain.between, "kept"):
         kept, found = plain.between.kept, ours.between.kept
@@ -393,7 +400,9 @@ class Handed(Net):
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_a_neuron_that_is_handed_its_state_is_sound(levels):
-    plain, ours, x = build(Handed), build(Handed), currents()
+    plain = build(Handed)
+    ours = build(Handed)
+    x = currents()
     assert compare(train(plain, run_timesteps, x), chunks(ours, x, levels=levels)).bit_equal
     assert torch.equal(plain.keeper.v, ours.keeper.v)  # as the last timestep left it
 

@@ -71,7 +71,9 @@ class _Stream:
     """Ask at the first write and at some after it; fail after half of the bytes."""
 
     def __init__(self, stream: Any, ask: Callable[[str], None]) -> None:
-        self.stream, self._ask, self._count = stream, ask, 0
+        self.stream = stream
+        self._ask = ask
+        self._count = 0
 
     def write(self, data: Any) -> int:
         self._count += 1
@@ -137,7 +139,10 @@ class At:
     """Does something at the n-th change, and counts them."""
 
     def __init__(self, number: int | None, act: Callable[[], None]) -> None:
-        self.number, self.act, self.count, self.last = number, act, 0, ""
+        self.number = number
+        self.act = act
+        self.count = 0
+        self.last = ""
 
     def __call__(self, operation: str) -> None:
         self.count += 1

@@ -101,7 +101,10 @@ class _Upload(io.RawIOBase):
 
     def __init__(self, files: StrictObjects, path: str) -> None:
         super().__init__()
-        self._files, self._path, self._parts, self._count = files, path, list[bytes](), 0
+        self._files = files
+        self._path = path
+        self._parts = list[bytes]()
+        self._count = 0
 
     def writable(self) -> bool:
         return True

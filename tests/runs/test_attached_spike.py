@@ -29,7 +29,10 @@ class Planted:
     """A loader with batches that teach nonsense: those of `bad`."""
 
     def __init__(self, loader, bad, wrong):
-        self.loader, self.bad, self.wrong, self.epoch = loader, bad, wrong, 0
+        self.loader = loader
+        self.bad = bad
+        self.wrong = wrong
+        self.epoch = 0
         self.generator = loader.generator
 
     def __iter__(self):

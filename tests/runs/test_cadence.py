@@ -87,7 +87,10 @@ def test_fewest_steps_within_the_bound():
 
 def run(cadence, steps, *, step_seconds, save_seconds, recovery_every=None, spread=0.3, seed=0):
     """Yield step, seconds of all saves and of all steps after each save."""
-    generator, saves, saving, stepping = random.Random(seed), [], 0.0, 0.0
+    generator = random.Random(seed)
+    saves = []
+    saving = 0.0
+    stepping = 0.0
     for step in range(1, steps + 1):
         seconds = step_seconds * generator.uniform(1 - spread, 1 + spread)
         stepping += seconds
@@ -118,7 +121,9 @@ def test_the_bound_holds_at_every_moment_from_the_first_save_on(
 ):
     """With steps of any length, and saves that take at most what is expected of them."""
     cadence = CadenceFromOverhead(overhead, mean_time_between_failures=failures, expected=save)
-    saves, saving, stepping = [], 0.0, 0.0
+    saves = []
+    saving = 0.0
+    stepping = 0.0
     generator = random.Random(seed)
     for number in range(400):
         seconds = step * generator.uniform(1 - spread, 1 + spread)
@@ -141,12 +146,10 @@ def test_the_bound_holds_at_every_moment_from_the_first_save_on(
 def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bound(
     costs, overhead
 ):
-    cadence, saving, stepping, longest = (
-        CadenceFromOverhead(overhead, expected=costs[0]),
-        0.0,
-        0.0,
-        costs[0],
-    )
+    cadence = CadenceFromOverhead(overhead, expected=costs[0])
+    saving = 0.0
+    stepping = 0.0
+    longest = costs[0]
     for cost in costs:
         while cadence.steps_to_next():
             cadence.stepped(10.0)
@@ -202,13 +205,11 @@ def test_where_nothing_is_expected_the_first_save_measures_and_is_paid_for():
 
 def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
     """The optimizer's step waits for the copy; if left out, each save seems cheap."""
-    cadence, saves, saving, stepping, late = (
-        CadenceFromOverhead(0.035, expected=0.3),
-        0,
-        0.0,
-        0.0,
-        0.0,
-    )
+    cadence = CadenceFromOverhead(0.035, expected=0.3)
+    saves = 0
+    saving = 0.0
+    stepping = 0.0
+    late = 0.0
     for _ in range(3000):
         cadence.waited_later(late)
         saving, late = saving + late, 0.0
@@ -216,7 +217,9 @@ def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
         stepping += 0.2
         if cadence.steps_to_next() == 0:
             cadence.waited(0.1, save=True)
-            saves, saving, late = saves + 1, saving + 0.1, 0.3
+            saves = saves + 1
+            saving = saving + 0.1
+            late = 0.3
         assert saving <= 0.035 * stepping
     assert saves == 51  # 21 s are earned: 50 of 0.4 s, and 0.8 s for the next
 

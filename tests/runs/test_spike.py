@@ -168,7 +168,9 @@ def told_on_ranks():
     """Only rank 1 sees a high loss: the mean is judged, and both ranks get the same step."""
     import torch.distributed as dist
 
-    watchdog, rank, told = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD), dist.get_rank(), []
+    watchdog = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD)
+    rank = dist.get_rank()
+    told = []
     for step in range(1, 61):
         loss = 2.0 + 0.01 * math.sin(step * (rank + 1)) + (5.0 if rank == 1 and step > 50 else 0)
         spike = watchdog.observe(step, loss)

@@ -86,7 +86,10 @@ class Loads:
     """Stand-in for a policy: loads its newest state before the requested step."""
 
     def __init__(self, *steps):
-        self.steps, self.asked, self.step, self.position = steps, [], 200, 2000
+        self.steps = steps
+        self.asked = []
+        self.step = 200
+        self.position = 2000
 
     def __call__(self, what):
         self.asked.append(what)

@@ -38,7 +38,9 @@ def refused(store, saved, said=""):
 def test_every_flipped_bit_is_found(saved):
     """Over each file, its first and last bytes among them."""
     store, found, folder = saved
-    generator, missed, flips = random.Random(0), [], 0
+    generator = random.Random(0)
+    missed = []
+    flips = 0
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         places = {0, len(data) - 1, *(generator.randrange(len(data)) for _ in range(100))}

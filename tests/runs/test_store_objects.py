@@ -94,7 +94,9 @@ def test_an_error_at_any_change_leaves_what_was_committed(url, number):
             for one in store.committed("rollback"):
                 store.discard(one)
         store.save("rollback", 1, state)
-        before, at.count, at.number = tensors_of(state), 0, number
+        before = tensors_of(state)
+        at.count = 0
+        at.number = number
         train(state, 1)
         said = None
         try:
