@@ -292,7 +292,7 @@ def test_without_gates_all_that_judge_the_implementation_are_run_in_processes_to
     ("text", "message"),
     [
         ("no_such_package.sac:apply_sac", "can't import no_such_package"),
-        ("my_foreign:no_such_name", "--impl sac=my_foreign:no_such_name"),
+        ("my_foreign:no_such_name", "my_foreign has no callable 'no_such_name'"),
         ("my_foreign:too_few", "the gates call apply_sac(model, policy, *, blocks)"),
         ("my_foreign", "give package.module:function"),
         ("sack=my_foreign:too_few", "no gate judges 'sack'; did you mean 'sac'?"),
@@ -355,3 +355,14 @@ def test_patterns_with_wildcards_and_gates_of_another_name_find_their_technique(
     assert techniques_of(["sac", "bench/twice"]) == ("bench", "sac")
     assert techniques_of(["*parity*"]) == techniques_of([]) == techniques_of(["sack"]) == TECHNIQUES
     assert {gate.name.partition("/")[0] for gate in discover()} - set(TECHNIQUES) == {"run-journal"}
+
+
+@pytest.mark.parametrize("gate", ["bench", "checkpoint-policy", "memory-plan", "sac"])
+def test_the_gates_with_the_most_imports_load_at_most_45_modules(gate):
+    code = (
+        "import sys; import curry_train.cli.main, curry_train.cli.validate as v; "
+        f"v.choose_gates(['{gate}']); "
+        "print(sum(name.partition('.')[0] == 'curry_train' for name in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 20 < int(found.stdout) <= 45

@@ -186,9 +186,9 @@ def _matches(gate: Gate, pattern: str) -> bool:
     "--impl",
     "implementations",
     multiple=True,
-    metavar="[NAME=]SPEC",
-    help="Judge package.module:function instead of ours. NAME: a technique, or what it stands "
-    "for. Repeatable.",
+    metavar="SPEC",
+    help="Judge package.module:function instead of ours, or NAME=SPEC with a technique or what it "
+    "stands for. Repeatable.",
 )
 @run_options
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")

@@ -20,24 +20,20 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..core.blocks import NoBlocks
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
 from ..core.random import seeded, untouched
-from ..primitives.hidden_state import HiddenState, check_step
-from ..primitives.strategies import STRATEGIES, Apply, Sample
-from ..primitives.time_loop import (
+from ..primitives.choose import schedule_peak_bytes, times_again
+from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, take_step
+from ..primitives.snn_timesteps import (
     ChunkSchedule,
     Costs,
-    TimestepFunction,
     best_schedule,
     measure_costs,
-    schedule_peak_bytes,
     slice_time,
     steppers,
-    take_step,
-    times_again,
 )
+from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
-from .implementation import Implementation, Judged, with_errors
 from .same_training import same_training, sample_of
-from .verdict import Gate, Takes, Verdict, not_applicable
+from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable, with_errors
 
 NO_LOOP = (
     "no module has a loop over time in a method unroll(step, inputs, state), so there is no loop "
@@ -267,7 +263,7 @@ def _replaced(levels: int) -> Takes:
     return Takes("apply", adapt)
 
 
-JUDGED = (
+JUDGED_CALLABLES = (
     Judged(
         "checkpoint_timesteps",
         lambda step, inputs, state, *, levels, time_dim, outputs: None,
@@ -275,22 +271,22 @@ JUDGED = (
     Judged("recompute_timesteps", lambda model, *, levels: None),
     Judged("check_step", lambda step, timesteps, state: None),
 )
-LOOPS = {"checkpoint_timesteps": _unrolled(1), "recompute_timesteps": _replaced(1)}
-NESTED_LOOPS = {"checkpoint_timesteps": _unrolled(2), "recompute_timesteps": _replaced(2)}
+LOOP_TAKES = {"checkpoint_timesteps": _unrolled(1), "recompute_timesteps": _replaced(1)}
+NESTED_LOOP_TAKES = {"checkpoint_timesteps": _unrolled(2), "recompute_timesteps": _replaced(2)}
 
 GATES = (
-    Gate("snn-timesteps/memory", timestep_memory, LOOPS),
-    Gate("snn-timesteps/parity", partial(timestep_parity, strategy="timesteps"), LOOPS),
+    Gate("snn-timesteps/memory", timestep_memory, LOOP_TAKES),
+    Gate("snn-timesteps/parity", partial(timestep_parity, strategy="timesteps"), LOOP_TAKES),
     Gate(
         "snn-timesteps/parity-nested",
         partial(timestep_parity, strategy="timesteps_nested"),
-        NESTED_LOOPS,
+        NESTED_LOOP_TAKES,
     ),
-    Gate("snn-timesteps/flops", partial(timestep_flops, strategy="timesteps"), LOOPS),
+    Gate("snn-timesteps/flops", partial(timestep_flops, strategy="timesteps"), LOOP_TAKES),
     Gate(
         "snn-timesteps/flops-nested",
         partial(timestep_flops, strategy="timesteps_nested"),
-        NESTED_LOOPS,
+        NESTED_LOOP_TAKES,
     ),
     Gate(
         "snn-timesteps/hidden-state",

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import primitives
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, tensors_in
-from ..primitives.choose import choose_largest
 from ..primitives.strategies import CheckpointConfig, apply_config
 from ..workloads.workload import call, map_tensors
 
@@ -67,7 +67,7 @@ class ProfileReport:
         of `choose_largest`.
         """
         budget = round(_positive("memory_budget_mb", memory_budget_mb) * BYTES_PER_MIB)
-        chosen, gap = choose_largest(self.layers, self.held_bytes - budget)
+        chosen, gap = primitives.choose.choose_largest(self.layers, self.held_bytes - budget)
         if gap > 0:
             least = "recomputing no layer saves anything"
             if chosen:

@@ -17,16 +17,15 @@ from typing import Any
 
 from torch import nn
 
+# Loads choose, offload and snn_timesteps when they are used.
+from .. import primitives
 from ..core.blocks import find_blocks, match_names
 from ..core.measure import LayerMemory, Loss, measure_memory
 from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean, nearest
-from .choose import choose_largest, choose_segments, profile_layers
-from .offload import NothingToMove, offload_blocks, offload_report
 from .recompute import recompute_blocks, recompute_segments
 from .regions import apply_regions, remove_regions
 from .sac import POLICIES, Policy, apply_sac
-from .snn_timesteps import recompute_timesteps
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
 
@@ -85,16 +84,18 @@ def _full(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _sequential(model: nn.Module, sample: Sample) -> list[str]:
-    count = choose_segments(model, sample.batch, sample.loss, blocks=sample.blocks)
+    count = primitives.choose.choose_segments(
+        model, sample.batch, sample.loss, blocks=sample.blocks
+    )
     return recompute_segments(model, count, blocks=sample.blocks)
 
 
 def _selective(model: nn.Module, sample: Sample) -> list[str]:
-    layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
+    layers = primitives.choose.profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
     savings = sum(max(0, layer.saving_bytes) for layer in layers)
     target = max(SELECTIVE_SHARE * held, held - savings)
-    chosen, _ = choose_largest(layers, held - round(target + 1))
+    chosen, _ = primitives.choose.choose_largest(layers, held - round(target + 1))
     names = [layer.name for layer in layers if layer.name in chosen]
     return recompute_blocks(model, blocks=names) if names else []
 
@@ -133,7 +134,7 @@ def _regions_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
 def _offload(model: nn.Module, sample: Sample) -> list[str]:
     """Offload all blocks but the last; a single block is offloaded itself."""
     several = len(find_blocks(model, sample.blocks)) > 1
-    return offload_blocks(
+    return primitives.offload.offload_blocks(
         model,
         blocks=sample.blocks,
         keep_last=1 if several else 0,
@@ -145,11 +146,15 @@ def _offload(model: nn.Module, sample: Sample) -> list[str]:
 def offload_one(model: nn.Module, sample: Sample) -> list[str]:
     """Offload all blocks, the last one too; return no names if they hold nothing to move."""
     try:
-        return offload_blocks(
+        return primitives.offload.offload_blocks(
             model, blocks=sample.blocks, keep_last=0, batch=sample.batch, loss=sample.loss
         )
-    except NothingToMove:
+    except primitives.offload.NothingToMove:
         return []
+
+
+def _offload_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
+    primitives.offload.offload_blocks(model, blocks=names, keep_last=0)
 
 
 def moved_bytes(model: nn.Module) -> dict[str, float]:
@@ -157,7 +162,7 @@ def moved_bytes(model: nn.Module) -> dict[str, float]:
 
     `save_on_cpu` copies every tensor that autograd saves in the blocks.
     """
-    report = offload_report(model)
+    report = primitives.offload.offload_report(model)
     everything = report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values())
     return {
         "moved_bytes": report.moved_bytes,
@@ -196,7 +201,7 @@ def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str
             f"timesteps are recomputed for the whole loop, not for single blocks, "
             f"got blocks {sample.blocks!r}: leave out --blocks"
         )
-    return recompute_timesteps(model, levels=levels)
+    return primitives.snn_timesteps.recompute_timesteps(model, levels=levels)
 
 
 def _plan(model: nn.Module, sample: Sample) -> list[str]:
@@ -207,7 +212,7 @@ def _plan(model: nn.Module, sample: Sample) -> list[str]:
 
 # The registry. Nothing and whole blocks come first: the others are read against them.
 
-_REGISTERED = (
+_REGISTERED_STRATEGIES = (
     Strategy("none", "keep every activation", _none, on_blocks=lambda model, names, option: None),
     Strategy(
         "full",
@@ -227,7 +232,7 @@ _REGISTERED = (
         "move what the blocks hold to CPU memory",
         _offload,
         facts=moved_bytes,
-        on_blocks=lambda model, names, option: offload_blocks(model, blocks=names, keep_last=0),
+        on_blocks=_offload_on_blocks,
     ),
     Strategy(
         "sac",
@@ -269,7 +274,7 @@ _REGISTERED = (
     ),
     Strategy("plan", "what a plan from a file says", _plan),
 )
-ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED}
+ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES}
 
 # What commands list and run on any model; strategy `plan` needs a file.
 STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
@@ -414,7 +419,7 @@ def apply_config(
     if not config.enabled:
         return []
     if config.snn_timestep_checkpoint:
-        return recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+        return primitives.snn_timesteps.recompute_timesteps(model, chunk_size=config.snn_chunk_size)
     if config.strategy == "full":
         return _recompute_named(model, config, _filtered(config, list(find_blocks(model))))
     if config.strategy == "sequential":
@@ -456,7 +461,7 @@ def _segment_named(
                 "sequential_segments=None measures the peak of each count and needs a batch: "
                 "call apply(model, batch=..., loss=...), or set a number"
             )
-        count = choose_segments(model, batch, loss, blocks=names)
+        count = primitives.choose.choose_segments(model, batch, loss, blocks=names)
     return recompute_segments(
         model, count, blocks=names, preserve_rng_state=config.preserve_rng_state
     )
@@ -476,7 +481,7 @@ def _recompute_largest(
                 "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
                 "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
             )
-        layers = profile_layers(model, batch, loss)
+        layers = primitives.choose.profile_layers(model, batch, loss)
     large = {
         layer.name
         for layer in layers

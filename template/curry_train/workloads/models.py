@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# Loads snn_timesteps when the loop over time runs.
+from .. import primitives
 from ..primitives.cross_entropy import IGNORED_TARGET
-from ..primitives.snn_timesteps import run_timesteps
 from .workload import Workload, mask_tails, token_loss
 
 # A small Llama-like causal language model.
@@ -242,9 +243,6 @@ class SpikingLayer(nn.Module):
 class SpikingNetwork(nn.Module):
     """Layers of spiking neurons unrolled over (batch, timesteps, features)."""
 
-    # The loop over timesteps is one method, so that a derived class can replace it.
-    unroll = staticmethod(run_timesteps)
-
     def __init__(self, width: int, depth: int):
         super().__init__()
         self.layers = nn.ModuleList(SpikingLayer(width) for _ in range(depth))
@@ -259,6 +257,10 @@ class SpikingNetwork(nn.Module):
             x, potential = layer(x, potential)
             potentials.append(potential)
         return x, tuple(potentials)
+
+    def unroll(self, step: Any, inputs: Any, state: Any, **options: Any) -> Any:
+        """Run the loop over timesteps; one method, so that a derived class can replace it."""
+        return primitives.run_timesteps(step, inputs, state, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         rate, _ = self.unroll(self.step, x, self.initial_state(x), time_dim=1, outputs="mean")
