@@ -14,8 +14,7 @@ from curry_train.cli.validate import validate_command
 from curry_train.gates import discover
 from curry_train.gates.run import GateRow, measure_rows
 from curry_train.gates.verdict import Gate, Verdict
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 
 QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]

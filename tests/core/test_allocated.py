@@ -21,8 +21,7 @@ from curry_train.core.measure_compiled import (
     with_own_code,
 )
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
 pytestmark = TRACING
@@ -44,7 +43,7 @@ def test_eager_bytes_and_flops_are_those_that_the_dispatch_modes_count(name, rec
         measure_memory(model, batch, mean_loss),
         measure_allocated(model, batch, mean_loss),
     )
-    # Convolutions use space inside, which no operation returns; each number that autograd wraps is eight bytes.
+    # Convolutions use workspace that no operation returns; autograd wraps a number in eight bytes.
     assert 0 <= found.held_bytes - expected.held_bytes <= 2 * KIB
     assert 0 <= found.peak_bytes - expected.peak_bytes <= 0.002 * expected.peak_bytes + 2 * KIB
     assert count_executed_flops(model, batch, mean_loss) == count_flops(model, batch, mean_loss)

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from curry_train.core.blocks import NoBlocks, find_blocks, match_names
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 
 LLAMA = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4

@@ -1,4 +1,4 @@
-"""Hugging Face models as they are, which fill a cache of keys in training, under every technique.
+"""Hugging Face models, which fill a key cache in training, under every technique.
 
 python -m pytest tests/core/test_key_cache.py
 """
@@ -30,7 +30,7 @@ from curry_train.plan import MemoryProfiler
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import NONE_KIND
 from curry_train.primitives import apply_sac, checkpointed, offload_blocks, recompute_blocks
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import call, without_cache
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))

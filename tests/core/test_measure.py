@@ -18,8 +18,7 @@ from curry_train.core.measure import (
     measure_memory,
     recompute_flops,
 )
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 
 

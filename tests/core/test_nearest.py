@@ -1,4 +1,4 @@
-"""A name that is none is answered with the one that was meant, by every command that takes names.
+"""Commands that take names suggest the closest known one for a misspelled one.
 
 python -m pytest tests/core/test_nearest.py
 """
@@ -19,7 +19,7 @@ from curry_train.gates import discover
 from curry_train.gates.verdict import no_such_gate
 from curry_train.primitives.sac import make_policy
 from curry_train.primitives.strategies import CheckpointConfig
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import WorkloadError
 
 

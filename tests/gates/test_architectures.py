@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 from curry_train.gates import discover
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 SIZES = dict(

@@ -16,8 +16,7 @@ from curry_train.bench.steps import TrainingStep
 from curry_train.core.measure import bytes_on_device
 from curry_train.core.timing import Ratio, Spread, paired_ratio, time_in_turns
 from curry_train.gates import bench
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 GATES = [*bench.BENCH_TIMING_GATES, *bench.BENCH_FIGURE_GATES]

@@ -24,8 +24,7 @@ from curry_train.runs.layout import (
 from curry_train.runs.ranks import DamagedCheckpoint
 from curry_train.runs.state import TrainingState
 from curry_train.runs.store import Writing
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
 CHECKS = {

@@ -20,8 +20,7 @@ from curry_train.primitives.grad_accum import (
     Window,
     train_window,
 )
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
 IN_PROCESS = [gate.check for gate in grad_accum.GATES if gate.check is not grad_accum.two_ranks]

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from curry_train.gates import grad_flow
 from curry_train.primitives import grad_flow_probe
 from curry_train.primitives.grad_flow import GradFlow
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)

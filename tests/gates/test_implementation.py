@@ -31,7 +31,7 @@ from curry_train.gates.verdict import (
     load_implementation,
 )
 from curry_train.primitives.grad_accum import NonFiniteWindow
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 # For each copied module: a model, the gates to run, and what they judge of the copy.

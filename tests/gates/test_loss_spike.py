@@ -14,8 +14,7 @@ import torch
 from curry_train.gates import loss_spike
 from curry_train.gates.trials import SpikeComponents
 from curry_train.runs.spike import Recovered, Recoveries, Spike, SpikeWatchdog, recover
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
 CHECKS = {gate.name: gate.check for gate in loss_spike.GATES}

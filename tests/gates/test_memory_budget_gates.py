@@ -15,8 +15,7 @@ from curry_train.gates import recompute
 from curry_train.primitives.compile_budget import Budgeted, memory_budget
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Sample
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 pytestmark = TRACING

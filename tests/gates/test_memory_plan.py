@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from curry_train.gates import memory_plan
 from curry_train.primitives import apply_chunked_loss, chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 CHECKS = {gate.name: gate.check for gate in memory_plan.CHUNKED_LOSS_GATES}

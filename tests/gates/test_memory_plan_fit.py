@@ -11,8 +11,7 @@ from plan_models import ROUTED
 from curry_train.gates import memory_plan
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.saved import NONE_KIND, Option, Plan
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 
 CASES = {
@@ -68,7 +67,7 @@ def is_too_small_by_a_number(case):
 def test_a_wrong_estimate_fails(wrong):
     verdict = memory_plan.estimate(CASE, predict=wrong)
     assert verdict.passed is False
-    assert "forgotten" in verdict.hint
+    assert "an owner is missing" in verdict.hint
 
 
 def test_a_plan_fits_as_predicted_and_trains_the_same():

@@ -20,8 +20,7 @@ from curry_train.gates import recompute
 from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 # The gates hold on the right implementation.

@@ -11,8 +11,7 @@ import torch
 from curry_train.gates import checkpoint_policy
 from curry_train.runs.history import read_history
 from curry_train.runs.journal import JOURNAL_FILE_NAME, Journal, JournalReading
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
 CHECKS = {gate.name: gate.check for gate in checkpoint_policy.JOURNAL_GATES}

@@ -25,8 +25,7 @@ from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
 from curry_train.gates.verdict import Gate
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 aten = torch.ops.aten

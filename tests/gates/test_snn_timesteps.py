@@ -24,8 +24,13 @@ from curry_train.primitives.snn_timesteps import (
     run_timesteps,
 )
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, SpikingNetwork, SurrogateSpike, snn
+from curry_train.workloads.models import (
+    BUILTIN_WORKLOADS,
+    SpikingNetwork,
+    SurrogateSpike,
+    load_workload,
+    snn,
+)
 from curry_train.workloads.workload import Case
 
 # The gates hold on the right implementation.

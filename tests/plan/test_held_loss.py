@@ -10,7 +10,7 @@ import pytest
 from curry_train.core.measure import LiveStorages
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 MODELS = ("transformer", "resnet", "snn")

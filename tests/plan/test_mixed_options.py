@@ -17,7 +17,7 @@ from curry_train.plan.saved import (
     Option,
     apply_options,
 )
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 OPTIONS = {

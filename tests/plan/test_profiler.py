@@ -1,4 +1,4 @@
-"""What each layer holds, to the byte: by hand, against the whole, and against what recomputing it really frees.
+"""Held bytes of each layer: by hand, against the total, and against real recompute.
 
 python -m pytest tests/plan/test_profiler.py
 """
@@ -22,15 +22,14 @@ from curry_train.core.measure import (
 )
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
 MIB = 2**20
 
 
 class Residual(nn.Module):
-    """Holds the sigmoid's output, 4 x 16 floats, and its own, 4 x 8, which the next linear layer saves."""
+    """Hold the sigmoid's output (4 x 16 floats) and its own (4 x 8), which the next layer saves."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +40,7 @@ class Residual(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks, and a tanh of the model's own behind them, which saves its output and not its input."""
+    """Run blocks, then the model's own tanh, which saves its output and not its input."""
 
     def __init__(self):
         super().__init__()
@@ -313,7 +312,7 @@ def test_a_model_that_repeats_nothing_is_divided_into_its_children():
     assert figures(leaf) == {REST_LAYER: (4, 4)}
 
 
-def test_a_list_that_is_never_called_is_divided_and_a_sequential_whose_members_are_is_not_recommended():
+def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_recommended():
     class Apart(nn.Module):
         def __init__(self):
             super().__init__()

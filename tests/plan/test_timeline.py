@@ -21,8 +21,7 @@ from curry_train.plan import profiler
 from curry_train.plan import timeline as step_lives
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 
 BEFORE = ("parameters", "buffers and batch", "optimizer state")

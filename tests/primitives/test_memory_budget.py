@@ -46,7 +46,7 @@ from curry_train.primitives.compile_budget import (
     remove_memory_budget,
 )
 from curry_train.primitives.recompute import Recompute, recompute_blocks
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 pytestmark = TRACING
@@ -93,7 +93,7 @@ def test_the_bound_is_on_saved_bytes_and_the_peak_may_stay():
     assert found[0.0].peak_bytes == found[1.0].peak_bytes  # the gradients own it
 
 
-def test_half_of_the_bytes_cost_a_quarter_of_what_full_recompute_computes_again_and_zero_costs_the_same():
+def test_half_of_the_bytes_cost_a_quarter_of_full_recompute_and_zero_costs_the_same():
     case = Case(load_workload("transformer"))
     batch = case.batch()
     mean_loss = case.workload.mean_loss

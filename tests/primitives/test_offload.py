@@ -24,7 +24,7 @@ from curry_train.gates.same_training import sample_of
 from curry_train.primitives.offload import offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -290,7 +290,8 @@ def test_no_parameter_and_no_buffer_moves_though_another_module_owns_it(way):
     assert report.skipped == {
         "parameter or buffer": (5, 5 * 64 * 64 * 4)
     }  # the batch needs no gradient: 2 weights
-    # The batch, and the inputs of the second and the third; a product with a table that needs no gradient saves that.
+    # The batch, and the inputs of the second and third; a product with a table that needs no
+    # gradient saves that table.
     assert report.moved_bytes == 3 * 64 * 64 * 4
 
 

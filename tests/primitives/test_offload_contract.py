@@ -31,7 +31,7 @@ from curry_train.primitives.offload import (
     remove_offload,
 )
 from curry_train.primitives.strategies import STRATEGIES, Sample
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 

@@ -1,4 +1,4 @@
-"""The figures over 1,000 timesteps: bytes and FLOPs counted exactly, gradients equal bit for bit.
+"""Over 1,000 timesteps: bytes and FLOPs counted exactly, gradients equal to the bit.
 
 python -m pytest tests/primitives/test_snn_timesteps_long.py
 """
@@ -10,8 +10,7 @@ from curry_train.core.parity import compare, record_step
 from curry_train.core.random import untouched
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.load import load_workload
-from curry_train.workloads.models import snn_long
+from curry_train.workloads.models import load_workload, snn_long
 from curry_train.workloads.workload import Case
 
 CASE = Case(snn_long(), batch_size=8)

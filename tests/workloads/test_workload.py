@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from curry_train.core.random import seeded
-from curry_train.workloads.load import load_workload
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import (
     IGNORED_TARGET,

@@ -37,8 +37,7 @@ from ..core.timing import paired_ratio, time_in_turns
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.strategies import STRATEGIES, Sample
-from ..workloads.load import load_workload
-from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
 from .steps import python_calls
 

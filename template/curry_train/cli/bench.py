@@ -20,7 +20,7 @@ from ..core.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import provenance, write_json
 from ..plan.device import MEASURED_PEAK
 from ..plan.estimate import OPTIMIZERS, make_optimizer
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
     DTYPES,

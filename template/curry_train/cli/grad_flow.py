@@ -23,7 +23,7 @@ from ..core.wording import provenance, write_json
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
 from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, LayerFlow, StepFlow, ValueSpread
 from ..primitives.strategies import STRATEGIES, Sample
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
     DTYPES,

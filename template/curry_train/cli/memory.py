@@ -13,7 +13,7 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.wording import provenance, write_json
 from ..plan.profiler import BYTES_PER_MIB, STEP_PHASES, MemoryProfiler, Timeline
 from ..plan.timeline import measure_timeline
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
     DTYPES,

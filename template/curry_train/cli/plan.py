@@ -26,7 +26,7 @@ from ..plan.profiler import Timeline
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
 from ..plan.timeline import record_step_storages, timeline_of
 from ..plan.whole_step import SHARDING_KINDS, Sharding
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
     DTYPES,

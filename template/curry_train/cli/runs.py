@@ -24,7 +24,7 @@ from ..runs.policy_config import PolicyConfig
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk, free_bytes
 from ..runs.store import SavedRun
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import UnusableInput, dtype_option, json_option, model_option
 from .screen import LazyGroup

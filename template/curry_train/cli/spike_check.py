@@ -35,7 +35,7 @@ from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.spike import Limit, SpikeWatchdog
 from ..trainer import Hook, TrainingRun, Watch, train_run
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
 from .options import (
     UnusableInput,

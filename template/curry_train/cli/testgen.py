@@ -29,8 +29,7 @@ import click
 from .. import __version__
 from ..core.blocks import find_blocks
 from ..gates.verdict import no_such_gate
-from ..workloads.load import load_workload
-from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
     UnusableInput,

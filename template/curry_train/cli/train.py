@@ -51,7 +51,7 @@ from ..trainer import (
     open_run,
     train_run,
 )
-from ..workloads.load import load_object, load_workload
+from ..workloads.models import load_object, load_workload
 from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
     DTYPES,

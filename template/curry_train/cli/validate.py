@@ -30,8 +30,7 @@ from ..gates.verdict import (
     load_implementation,
     no_such_gate,
 )
-from ..workloads.load import load_workload
-from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.parity import Parity, StepRecord, compare, record
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, batch_size, take
 from .fixtures import GradientSyncs, load_function, run_on_ranks
 from .verdict import (

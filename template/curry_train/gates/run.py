@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload
 from .verdict import Gate, Implementation, Judged, Verdict, judge, load_implementation
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..core.blocks import NoBlocks
 from ..core.wording import nearest
-from ..workloads.load import import_callable
+from ..workloads.models import import_callable
 from ..workloads.workload import Case
 
 

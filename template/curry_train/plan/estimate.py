@@ -31,7 +31,7 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import Life, operation_flops, tensors_in
 from ..core.random import seeded, unwatched
 from ..core.wording import did_you_mean
-from ..workloads.load import load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .profiler import (
     ACTIVATIONS_GROUP,

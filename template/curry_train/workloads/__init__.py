@@ -5,7 +5,7 @@ from ..core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "load": ("load_workload",),
+        "models": ("load_workload",),
         "workload": (
             "Case",
             "Workload",
