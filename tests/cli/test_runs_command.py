@@ -180,7 +180,7 @@ def test_estimate_of_a_policy(tmp_path):
 
 
 def test_resume_check_of_a_training_that_resumes(tmp_path):
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/trainer")])
     command = [
         sys.executable,
         "-m",
@@ -247,7 +247,8 @@ def test_one_bit_and_one_figure_are_enough_to_differ():
 def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/runs"))
+    folders = os.pathsep.join([str(ROOT / "tests/runs"), str(ROOT / "tests/trainer")])
+    monkeypatch.setenv("PYTHONPATH", folders)
     words = ["model=forgetful_model:forgetful", *TINY[1:]]
     found = resume_check(tmp_path, words, steps=6, kill_at=5, save_every=2)
     assert (found.equal, found.resumed_from) == (False, 4)
