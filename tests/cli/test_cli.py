@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from curry_train.cli.main import main
 from curry_train.cli.validate import validate_command
 from curry_train.gates import discover
-from curry_train.gates.run import GateRow, measure_rows
-from curry_train.gates.verdict import Gate, Verdict
+from curry_train.gates.verdict import Gate, GateRow, Verdict, measure_rows
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 

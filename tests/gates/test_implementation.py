@@ -14,21 +14,19 @@ from click.testing import CliRunner
 from owned_copies import own
 
 from curry_train.cli.validate import validate_command
-from curry_train.gates.run import (
-    TECHNIQUES,
-    discover,
-    gates_of,
-    judged_of,
-    measure_rows,
-    techniques_of,
-)
 from curry_train.gates.verdict import (
+    TECHNIQUES,
     Implementation,
     WrongImplementation,
     as_ours,
+    discover,
+    gates_of,
     is_kind,
     judge,
+    judged_of,
     load_implementation,
+    measure_rows,
+    techniques_of,
 )
 from curry_train.primitives.grad_accum import NonFiniteWindow
 from curry_train.workloads.models import load_workload
@@ -340,7 +338,7 @@ def test_errors_of_owned_copies_are_raised_as_ours_and_others_as_they_are():
 def test_a_pattern_imports_the_module_of_its_technique_alone(gate):
     module = gate.replace("-", "_")
     code = (
-        "import sys; from curry_train.gates.run import discover; "
+        "import sys; from curry_train.gates.verdict import discover; "
         f"discover(['{gate}/x', '{gate}']); "
         "print(*sorted(name for name in sys.modules if name.startswith('curry_train.gates.')))"
     )

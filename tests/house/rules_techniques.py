@@ -18,7 +18,7 @@ FRONTMATTER_KEYS = {"name", "description", "license", "compatibility", "metadata
 MOST_DESCRIPTION_CHARACTERS = 1024
 MOST_DESCRIPTIONS_CHARACTERS = 2000  # together they take about 1% of an agent's context
 MOST_BODY_LINES = 150
-GATE_TABLE = "GATES"  # each gate module binds it; gates/run.py reads it
+GATE_TABLE = "GATES"  # each gate module binds it; gates/verdict.py reads it
 
 SCRIPT_BLOCK = re.compile(r"^# /// script$\n(?P<content>(?:^#(?: .*)?$\n)+?)^# ///$", re.MULTILINE)
 CHECK_CALL = "environment.require(__file__)"

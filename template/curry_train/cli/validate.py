@@ -21,14 +21,18 @@ from rich.table import Table
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import heap_kept
 from ..core.wording import provenance, write_json
-from ..gates.run import GateRow, discover, judged_of, measure_rows, techniques_of
 from ..gates.verdict import (
     Gate,
+    GateRow,
     Implementation,
     Verdict,
     WrongImplementation,
+    discover,
+    judged_of,
     load_implementation,
+    measure_rows,
     no_such_gate,
+    techniques_of,
 )
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload

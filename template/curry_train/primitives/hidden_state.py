@@ -338,7 +338,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-class Snapshot:
+class ValueSnapshot:
     """Recorded values of places.
 
     `only` restricts this to some values, each with whether its tensors are copied. Without it, all
@@ -377,7 +377,7 @@ class Snapshot:
                     if key[2] not in now or now[key[2]] is not value:
                         place.write(key[2], value)
 
-    def changed(self, later: "Snapshot") -> list[ValueKey]:
+    def changed(self, later: "ValueSnapshot") -> list[ValueKey]:
         """List the keys whose values differ later, or that only one of the two recorded."""
         common = self.values.keys() & later.values.keys()
         return [
@@ -386,7 +386,7 @@ class Snapshot:
             if key not in common or self.values[key].changed(later.values[key])
         ]
 
-    def writes(self, key: ValueKey, later: "Snapshot") -> bool:
+    def writes(self, key: ValueKey, later: "ValueSnapshot") -> bool:
         """Return whether a tensor in the value of a key was written into since."""
         in_both = key in self.values and key in later.values
         return in_both and self.values[key].is_written(later.values[key])
@@ -403,7 +403,7 @@ def put_back_later(
     places: Sequence[Place], *, only: Mapping[ValueKey, bool] | None = None
 ) -> Iterator[None]:
     """Restore the values of places, or only some of them, on exit."""
-    before = Snapshot(places, only=only)
+    before = ValueSnapshot(places, only=only)
     try:
         yield
     finally:
@@ -457,9 +457,9 @@ class StepProbe:
             for name, parameter in module.named_parameters():
                 self.parameters[_join(root, name)] = parameter
 
-    def keep(self) -> Snapshot:
+    def keep(self) -> ValueSnapshot:
         """Record the current values of all places."""
-        return Snapshot(self.places, copies=self.copies)
+        return ValueSnapshot(self.places, copies=self.copies)
 
     def run(self, index: int, state: Any) -> Outcome:
         """Run one timestep on copies of its input and state."""
@@ -483,7 +483,7 @@ class StepProbe:
         reached = _leaves_of_graph(leaves) & candidates
         return Outcome(_copies(leaves), shape, reached, generators, new_state, made)
 
-    def run_from(self, base: Snapshot, values: dict[ValueKey, Any]) -> Outcome:
+    def run_from(self, base: ValueSnapshot, values: dict[ValueKey, Any]) -> Outcome:
         """Run the first timestep with places restored to `base`, except for `values`."""
         base.put_back()
         for place in self.places:
@@ -493,7 +493,7 @@ class StepProbe:
                     place.write(name, values[key])
         return self.run(0, self.state)
 
-    def matters(self, base: Snapshot, values: dict[ValueKey, Any], plain: Outcome) -> bool:
+    def matters(self, base: ValueSnapshot, values: dict[ValueKey, Any], plain: Outcome) -> bool:
         """Return whether a step with other values gives another outcome, or fails."""
         try:
             return not self.run_from(base, values).is_as(plain, exact=self.exact)
@@ -502,7 +502,7 @@ class StepProbe:
         finally:
             base.put_back()
 
-    def is_traced(self, base: Snapshot, keys: list[ValueKey]) -> bool:
+    def is_traced(self, base: ValueSnapshot, keys: list[ValueKey]) -> bool:
         """Return whether the graph of the step's result reaches the values of these keys."""
         values = base.rebuilt(keys, self._trace)
         try:
@@ -587,7 +587,7 @@ def check_step(
         before.put_back()
 
 
-def _check(probe: StepProbe, before: Snapshot) -> dict[ValueKey, bool]:
+def _check(probe: StepProbe, before: ValueSnapshot) -> dict[ValueKey, bool]:
     reference = _first_run(probe, before)
     _check_repeatable(probe, before, reference)
 
@@ -598,7 +598,12 @@ def _check(probe: StepProbe, before: Snapshot) -> dict[ValueKey, bool]:
     after_two = probe.keep()
     next_step = probe.run(1, reference.state)
     after_three = probe.keep()
-    _check_state(reference, next_step)
+    if tree_flatten(next_step.state)[1] != tree_flatten(reference.state)[1]:
+        raise ValueError(
+            "the state that step returns has another structure after the second timestep than "
+            "after the first: return a state of the same structure every time, and collect values "
+            "over time with `outputs`"
+        )
 
     statistics = {
         (place.name, place.where, name) for place in probe.places for name in place.statistics
@@ -620,7 +625,7 @@ def _check(probe: StepProbe, before: Snapshot) -> dict[ValueKey, bool]:
     }
 
 
-def _first_run(probe: StepProbe, before: Snapshot) -> Outcome:
+def _first_run(probe: StepProbe, before: ValueSnapshot) -> Outcome:
     """Run the step; raise if its state, or what it writes into, can't be recomputed."""
     versions = {name: version_of(value) for name, value in probe.parameters.items()}
     try:
@@ -660,7 +665,7 @@ def _first_run(probe: StepProbe, before: Snapshot) -> Outcome:
     return outcome
 
 
-def _check_repeatable(probe: StepProbe, before: Snapshot, reference: Outcome) -> None:
+def _check_repeatable(probe: StepProbe, before: ValueSnapshot, reference: Outcome) -> None:
     """Run the step again from restored places, and set `probe.exact` to whether it repeats.
 
     On a CPU, a different result means hidden state. On other devices a kernel may add in another
@@ -670,16 +675,6 @@ def _check_repeatable(probe: StepProbe, before: Snapshot, reference: Outcome) ->
     tensors = [value for value in reference.values if isinstance(value, Tensor)]
     if not probe.exact and all(tensor.device.type == "cpu" for tensor in tensors):
         raise HiddenState(OUTSIDE_STATE_MESSAGE)
-
-
-def _check_state(reference: Outcome, next_step: Outcome) -> None:
-    """Raise if the state changes its structure from one timestep to the next."""
-    if tree_flatten(next_step.state)[1] != tree_flatten(reference.state)[1]:
-        raise ValueError(
-            "the state that step returns has another structure after the second timestep than "
-            "after the first: return a state of the same structure every time, and collect values "
-            "over time with `outputs`"
-        )
 
 
 def _check_attached(reference: Outcome) -> None:
@@ -696,8 +691,8 @@ def _check_attached(reference: Outcome) -> None:
 
 def _refusal_of_repeat(
     probe: StepProbe,
-    before: Snapshot,
-    after_one: Snapshot,
+    before: ValueSnapshot,
+    after_one: ValueSnapshot,
     changing: list[ValueKey],
     reference: Outcome,
 ) -> HiddenState:
@@ -716,7 +711,7 @@ def _refusal_of_repeat(
 
 
 def _try_out(
-    probe: StepProbe, keys: list[ValueKey], after_one: Snapshot, after_three: Snapshot
+    probe: StepProbe, keys: list[ValueKey], after_one: ValueSnapshot, after_three: ValueSnapshot
 ) -> None:
     """Raise if a step depends on one of these values; the gentlest trials come first."""
     try:
@@ -724,7 +719,7 @@ def _try_out(
     except BROKEN_STEP_ERRORS:
         return
 
-    def replaced(source: Snapshot, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    def replaced(source: ValueSnapshot, change: Callable[[Any], Any] = lambda value: value) -> Any:
         return lambda keys: probe.matters(after_one, source.rebuilt(keys, change), unchanged)
 
     trials = [

@@ -1,4 +1,4 @@
-"""Built-in models, and loading a workload by name, package.module:factory or file.py:factory.
+"""Built-in models, and loading a workload by name, pkg.module:factory or file.py:factory.
 
 The built-in ones serve gates and examples: an MLP, a Llama-like transformer with grouped-query
 attention, rotary positions, SwiGLU and RMS norms, a bottleneck ResNet and a spiking network.
