@@ -2,8 +2,8 @@
 
     python benchmarks/clients.py --record evidence/clients.json
 
-What a client's installer prints and returns is not asked: they end with 0 while they drop skills. No client is logged
-in. Proof: `python -m pytest tests/skills/test_clients.py`.
+The output and status of an installer prove nothing: installers end with 0 while they drop skills.
+No client is logged in. Proof: `python -m pytest tests/skills/test_clients.py`.
 """
 
 import argparse
@@ -268,10 +268,8 @@ def main() -> int:
                     "problems": wrong,
                 }
             )
-            print(
-                f"{name:12} {client.package:34} {'; '.join(wrong) or f'{len(loaded)} skills loaded'}",
-                flush=True,
-            )
+            result = "; ".join(wrong) or f"{len(loaded)} skills loaded"
+            print(f"{name:12} {client.package:34} {result}", flush=True)
             if wrong:
                 sys.stderr.write(said)
     if options.record and not failed:

@@ -3,8 +3,9 @@
     pip install 'moto[server]' s3fs
     python benchmarks/object_store_check.py --json evidence/checkpoint_objects.json
 
-Saves, loads, verifies, retains, locks, and kills writers at changes of the store. `python -m pytest
-tests/runs/test_store_objects.py` holds the same on two file systems that need neither. Proof: the record it writes.
+Saves, loads, verifies, retains, locks, and kills writers at changes of the store. Without these two
+packages `python -m pytest tests/runs/test_store_objects.py` holds the same on two file systems.
+Proof: the record it writes.
 """
 
 import argparse

@@ -1,7 +1,10 @@
 """Torture checkpoints: kills, damage, failing disks, hostile files, random histories.
 
-`python -m torture [--kills N] [--flips N] [--histories N] [--every N] [--only KEY]... [--seed S] [--json PATH]`, or
-`make torture`; the full one takes half an hour on two cores. Status 1 where anything was wrong. Linux, since it forks.
+    python -m torture [--kills N] [--flips N] [--histories N] [--every N] [--only KEY]... [--seed S]
+        [--json PATH]
+
+`make torture` runs the full one, half an hour on two cores. The status is 1 when anything was wrong.
+It forks, and therefore needs Linux.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 

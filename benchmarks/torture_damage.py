@@ -1,6 +1,7 @@
 """Check that flipped, cut, missing and swapped files are refused before anything changes.
 
-And after each the state before it loads to the bit. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+After each the previous state loads to the bit.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
 import random

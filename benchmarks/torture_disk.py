@@ -1,6 +1,6 @@
 """A disk that fails at each change, for once or for good, and at each read.
 
-What was committed before is there afterwards and loads to the bit, and training goes on from it in the next life.
+What was committed before is there afterwards, loads to the bit, and the next life trains on.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 

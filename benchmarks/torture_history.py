@@ -91,7 +91,8 @@ class History:
         self.files = PaperFiles()
         self.books = Books(config)
         self.rotten: set[str] = set()
-        self.sure = True  # whether the books know each checkpoint; after a crash they look once what there is
+        # Whether the books know each checkpoint; after a crash they read once what is there.
+        self.sure = True
         self.begin()
 
     def begin(self) -> None:

@@ -1,7 +1,8 @@
 """Try hostile checkpoints: pickles that call code, at each place, and paths that escape.
 
-Each is loaded, resumed from, listed, shown, verified and compared; a canary says whether anything was run, a watch on
-the interpreter whether anything outside was read. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+Each is loaded, resumed from, listed, shown, verified and compared. A canary shows whether any code
+was run, and an audit hook whether anything outside was read.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
 import copy

@@ -1,6 +1,7 @@
 """Kill training at random moments, over one to three ranks that save in the background.
 
-A life goes on in the folder that the killed one left, so that kills add up over a history, and a judge looks at each.
+Each life continues in the folder of the killed one, so that kills add up over a history; a judge
+checks the folder after each.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 

@@ -1,6 +1,7 @@
 """Store manifests alone in memory, so that ten thousand histories take minutes.
 
-Saving, removing, sweeping and the note of a rollback are the store's own; each change may be where the process ends.
+Saving, removing, sweeping and the note of a rollback are the store's own; the process may end at
+each change.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
 """
 

@@ -1,6 +1,7 @@
 """Plant faults in the package and print what the torture reports for each.
 
-`python -m torture_planted NAME...` writes JSON: of each fault the words of the judge, none where it was not caught.
+`python -m torture_planted NAME...` writes JSON: each fault and the judge's
+findings, none where it was not caught.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 

@@ -1,6 +1,6 @@
 """Compare retention with an independent model over histories that hypothesis generates.
 
-A history trains, measures, resumes, turns back, meets NaN and damage, and crashes at any change on the disk.
+A history trains, measures, resumes, turns back, meets NaN and damage, and crashes at any change.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
 """
 

@@ -146,7 +146,8 @@ def straight(world: int, folder: Path) -> Expected:
     ranks.end()
     if any(ranks.statuses.values()):
         raise RuntimeError(
-            f"the straight run of {world} ranks failed: {[one for one in ranks.said if one.word == 'failed']}"
+            f"the straight run of {world} ranks failed: "
+            f"{[one for one in ranks.said if one.word == 'failed']}"
         )
     run = SavedRun(folder)
     live = {(one.rank, one.what[0]): one.what[1] for one in ranks.said}

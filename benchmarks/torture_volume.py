@@ -1,6 +1,7 @@
 """Save to a full or read-only volume: what was committed stays and loads to the bit.
 
-The kernel says no here, and nothing stands for it. Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+The kernel itself refuses; nothing is simulated.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
 import os

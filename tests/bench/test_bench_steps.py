@@ -63,8 +63,11 @@ def test_peak_of_a_step_is_what_is_there_and_what_it_adds():
 
 
 def test_peak_of_a_chain_is_counted_by_hand():
-    """In backward: the input of each layer, GELU's input, two gradients of a layer's output, and all those of weights
-    so far; AdamW keeps two moments for each weight, and a number for each tensor."""
+    """Count the peak by hand, which is in backward.
+
+    It holds the input of each layer, GELU's input, two gradients of a layer's output and the
+    weights' gradients so far; AdamW holds two moments a weight and a number a tensor.
+    """
     step = TrainingStep(Case(ROWS, batch_size=8))
     step()
     weights = 4 * (16 * 32 + 32 + 32 * 16 + 16)

@@ -42,7 +42,8 @@ def test_a_cadence_is_measured_with_its_bound_and_nothing_is_left(tmp_path, caps
         assert row["saves"] >= 1, row
         assert 0 < row["saving_seconds"] < row["seconds"]
         assert row["bound"] == 0.9
-    # sqrt(2 * 60 * 86400) = 3219.94 s; d / 2M = 3.4722e-4; Daly's terms make 3180.1 s of it, from save to save
+    # sqrt(2 * 60 * 86400) = 3219.94 s; d / 2M = 3.4722e-4; with Daly's further terms the interval
+    # from save to save is 3180.1 s
     assert found["young_daly"]["minutes"]["24h"] == pytest.approx(3180.1 / 60, abs=0.01)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     assert capsys.readouterr().out.count("of 90.00%") == 2

@@ -1,4 +1,7 @@
-"""The tensors of what modules take and give. `python -m pytest tests/core/test_layers.py`"""
+"""Tensors are found in the inputs and outputs of modules.
+
+python -m pytest tests/core/test_layers.py
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

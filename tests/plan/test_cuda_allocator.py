@@ -1,4 +1,4 @@
-"""The allocator model reserves what CUDA reserved in recorded traces, and keeps its invariants.
+"""The allocator model reserves what CUDA reserved in traces, and keeps its invariants.
 
 python -m pytest tests/plan/test_cuda_allocator.py
 """

@@ -484,7 +484,8 @@ import resource, sys, time
 import torch
 from curry_train.plan.estimate import Sketch
 start = time.process_time()
-with Sketch("curry_train.workloads.models:llama_8b", dtype=torch.bfloat16, kernels="cuda") as sketch:
+model = "curry_train.workloads.models:llama_8b"
+with Sketch(model, dtype=torch.bfloat16, kernels="cuda") as sketch:
     peak = sketch.step(1).peak_bytes
 scale = 1 if sys.platform == "darwin" else 1024
 print(peak, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)

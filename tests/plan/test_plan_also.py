@@ -1,4 +1,4 @@
-"""A plan may run modules that somebody vouches for once more, and then there is no faster one without them.
+"""A plan may recompute modules that the user allows, and is then never slower.
 
 python -m pytest tests/plan/test_plan_also.py
 """

@@ -1,4 +1,4 @@
-"""Plans as files, models that a plan is not for, and what is said where nothing fits or the input is wrong.
+"""Plans as files, models that cannot be planned, and errors for what does not fit.
 
 python -m pytest tests/plan/test_plan_refusals.py
 """

@@ -1,4 +1,4 @@
-"""The choices that the planner's solver finds, against all choices there are, within the budget, and in time.
+"""The planner's solver against all choices there are: within the budget, and in time.
 
 python -m pytest tests/plan/test_solve.py
 """
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def small_chain(seed):
-    """Up to five blocks with up to five choices in a few bytes, what the head needs, and a budget about there."""
+    """Draw up to five blocks of five choices, the head's needs, and a budget near them."""
     draw = random.Random(seed)
     stages = [
         Stage(
@@ -41,7 +41,7 @@ def small_chain(seed):
 
 
 def large_chain(seed, *, num_blocks=None, num_choices=77):
-    """Blocks of about half a GB each, with menus as fine as real ones: the less is held, the more is done again."""
+    """Make blocks of about half a GB with fine menus: holding less costs more recompute."""
     draw, stages = random.Random(seed), []
     for _ in range(num_blocks or draw.randint(24, 32)):
         whole, forward = draw.randint(4 * 10**8, 8 * 10**8), draw.uniform(0.5, 1.5)
@@ -129,8 +129,10 @@ def test_the_best_plan_does_not_depend_on_the_bound_that_shortens_menus(monkeypa
 
 
 def test_few_quanta_stay_within_their_word(monkeypatch):
-    """With 64 quanta: never above the budget, none only where there is none, and never dearer than a plan for a
-    budget that is smaller by a quantum for each block."""
+    """With 64 quanta a plan is found when there is one, and is never above the budget.
+
+    It never costs more than a plan for a budget that is smaller by a quantum for each block.
+    """
     monkeypatch.setattr(solve_module, "NUM_QUANTA", 64)
     monkeypatch.setattr(solve_module, "SEARCH_PASSES", 1)
     equal = 0
@@ -262,10 +264,10 @@ def test_a_greedy_solver_costs_more_than_the_best_plan_or_finds_none():
 
 
 def test_large_chains_are_within_the_budget_and_use_97_percent_of_one_that_binds():
-    """A budget binds where the choices that are cheapest without one do not fit, and some choices do.
+    """A budget binds when the cheapest choices do not fit and some others do.
 
-    A plan may then leave what no single block could use: with 24 blocks of 20 choices that is far less than 3%. A
-    chain of few blocks, or with coarse menus, may have to leave more, and nothing is promised for it.
+    A plan may leave what no single block can use: with 24 blocks of 20 choices that is far less
+    than 3%. A chain of few blocks, or with coarse menus, may leave more, and has no bound here.
     """
     num_binding, least_used = 0, 1.0
     for seed in range(200):
@@ -287,8 +289,10 @@ def test_large_chains_are_within_the_budget_and_use_97_percent_of_one_that_binds
 
 
 def least_cost_by_price(stages, room):
-    """A bound from below on the cost of all choices that hold no more than `room` at the end: for any price for a byte,
-    what the blocks cost and hold at that price, less what the room is worth."""
+    """Compute a lower bound on the cost of all choices that hold at most `room` bytes.
+
+    For any price of a byte it is the blocks' cost and held bytes at that price, less the room's.
+    """
 
     def bound(price):
         cheapest = (

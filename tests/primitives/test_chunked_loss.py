@@ -24,7 +24,7 @@ from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
 
 CLASSES, WIDTH = 301, 16
-# Sums of some hundred float32 terms in another order; half precision rounds each product's result once.
+# Sums of some hundred float32 terms in another order; half precision rounds each product once.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 

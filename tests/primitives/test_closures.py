@@ -93,8 +93,12 @@ def imported_modules(path):
             found.add(base.with_suffix(".py").relative_to(PACKAGE).as_posix())
             continue
         for alias in node.names:
-            module = base / f"{alias.name}.py"
-            home = module if module.is_file() else base / "__init__.py"
+            candidates = (
+                base / f"{alias.name}.py",
+                base / alias.name / "__init__.py",
+                base / "__init__.py",
+            )
+            home = next(path for path in candidates if path.is_file())
             found.add(home.relative_to(PACKAGE).as_posix())
     return found
 

@@ -89,9 +89,11 @@ from curry_train.core.measure_compiled import saved_bytes
 from curry_train.primitives.compile_budget import memory_budget
 
 for budget in map(float, sys.argv[1:]):
-    model = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Sigmoid()))
+    block = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Sigmoid())
+    model = nn.Sequential(block)
     memory_budget(model, budget, blocks="0")
-    model(torch.ones(64, 16)).sum().backward()  # what is compiled is kept once backward is compiled too
+    # The cache is written once backward is compiled too.
+    model(torch.ones(64, 16)).sum().backward()
     print(saved_bytes(model, torch.ones(64, 16), lambda model, batch: model(batch).sum()))
 print(counters["aot_autograd"]["autograd_cache_hit"])
 """

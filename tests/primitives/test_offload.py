@@ -24,8 +24,7 @@ from curry_train.gates.same_training import sample_of
 from curry_train.primitives.offload import offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
 CHECKS = {gate.name: gate.check for gate in recompute.OFFLOAD_GATES}

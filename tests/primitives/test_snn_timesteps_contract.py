@@ -1,4 +1,4 @@
-"""Chunked timesteps are the plain loop, bit for bit, hold what the formula says, and say what is wrong with an input.
+"""Chunked timesteps equal the plain loop to the bit and hold what the formula predicts.
 
 python -m pytest tests/primitives/test_snn_timesteps_contract.py
 """

@@ -1,6 +1,8 @@
 """Run a training script, plain or with `saving` attached, and kill it at a step.
 
-    python tests/runs/attached_scripts.py KILL_AT SCRIPT.py      # KILL_AT optimizer steps of this process, 0 for never
+    python tests/runs/attached_scripts.py KILL_AT SCRIPT.py
+
+The process is killed in its optimizer step number KILL_AT, and never for 0.
 
 Proof: `python -m pytest tests/runs/test_attach.py`.
 """
@@ -26,7 +28,9 @@ class Noisy(Dataset):
 
 workers, generator = int(sys.argv[1]), torch.Generator() if "own" in sys.argv else None
 torch.manual_seed(3); random.seed(3); numpy.random.seed(3)
-model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+model = nn.Sequential(
+    nn.Linear(4, 16), nn.Dropout(0.3), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 loader = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=workers, generator=generator)
@@ -41,7 +45,8 @@ for epoch in range(3):
     scheduler.step()
     model.eval()
     with torch.no_grad():
-        dev = sum(nn.functional.cross_entropy(model(x), y).item() for x, y in DataLoader(Noisy(), 11))
+        batches = DataLoader(Noisy(), 11)
+        dev = sum(nn.functional.cross_entropy(model(x), y).item() for x, y in batches)
     print("dev", epoch, dev.hex(), scheduler.get_last_lr(), flush=True)
 torch.save(model.state_dict(), "weights.pt")
 """
@@ -50,7 +55,8 @@ CHANGES = (
     ("import numpy, torch\n", "import numpy, torch\nfrom curry_train.runs import saving\n"),
     (
         "for epoch in range(3):\n",
-        'run = saving(model, optimizer, scheduler, runs="run", rollback_every=2, recovery_every=None)\n'
+        'run = saving(model, optimizer, scheduler, runs="run", '
+        "rollback_every=2, recovery_every=None)\n"
         "for epoch in run.epochs(range(3)):\n",
     ),
     ("in loader:\n", "in run.batches(loader):\n"),

@@ -1,7 +1,8 @@
-"""A file system of fsspec that is as strict as object stores are, where `memory://` is lenient.
+"""An fsspec file system as strict as object stores are, where `memory://` is lenient.
 
-Objects appear whole when they are closed, and never if they are given up. There are no folders, no rename, no copy, no
-append, no seeking back. What is in a checkpoint is written once. Listings are kept by each client until it forgets
+Objects appear whole when they are closed, and never if they are discarded. There are no folders, no
+rename, no copy, no append, no seeking back. A checkpoint's objects are written once. Each client
+caches listings until it forgets
 them, as s3fs does. Proof: `python -m pytest tests/runs/test_store_objects.py`.
 """
 

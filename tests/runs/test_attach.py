@@ -1,4 +1,4 @@
-"""A script with `saving` attached is killed, damaged and resumed, and stays equal to the bit.
+"""A script with `saving` is killed, damaged and resumed, and stays equal to the bit.
 
 python -m pytest tests/runs/test_attach.py
 """

@@ -1,4 +1,4 @@
-"""A script on two ranks with `saving` is killed, damaged, resumed and stopped, equal to the bit.
+"""A script with `saving` on two ranks is killed and resumed, and stays equal to the bit.
 
 python -m pytest tests/runs/test_attach_ranks.py
 """

@@ -51,7 +51,8 @@ def test_what_is_null_is_never_due_and_auto_is_asked():
 
 
 def test_young_daly_against_figures_worked_by_hand():
-    # d = 60 s, M = 86,400 s: sqrt(2 d M) = 3219.94; d / 2M = 3.4722e-4, its root 0.0186339, a third of it 0.0062113
+    # d = 60 s, M = 86,400 s: sqrt(2 d M) = 3219.94; d / 2M = 3.4722e-4, its root 0.0186339, a third
+    # of the root 0.0062113
     assert young_daly(60, 86_400) == pytest.approx(
         3219.94 * (1 + 0.0062113 + 0.0000386) - 60, abs=0.1
     )

@@ -1,4 +1,4 @@
-"""A journal is written by one process, an event a line, and other people's files stay as they are.
+"""One process writes a journal, one event a line, and changes no foreign file.
 
 python -m pytest tests/runs/test_journal.py
 """
@@ -52,9 +52,19 @@ def test_a_step_is_there_when_the_call_returns(tmp_path):
                 epoch=0,
             )
             assert lines_of(tmp_path)[-1] == {
-                "v": 1, "time": 1_700_000_000 + step, "step": step, "attempt": 1, "kind": "step", "loss": 4.0,
-                "learning_rate": 1e-3, "grad_norm": 2.0, "terms": 8, "seconds": 0.5, "peak_bytes": 9, "epoch": 0,
-            }  # fmt: skip
+                "v": 1,
+                "time": 1_700_000_000 + step,
+                "step": step,
+                "attempt": 1,
+                "kind": "step",
+                "loss": 4.0,
+                "learning_rate": 1e-3,
+                "grad_norm": 2.0,
+                "terms": 8,
+                "seconds": 0.5,
+                "peak_bytes": 9,
+                "epoch": 0,
+            }
 
 
 def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):

@@ -1,4 +1,7 @@
-"""Attempts, and the history that counts. `python -m pytest tests/runs/test_journal_history.py`."""
+"""The history of a run takes each step from its last attempt.
+
+python -m pytest tests/runs/test_journal_history.py
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A process that dies while it writes, at any byte, leaves a journal that is read and gone on with.
+"""A journal is read and continued after its process died at any byte of a write.
 
 python -m pytest tests/runs/test_journal_kill.py
 """
@@ -106,7 +106,8 @@ with Journal({folder!r}) as journal:
     step = 0
     while True:
         step += 1
-        journal.step(step, loss=1.0 / step, learning_rate=1e-3, grad_norm=1.0, terms=5, seconds=0.1, peak_bytes=2**30)
+        figures = dict(grad_norm=1.0, terms=5, seconds=0.1, peak_bytes=2**30)
+        journal.step(step, loss=1.0 / step, learning_rate=1e-3, **figures)
         if step == 20:
             print("going", flush=True)
 """

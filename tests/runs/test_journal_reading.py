@@ -245,8 +245,9 @@ import sys
 sys.path.insert(0, {path!r})
 from curry_train.runs.history import read_history
 history = read_history({journal!r})
-# the most of this program; getrusage counts what the one had that started it
-most = int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+# This program's own peak; getrusage would count that of the process that started it.
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+most = int(peak.split()[1]) // 1024
 print(history.num_events, len(history.steps), most, "torch" in sys.modules)
 """
 

@@ -1,6 +1,8 @@
-"""What stays, over random histories of saves, rollbacks, damage and NaN. `python -m pytest tests/runs/test_retention.py`.
+"""What retention keeps over random histories of saves, rollbacks, damage and NaN.
 
-The ledger of retention_trial keeps its own books; rules that are known to be wrong are each caught by it.
+    python -m pytest tests/runs/test_retention.py
+
+The ledger of retention_trial is an independent model; it catches each of several wrong rules.
 """
 
 import math

@@ -337,8 +337,11 @@ def test_rollbacks_of_parameters_beyond_a_rollback_are_given_up_with_their_line(
 
 @pytest.fixture
 def on_a_clock(tmp_path, monkeypatch):
-    """A policy on a clock that only steps, of a second, and saves move; the disk is said to take 2 s for a save, and
-    takes 2. Gives the policy, its state, and what trains so many steps and returns those that were saved."""
+    """Yield a policy on a simulated clock, its state, and a function that trains steps.
+
+    A step moves the clock by 1 s and a save by 2 s, which is also what the disk promises. The
+    function returns the steps that were saved.
+    """
     clock = [100.0]
     monkeypatch.setattr("curry_train.runs.cadence.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("curry_train.runs.cadence.expected_seconds", lambda files, size: 2.0)

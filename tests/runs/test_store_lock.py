@@ -1,4 +1,4 @@
-"""Two processes never write one run, the error names the holder, and a dead one holds nothing.
+"""Two processes never write one run; the error names the holder; a dead one holds nothing.
 
 python -m pytest tests/runs/test_store_lock.py
 """

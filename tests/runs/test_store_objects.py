@@ -1,4 +1,4 @@
-"""Where nothing can be renamed or linked: the manifest is written last, and `latest` is a file.
+"""Without renames or links the manifest is written last, and `latest` is a file.
 
 python -m pytest tests/runs/test_store_objects.py
 """
