@@ -1,4 +1,4 @@
-"""Public names of a package, imported on first use (PEP 562), so that its import stays cheap.
+"""Public names of a package, imported on first use (PEP 562): its import stays cheap.
 
 Proof: `python -m pytest tests/core/test_lazy.py`.
 """

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 # Run a module and restore its buffers, its gradients and every random generator afterwards.
 
@@ -29,8 +30,15 @@ class Generators:
     """
 
     def __init__(self, values: Iterable[Any] = (), *, devices: Iterable[Any] = ()) -> None:
-        found = {value.device for value in values if isinstance(value, Tensor)}
-        self._devices = [*devices, *(device for device in found if device.type == "cuda")]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._values = {value.device: value for value in tensors if value.device.type != "cpu"}
+        self._given = list(devices)
+        self._devices = [
+            *self._given,
+            *(device for device in self._values if device.type == "cuda"),
+        ]
+        others = [value for device, value in self._values.items() if device.type != "cuda"]
+        self._other_devices, self._other_states = get_device_states(*others)
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = numpy.random.get_state(legacy=False) if numpy else None
@@ -40,17 +48,16 @@ class Generators:
 
     def moved(self) -> bool:
         """Return whether a generator was used since the snapshot."""
-        return not self.are_as(Generators(devices=self._devices))
+        return not self.are_as(Generators(self._values.values(), devices=self._given))
 
     def are_as(self, other: "Generators") -> bool:
         """Return whether two snapshots hold the same states."""
-        same = self._python == other._python and set(self._devices) == set(other._devices)
-        if not same or not torch.equal(self._torch, other._torch):
+        places = self._devices, self._other_devices
+        if self._python != other._python or places != (other._devices, other._other_devices):
             return False
-        theirs = dict(zip(other._devices, other._states, strict=True))
-        pairs = zip(self._devices, self._states, strict=True)
-        on_devices = all(torch.equal(state, theirs[device]) for device, state in pairs)
-        return on_devices and _same_numpy(self._numpy, other._numpy)
+        states = [self._torch, *self._states, *self._other_states]
+        others = [other._torch, *other._states, *other._other_states]
+        return all(map(torch.equal, states, others)) and _same_numpy(self._numpy, other._numpy)
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -61,6 +68,9 @@ class Generators:
             torch.set_rng_state(self._torch)
             for device, state in zip(self._devices, self._states, strict=True):
                 torch.cuda.set_rng_state(state, device)
+        if self._other_devices:
+            (kind,) = {device.type for device in self._values} - {"cpu", "cuda", "meta"}
+            set_device_states(self._other_devices, self._other_states, device_type=kind)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

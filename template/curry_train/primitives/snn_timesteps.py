@@ -505,11 +505,12 @@ class _ChunkedLoop:
         *earlier, last = schedule.chunks
         for inside in earlier:
             leaves, shape = tree_flatten(state)
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.is_inference():
+                    leaves[place] = leaf.clone()  # an inference tensor can't be saved for backward
             chunk = _Chunk(self, shape, first, inside, again)
             # The chunk itself restores generators and all else that its recompute must find.
-            new_leaves = checkpoint(
-                chunk, *map(_savable, leaves), use_reentrant=False, preserve_rng_state=False
-            )
+            new_leaves = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
             mark_returned_once(new_leaves)
             state = tree_unflatten(list(new_leaves), self._check_shape(chunk.shape_after))
             first += inside.num_steps
@@ -576,8 +577,3 @@ class _Chunk:
         state = self.loop.run(state, self.first, self.inside, again=again)
         new_leaves, self.shape_after = tree_flatten(state)
         return tuple(new_leaves)
-
-
-def _savable(leaf: Any) -> Any:
-    """Copy an inference tensor, which can't be saved for backward."""
-    return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
