@@ -1,7 +1,9 @@
 """Kill a process that saves, at every change or at random moments, and check what is left.
 
-`python -m store_kills FOLDER [--every N] [--random N] [--seed S] [--json PATH]` writes JSON;
-tests/runs and template/ have to be on the path. A child is forked for each kill, from a process that has only one thread.
+    python -m store_kills FOLDER [--every N] [--random N] [--seed S] [--json PATH]
+
+It writes JSON; benchmarks/, tests/runs/ and template/ have to be on the path. A child is forked for
+each kill, from a process that has only one thread.
 Proof: `python -m pytest tests/runs/test_store_kill.py`.
 """
 

@@ -3,7 +3,7 @@
     python -m torture [--kills N] [--flips N] [--histories N] [--every N] [--only KEY]... [--seed S]
         [--json PATH]
 
-`make torture` runs the full one, half an hour on two cores. The status is 1 when anything was wrong.
+`make torture` runs the full one, half an hour on two cores. The status is 1 if anything was wrong.
 It forks, and therefore needs Linux.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
