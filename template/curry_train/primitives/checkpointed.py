@@ -249,7 +249,7 @@ def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return requires_grad
 
 
-# Caches of keys and values that Hugging Face models fill: a block that runs again adds to them twice.
+# Caches of keys and values of Hugging Face models: a block that runs again would add twice.
 
 logger = logging.getLogger(__name__)
 _left_out: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()

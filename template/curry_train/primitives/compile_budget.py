@@ -274,7 +274,8 @@ def memory_budget(
         )
     if backend not in BUDGET_BACKENDS:
         raise ValueError(
-            f"backend must be one of {', '.join(BUDGET_BACKENDS)}, which support budgets; got {backend!r}"
+            f"backend must be one of {', '.join(BUDGET_BACKENDS)}, which support budgets; "
+            f"got {backend!r}"
         )
     if (batch is None) != (loss is None):
         raise ValueError("give batch and loss both, to compile and check now, or neither")

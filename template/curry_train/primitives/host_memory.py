@@ -202,7 +202,8 @@ class HostPool:
         except (OSError, RuntimeError) as error:
             # CUDA raises its out-of-memory error for host memory too.
             raise HostMemoryShort(
-                f"the host gave no {in_binary_units(capacity)} of {kind} ({error}): {HOST_MEMORY_ADVICE}"
+                f"the host gave no {in_binary_units(capacity)} of {kind} ({error}): "
+                f"{HOST_MEMORY_ADVICE}"
             ) from error
         self.reserved_bytes += capacity
         return buffer

@@ -8,7 +8,7 @@ offload_blocks(model)    # all blocks but the last
 Each storage is moved once, however many views of it are saved. Parameters, buffers and small
 tensors stay on the device.
 
-Proof: `python -m pytest tests/primitives/test_offload_contract.py tests/primitives/test_offload.py`.
+Proof: `python -m pytest tests/primitives/test_offload_contract.py`.
 """
 
 import functools

@@ -383,7 +383,8 @@ class _BlockForward:
             raise PolicyError(
                 f"policy {self.policy.name!r} is the wrong way round for {self.block}: it saves "
                 f"{num_saved_cheap} outputs of cheap operations, and recomputes all "
-                f"{num_expensive} matrix products, convolutions and attentions. {POLICY_COST_FIGURES}"
+                f"{num_expensive} matrix products, convolutions and attentions. "
+                f"{POLICY_COST_FIGURES}"
             )
 
 
