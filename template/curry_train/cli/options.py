@@ -92,8 +92,12 @@ def device_option(**settings: Any) -> OptionDecorator:
 
 def dtype_option(**settings: Any) -> OptionDecorator:
     """Add `--dtype`, the type of weights and batch."""
-    settings = {"default": "float32", "help": "Type of weights and batch."} | settings
-    return click.option("--dtype", **{"type": click.Choice(list(DTYPES))} | settings)
+    defaults: dict[str, Any] = {
+        "type": click.Choice(list(DTYPES)),
+        "default": "float32",
+        "help": "Type of weights and batch.",
+    }
+    return click.option("--dtype", **defaults | settings)
 
 
 def batch_size_option(**settings: Any) -> OptionDecorator:
@@ -104,8 +108,8 @@ def batch_size_option(**settings: Any) -> OptionDecorator:
 
 def seed_option(**settings: Any) -> OptionDecorator:
     """Add `--seed`, of weights, batch and dropout."""
-    settings = {"default": 0, "help": "Seed of weights, batch and dropout."} | settings
-    return click.option("--seed", type=click.IntRange(0), **settings)
+    defaults: dict[str, Any] = {"default": 0, "help": "Seed of weights, batch and dropout."}
+    return click.option("--seed", type=click.IntRange(0), **defaults | settings)
 
 
 def blocks_option() -> OptionDecorator:

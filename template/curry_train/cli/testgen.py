@@ -313,7 +313,9 @@ def _tuple(texts: Sequence[str]) -> str:
 @click.option("--check", is_flag=True, help="Write nothing; check that FILE is up to date.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
 @click.pass_context
-def testgen_command(context: click.Context, check: bool, overwrite: bool, **options: Any) -> None:
+def testgen_command(
+    context: click.Context, /, check: bool, overwrite: bool, **options: Any
+) -> None:
     """Write a pytest file that runs every gate.
 
     Exit status: 0 written, or up to date, 1 with --check if FILE is not up to date, 2 wrong usage.
