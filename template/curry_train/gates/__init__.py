@@ -5,10 +5,10 @@ from ..core.lazy import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "run": ("discover",),
         "verdict": (
             "Gate",
             "Verdict",
+            "discover",
         ),
     },
 )
