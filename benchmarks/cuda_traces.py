@@ -25,8 +25,8 @@ from curry_train.core.wording import provenance, write_json
 from curry_train.plan.cuda_allocator import (
     SMALL_SEGMENT,
     AllocatorSettings,
-    Block,
     CudaAllocator,
+    MemoryBlock,
 )
 
 ADDRESS_UNIT = 512
@@ -75,7 +75,7 @@ class _Player:
         self.allocator = CudaAllocator(
             AllocatorSettings(expandable_segments=self.expandable), new_address=self._address
         )
-        self.blocks: list[Block] = []
+        self.blocks: list[MemoryBlock] = []
         self.address_sum = 0
         self.num_allocations = 0
         self.recorded = 0
