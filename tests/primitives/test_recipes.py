@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.core.measure import LiveStorages
+from curry_train.primitives.checkpointed import BlockState
 from curry_train.primitives.regions import (
     DEEPEST_RECIPE,
     NODE_RECIPES,
@@ -180,7 +181,7 @@ def test_casts_of_weights_are_made_again_under_autocast():
 
 
 def replayed(norm, x, weight):
-    output = Replay(norm, (x,), {}).first()
+    output = Replay(BlockState([]), norm, (x,), {}).first()
     with Keeper().hooks():
         return (output @ weight).square().sum()
 
@@ -224,7 +225,7 @@ def test_a_replayed_module_keeps_its_input_alone_and_lets_go_of_the_rest():
 
 def test_a_module_that_hands_its_input_on_is_no_recipe_for_it():
     x = weights()[0] * 1.0
-    assert Replay(lambda x: x, (x,), {}).first() is x
+    assert Replay(BlockState([]), lambda x: x, (x,), {}).first() is x
     assert not hasattr(x, REPLAY_KEY)
 
 
@@ -236,7 +237,7 @@ def test_a_module_that_takes_another_path_is_noticed():
         return torch.sin(x) if len(calls) == 1 else torch.sin(torch.sin(x))
 
     x = weights()[0]
-    loss = Replay(module, (x,), {}).first().sum()
+    loss = Replay(BlockState([]), module, (x,), {}).first().sum()
     with pytest.raises(RuntimeError, match="saved 1 tensors the first time and 2 the second"):
         loss.backward()
 
@@ -244,7 +245,7 @@ def test_a_module_that_takes_another_path_is_noticed():
 def test_replays_run_under_the_autocast_of_the_first_time():
     linear, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = Replay(linear, (x,), {}).first().float().square().sum()
+        loss = Replay(BlockState([]), linear, (x,), {}).first().float().square().sum()
     loss.backward()
     found = linear.weight.grad
     linear.weight.grad = None
@@ -252,7 +253,7 @@ def test_replays_run_under_the_autocast_of_the_first_time():
         loss = linear(x).float().square().sum()
     loss.backward()
     assert torch.equal(found, linear.weight.grad)
-    loss = Replay(F.gelu, (x,), {}).first().sum()
+    loss = Replay(BlockState([]), F.gelu, (x,), {}).first().sum()
     with torch.autocast(
         "cpu", torch.bfloat16
     ):  # and not under one that is on during backward alone
@@ -264,7 +265,7 @@ def test_a_replay_ends_with_what_autograd_saved_though_the_loss_is_held():
     """A loop that still has its loss in the next forward would hold the inputs of two steps."""
     norm, hidden = nn.LayerNorm(16), torch.randn(8, 16, requires_grad=True) * 2
     let_go = weakref.ref(hidden)
-    loss = Replay(norm, (hidden,), {}).first().square().sum()
+    loss = Replay(BlockState([]), norm, (hidden,), {}).first().square().sum()
     del hidden
     loss.backward(retain_graph=True)
     assert let_go() is not None  # a second backward needs it

@@ -294,7 +294,10 @@ class Branches(OtherArguments):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(OtherArguments, "takes other arguments"), (Branches, "unchanged, so the two")],
+    [
+        (OtherArguments, "takes other arguments"),
+        (Branches, "used by add and not only by layers.1, so the two"),
+    ],
 )
 def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, said):
     model = kind()

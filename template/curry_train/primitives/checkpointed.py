@@ -10,8 +10,10 @@ import contextlib
 import functools
 import logging
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,9 +26,141 @@ from torch.utils.checkpoint import checkpoint
 from ..core.random import (
     function_modes,
     function_modes_as,
+    is_batch_norm,
     mark_returned_once,
     statistics_kept,
 )
+
+# State that a block reads beside its inputs, which a second call in the backward must find again.
+
+# Attributes that torch keeps on every module. Only `training` is part of a call.
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+COPIED_CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}
+# A longer container is data, and copying it at each call would cost more than the call.
+LONGEST_COPIED = 1000
+
+# The buffers and tensor attributes that each module is known to write in place.
+_written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+class BlockState:
+    """Parameters, buffers, plain attributes and training mode of modules at their first call.
+
+    Call `begin` before and `end` after it; inside `with state:` the modules have that state again,
+    and what a second call writes is dropped: statistics, counters and histories advance once.
+    Objects that were replaced since are put back (`functional_call`, swapped weights). A tensor
+    that was changed in place can't be: an error, as in autograd. Batch norms are left to
+    `statistics_kept`. Long loops and few calls, because every call of a block runs this.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self.roots = roots
+        self.states: dict[int, SimpleNamespace] = {}
+        self.outside: list[list[tuple[dict[str, Any], ...]]] = []
+
+    def begin(self) -> None:
+        """Record the state before the first call."""
+        self.states = {}
+        modules: list[Any] = list(self.roots)
+        while modules:
+            module = modules.pop()
+            if module is None or id(module) in self.states:
+                continue
+            modules += module._modules.values()
+            self.states[id(module)] = state = SimpleNamespace(
+                module=module,
+                parameters=module._parameters.copy(),
+                buffers={} if is_batch_norm(module) else module._buffers.copy(),
+                attributes=module.__dict__.copy(),
+                versions={},
+                containers={},
+                # Tensors that the call writes in place, as they were before it.
+                clones={},
+            )
+            may_be_written = state.buffers.copy()
+            for name in state.attributes.keys() - TORCH_ATTRIBUTES:
+                value = state.attributes[name]
+                if isinstance(value, Tensor):
+                    may_be_written[name] = value
+                elif type(value) in COPIED_CONTAINERS and len(value) <= LONGEST_COPIED:
+                    state.containers[name] = value.copy()
+            # What a module writes is not known before its first call.
+            written = _written_names.get(module, may_be_written)
+            for name, value in (*state.parameters.items(), *may_be_written.items()):
+                if value is None or value.is_inference():
+                    continue
+                state.versions[name] = value, value._version
+                if name in written and name in may_be_written:
+                    state.clones[name] = value.detach().clone()
+
+    def end(self) -> None:
+        """Note after the first call what it wrote in place."""
+        for state in self.states.values():
+            written = _written_names.setdefault(state.module, set())
+            for name, (tensor, version) in list(state.versions.items()):
+                if tensor._version != version:
+                    written.add(name)
+                if name in written and name in state.clones:
+                    del state.versions[name]
+                else:
+                    state.clones.pop(name, None)
+                    state.versions[name] = tensor, tensor._version
+
+    def __enter__(self) -> None:
+        for state in self.states.values():
+            for name, (tensor, version) in state.versions.items():
+                if tensor._version != version and not _is_released(tensor):
+                    raise self._changed(state.module, name)
+        outside = []
+        for state in self.states.values():
+            module = state.module
+            parameters = module._parameters
+            buffers = module._buffers
+            attributes = module.__dict__
+            outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
+            for name, value in state.parameters.items():
+                # Sharded training frees its tensors, and puts others in their places.
+                if parameters.get(name) is not value and not _is_released(value):
+                    parameters[name] = value
+            buffers.update(state.buffers)
+            _set_attributes(module, state.attributes)
+            for name, value in state.containers.items():
+                attributes[name] = value.copy()
+            for name, value in state.clones.items():
+                (buffers if name in state.buffers else attributes)[name] = value.clone()
+        self.outside.append(outside)
+
+    def __exit__(self, *_: object) -> None:
+        for state, before in zip(self.states.values(), self.outside.pop(), strict=False):
+            state.module._parameters.update(before[0])
+            state.module._buffers.update(before[1])
+            _set_attributes(state.module, before[2])
+
+    def _changed(self, module: nn.Module, name: str) -> RuntimeError:
+        for root in self.roots:
+            for path, other in root.named_modules():
+                if other is module:
+                    name = f"{path}.{name}".lstrip(".") + f" of {type(root).__name__}"
+        return RuntimeError(
+            f"{name} was changed in place between the forward and its backward, so the block can't "
+            "be recomputed as it ran: run backward before the change, or assign a new tensor"
+        )
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    own = module.__dict__
+    for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
+        del own[name]
+    for name, value in attributes.items():
+        if name not in TORCH_ATTRIBUTES and own.get(name) is not value:
+            own[name] = value
+
+
+def _is_released(tensor: Any) -> bool:
+    """Return whether the memory of a tensor was freed, as sharded training does between calls."""
+    has_storage = tensor is not None and tensor.layout == torch.strided and tensor.numel() > 0
+    return has_storage and tensor.untyped_storage().nbytes() == 0
+
 
 # Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.
 
@@ -44,9 +178,10 @@ class FlatCall:
     """
 
     def __init__(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, state: BlockState, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.run = run
+        self.state = state
         self.names = tuple(kwargs)
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.leaves: list[Any] = [*args, *kwargs.values()]
@@ -74,7 +209,10 @@ class FlatCall:
         if self.inputs is not None:
             args, kwargs = self.inputs
             self.inputs = None
-            return self.run(*args, **kwargs)
+            self.state.begin()
+            output = self.run(*args, **kwargs)
+            self.state.end()
+            return output
 
         remaining = iter(tensors)
         values = [next(remaining) if leaf is TENSOR_PLACEHOLDER else leaf for leaf in self.leaves]
@@ -149,9 +287,10 @@ def run_checkpointed(
     if not torch.compiler.is_compiling():
         if modules:
             args, kwargs = leave_out_caches(modules[0], args, kwargs)
-        run = FlatCall(run, args, kwargs)
+        state = BlockState(modules)
+        run = FlatCall(state, run, args, kwargs)
         args = tuple(run.take_tensors())
-        context_option["context_fn"] = functools.partial(_contexts, modules, contexts)
+        context_option["context_fn"] = functools.partial(_contexts, state, contexts)
     else:
         # Compiled code needs no FlatCall: it saves every tensor, and raises an error if one was
         # changed in place. Keywords are bound here, because `checkpoint` has some of its own, such
@@ -163,7 +302,7 @@ def run_checkpointed(
 
     if options.use_reentrant:
         return checkpoint(
-            _once_in_two(run, modules),
+            _once_in_two(run),
             *args,
             use_reentrant=True,
             preserve_rng_state=options.preserve_rng_state,
@@ -181,11 +320,11 @@ def run_checkpointed(
     return output
 
 
-def _contexts(modules: Sequence[nn.Module], contexts: Callable[[], Pair] | None) -> Pair:
+def _contexts(state: BlockState, contexts: Callable[[], Pair] | None) -> Pair:
     if contexts is None:
-        return contextlib.nullcontext(), _EachRecompute(modules)
+        return contextlib.nullcontext(), _EachRecompute(state)
     first, second = contexts()
-    return first, _EachRecompute(modules, inside=second)
+    return first, _EachRecompute(state, inside=second)
 
 
 class _EachRecompute(contextlib.AbstractContextManager[None]):
@@ -195,19 +334,17 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        *,
-        inside: contextlib.AbstractContextManager[Any] | None = None,
+        self, state: BlockState, *, inside: contextlib.AbstractContextManager[Any] | None = None
     ):
-        self.modules = modules
+        self.state = state
         self.inside = inside
         self.function_modes = function_modes()
         self.entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(statistics_kept(self.modules))
+            stack.enter_context(self.state)
+            stack.enter_context(statistics_kept(self.state.roots))
             stack.enter_context(function_modes_as(self.function_modes))
             if self.inside is not None:
                 stack.enter_context(self.inside)
@@ -217,11 +354,13 @@ class _EachRecompute(contextlib.AbstractContextManager[None]):
         return self.entered.pop().__exit__(*raised)
 
 
-def _once_in_two(run: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
-    """Keep running statistics when grad mode is on, as it is in reentrant recomputed forwards."""
+def _once_in_two(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the second call of a reentrant checkpoint the state of the first."""
 
     def run_or_recompute(*args: Any) -> Any:
-        with statistics_kept(modules) if torch.is_grad_enabled() else contextlib.nullcontext():
+        if not isinstance(run, FlatCall) or run.inputs is not None:
+            return run(*args)
+        with run.state, statistics_kept(run.state.roots):
             return run(*args)
 
     return run_or_recompute

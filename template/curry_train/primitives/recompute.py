@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..core.blocks import Derived, become, derive, find_blocks, restore
 from .checkpointed import RecomputeOptions, run_checkpointed
@@ -105,6 +105,75 @@ class ChainBroken(ValueError):
     """Raised when the blocks of a segment do not feed each other directly."""
 
 
+# What code may ask of an output between two blocks: nothing that depends on its values.
+METADATA_ATTRIBUTES = {
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "is_cuda",
+    "is_cpu",
+    "size",
+    "dim",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "__len__",
+    "__hash__",
+}
+
+
+class PendingOutput(Tensor):
+    """Output of a block inside a segment, which only the next block may take.
+
+    The whole segment is computed at its first block, so the values between its blocks are not
+    there. Shape, dtype and device can be read; anything else raises `ChainBroken`. Without this, a
+    loop that adds to the output, skips a block, ends early or collects hidden states would compute
+    with the result of the segment instead, and no error would show it.
+    """
+
+    block: str
+    following: str
+
+    @staticmethod
+    def of(tensor: Tensor, block: str, following: str) -> "PendingOutput":
+        """Make a stand-in without storage for the output of `block`."""
+        pending = Tensor._make_wrapper_subclass(
+            PendingOutput,
+            tensor.shape,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
+        pending.block = block
+        pending.following = following
+        return pending
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PendingOutput(of {self.block}, for {self.following})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+        if name in METADATA_ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        pending = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise ChainBroken(
+            f"the output of {pending.block} is used by {name or func} and not only by "
+            f"{pending.following}, so the two can't share a segment; recompute each block by "
+            "itself (strategy full)"
+        )
+
+    __torch_dispatch__ = __torch_function__
+
+
 @dataclass
 class Segment:
     """Consecutive blocks and, between the calls of one forward, their result."""
@@ -113,32 +182,76 @@ class Segment:
     blocks: list[nn.Module]
     options: RecomputeOptions
     running: bool = False
+    # Whether the first forward runs, and not the recomputed one.
+    starting: bool = False
+    # Position of the block that must be called next; 0 between two forwards.
+    position: int = 0
     output: Any = None
     arguments: tuple[Any, ...] = ()
+    # What the block before returned: the only first argument that the next block may get.
+    pending: Any = None
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the segment at its first block, return its result at the others."""
+        """Compute the segment at its first block, and return its result at its last one."""
         position = next(index for index, other in enumerate(self.blocks) if other is block)
         if position == 0:
-            self.arguments = (args[1:], kwargs)
+            self._start(args, kwargs)
+        else:
+            self._check(position, args, kwargs)
+        if position == len(self.blocks) - 1 or torch.compiler.is_compiling():
+            output = self.output
+            if position == len(self.blocks) - 1:
+                self._end()
+            return output
+
+        self.position = position + 1
+        names = self.names[position], self.names[position + 1]
+        self.pending = tree_map(
+            lambda leaf: PendingOutput.of(leaf, *names) if isinstance(leaf, Tensor) else leaf,
+            self.output,
+        )
+        return self.pending
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A forward that raised an error may have left a segment unfinished.
+        self._end()
+        for value in args[:1]:
+            if isinstance(value, PendingOutput):
+                raise ChainBroken(
+                    f"{self.names[0]} takes the output of {value.block}, and {value.following} has "
+                    "to; recompute each block by itself (strategy full)"
+                )
+        self.starting = True
+        try:
             self.output = run_checkpointed(
                 self._run, args, kwargs, modules=self.blocks, options=self.options
             )
-        else:
-            self._check(position, args, kwargs)
-        output = self.output
-        if position == len(self.blocks) - 1:
-            self.output = None
-            self.arguments = ()
-        return output
+        finally:
+            self.starting = False
+        self.arguments = (args[1:], kwargs)
+
+    def _end(self) -> None:
+        self.position = 0
+        self.output = None
+        self.arguments = ()
+        self.pending = None
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.running = True
         try:
             output = None
             rest = args[1:]
-            for block in self.blocks:
-                output = block(*args, **kwargs)
+            for number, block in enumerate(self.blocks):
+                try:
+                    output = block(*args, **kwargs)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    if number == 0 or not self.starting or _lacks_memory(error):
+                        raise
+                    raise ChainBroken(
+                        f"{self.names[number]} can't take the output of {self.names[number - 1]}: "
+                        f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; "
+                        "recompute each block by itself (strategy full)"
+                    ) from error
                 args = (_stream(output, block), *rest)
             return output
         finally:
@@ -146,7 +259,15 @@ class Segment:
 
     def _check(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = self.names[position]
-        if self.output is None or not args or args[0] is not _stream(self.output, self.blocks[0]):
+        if self.output is None or position != self.position:
+            expected = self.names[self.position]
+            raise ChainBroken(
+                f"{name} is called where {expected} is next, so the blocks can't share a segment; "
+                "recompute each block by itself (strategy full)"
+            )
+        taken = args[0] if args else None
+        passed = self.output if torch.compiler.is_compiling() else self.pending
+        if taken is not _stream(passed, self.blocks[position - 1]):
             raise ChainBroken(
                 f"{name} does not take the output of {self.names[position - 1]} unchanged, so the "
                 "two can't share a segment; recompute each block by itself (strategy full)"
@@ -236,6 +357,10 @@ def _stream(output: Any, block: nn.Module) -> Tensor:
             "return a tensor, or a tuple that starts with one"
         )
     return first
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _same(arguments: Any, others: Any) -> bool:

@@ -45,6 +45,7 @@ from ..core.random import (
     untouched,
     unwatched,
 )
+from .checkpointed import BlockState
 
 # Run one cheap module again, and recompute its output too if backward needs it.
 
@@ -61,8 +62,9 @@ class Replay:
     """
 
     def __init__(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, state: BlockState, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> None:
+        self.state = state
         self.run = run
         self.inputs = (args, kwargs)
         self.versions: list[tuple[Tensor, int]] = []
@@ -77,8 +79,10 @@ class Replay:
         """Make the first call, and mark its output so that it can be recomputed."""
         args, kwargs = self.inputs
         tree_map(self._watch, self.inputs)
+        self.state.begin()
         with saved_tensors_hooks(self._pack, self._unpack):
             output = self.run(*args, **kwargs)
+        self.state.end()
         fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
         if fresh and not any(output is tensor for tensor, _ in self.versions):
             setattr(output, REPLAY_KEY, self)
@@ -126,6 +130,7 @@ class Replay:
         args, kwargs = tree_map(_cut, self.inputs)
         modes = function_modes_as(self.modes)
         with (
+            self.state,
             torch.enable_grad(),
             autocast_as(self.autocast),
             modes,
@@ -325,7 +330,7 @@ class Replayed(Derived):
             return super().forward(*args, **kwargs)
         name = self.__dict__[REGION_NAME_ATTRIBUTE]
         before = generator_states(self) if name else []
-        output = Replay(super().forward, args, kwargs).first()
+        output = Replay(BlockState([self]), super().forward, args, kwargs).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(
                 f"{name} draws random numbers, and would draw different ones the second time: "

@@ -1,0 +1,235 @@
+"""A segment computes what the loop around it computes, or raises ChainBroken.
+
+python -m pytest tests/primitives/test_segments_in_any_loop.py
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.primitives.recompute import ChainBroken, recompute_segments
+
+
+class Chain(nn.Module):
+    """Eight blocks, and a loop between them that the test chooses."""
+
+    def __init__(self, loop):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8))
+        self.loop = loop
+
+    def forward(self, x):
+        return self.loop(self, x)
+
+
+def plain(model, x):
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+def reads_shapes(model, x):
+    for layer in model.layers:
+        x = layer(x)
+        assert x.shape == (4, 8)
+        assert (x.dim(), x.size(0), x.dtype, x.device.type) == (2, 4, torch.float32, "cpu")
+        assert x.requires_grad
+        assert torch.is_tensor(x)
+    return x
+
+
+def runs_twice(model, x):
+    return plain(model, plain(model, x))
+
+
+def writes_in_place(model, x):
+    for layer in model.layers:
+        x = layer(x)
+        x += 1
+    return x
+
+
+def adds_between(model, x):
+    for layer in model.layers:
+        x = layer(x) * 0.5
+    return x
+
+
+def drops_a_block(model, x):
+    for number, layer in enumerate(model.layers):
+        if number != 1:
+            x = layer(x)
+    return x
+
+
+def leaves_early(model, x):
+    for layer in model.layers[:2]:
+        x = layer(x)
+    return x.square()
+
+
+def returns_early(model, x):
+    for layer in model.layers[:2]:
+        x = layer(x)
+    return x
+
+
+def calls_a_block_twice(model, x):
+    for layer in model.layers:
+        x = layer(x)
+        if layer is model.layers[1]:
+            x = layer(x)
+    return x
+
+
+def collects_hidden_states(model, x):
+    hidden = []
+    for layer in model.layers:
+        x = layer(x)
+        hidden.append(x)
+    return torch.stack(hidden).mean(0)
+
+
+def prints_a_norm(model, x):
+    for layer in model.layers:
+        x = layer(x)
+        float(x.norm())
+    return x
+
+
+def goes_backwards(model, x):
+    for layer in reversed(model.layers):
+        x = layer(x)
+    return x
+
+
+def gradients(model, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("loop", [plain, reads_shapes, runs_twice])
+@pytest.mark.parametrize("num_segments", [2, 3, 8])
+def test_a_chain_trains_the_same(loop, num_segments):
+    model = Chain(loop)
+    x = torch.randn(4, 8)
+    expected = gradients(model, x)
+    model.zero_grad()
+    recompute_segments(model, num_segments)
+    assert all(map(torch.equal, gradients(model, x), expected))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        writes_in_place,
+        adds_between,
+        drops_a_block,
+        leaves_early,
+        returns_early,
+        calls_a_block_twice,
+        collects_hidden_states,
+        prints_a_norm,
+        goes_backwards,
+    ],
+)
+def test_a_loop_that_is_no_chain_is_refused_by_block(loop):
+    model = Chain(loop)
+    recompute_segments(model, 2)
+    with pytest.raises(ChainBroken, match=r"layers\.\d"):
+        gradients(model, torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("loop", [writes_in_place, collects_hidden_states, leaves_early])
+def test_segments_of_one_block_allow_any_loop(loop):
+    model = Chain(loop)
+    x = torch.randn(4, 8)
+    gradients(model, x)
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    recompute_segments(model, 8)
+    got = gradients(model, x)
+    pairs = [(one, other) for one, other in zip(got, expected, strict=True) if other is not None]
+    assert pairs
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_after_a_refusal_the_model_still_works_in_eval_mode_and_without_gradients():
+    model = Chain(leaves_early)
+    x = torch.randn(4, 8)
+    recompute_segments(model, 2)
+    with pytest.raises(ChainBroken):
+        model(x)
+    with torch.no_grad():
+        expected = model(x)
+    model.eval()
+    assert torch.equal(model(x), expected)
+    model.train()
+    model.loop = plain
+    gradients(model, x)
+
+
+class Dense(nn.Module):
+    """Blocks that take everything before them, as in DenseNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8 * (number + 1), 8) for number in range(4))
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, dim=1)))
+        return torch.cat(features, dim=1)
+
+
+def test_blocks_that_do_not_fit_each_other_are_refused_and_not_left_to_the_model():
+    model = Dense()
+    recompute_segments(model, 2, blocks="layers.*")
+    with pytest.raises(ChainBroken, match=r"layers\.1 can't take the output of layers\.0"):
+        gradients(model, torch.randn(4, 8))
+
+
+class Pair(nn.Module):
+    """A block that returns a tuple, as attention blocks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x, x.softmax(-1)
+
+
+def takes_the_first(model, x):
+    for layer in model.layers:
+        x = layer(x)[0]
+    return x
+
+
+def takes_the_weights_too(model, x):
+    total = 0
+    for layer in model.layers:
+        x, weights = layer(x)
+        total = total + weights.square().mean()
+    return x + total
+
+
+@pytest.mark.parametrize(
+    ("loop", "refused"), [(takes_the_first, False), (takes_the_weights_too, True)]
+)
+def test_of_a_tuple_only_the_first_element_may_be_used_between_the_blocks(loop, refused):
+    model = Chain(loop)
+    model.layers = nn.ModuleList(Pair() for _ in range(4))
+    x = torch.randn(4, 8)
+    expected = gradients(model, x)
+    model.zero_grad()
+    recompute_segments(model, 2)
+    if refused:
+        with pytest.raises(ChainBroken, match=r"layers\.0"):
+            gradients(model, x)
+    else:
+        assert all(map(torch.equal, gradients(model, x), expected))
