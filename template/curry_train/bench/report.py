@@ -28,6 +28,7 @@ from ..primitives.grad_accum import NonFiniteWindow, WindowResult
 from ..workloads.workload import Case, Workload, WorkloadError
 from .steps import PLAIN_LEVER, Lever, TrainingStep
 
+
 def drift_of(seconds: Sequence[float]) -> float:
     """Return the ratio of the last third's median to the first third's; 1 below 6 timings."""
     third = len(seconds) // 3
