@@ -183,6 +183,8 @@ def test_an_option_with_other_values_in_one_command_is_caught():
 def folder_with_runs(tmp_path_factory):
     """A folder with a project and the runs run-001 and run-002."""
     folder = tmp_path_factory.mktemp("examples")
+    (folder / "src/mylib").mkdir(parents=True)
+    (folder / "src/mylib/__init__.py").touch()
     words = ["train", "name=run", "steps=2", "batch_size=2", "microbatch=2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
