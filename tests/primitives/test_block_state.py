@@ -1,4 +1,4 @@
-"""What a block reads beside its inputs is the same when it runs again, or an error names it.
+"""A block that runs again reads the state of its first call, or an error names what changed.
 
 python -m pytest tests/primitives/test_block_state.py
 """

@@ -111,7 +111,7 @@ class BlockState:
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
                     raise self._changed(state.module, name)
-        outside = []
+        outside: list[tuple[dict[str, Any], ...]] = []
         for state in self.states.values():
             module = state.module
             parameters = module._parameters

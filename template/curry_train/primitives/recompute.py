@@ -113,8 +113,6 @@ METADATA_ATTRIBUTES = {
     "layout",
     "ndim",
     "requires_grad",
-    "is_cuda",
-    "is_cpu",
     "size",
     "dim",
     "numel",
@@ -136,22 +134,19 @@ class PendingOutput(Tensor):
 
     block: str
     following: str
+    place: torch.device
 
     @staticmethod
     def of(tensor: Tensor, block: str, following: str) -> "PendingOutput":
         """Make a stand-in without storage for the output of `block`."""
-        pending = Tensor._make_wrapper_subclass(
-            PendingOutput,
-            tensor.shape,
-            dtype=tensor.dtype,
-            device=tensor.device,
-            requires_grad=tensor.requires_grad,
-        )
+        empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        pending: PendingOutput = empty.as_subclass(PendingOutput)
         pending.block = block
         pending.following = following
+        pending.place = tensor.device
         return pending
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"PendingOutput(of {self.block}, for {self.following})"
 
     @classmethod
@@ -161,17 +156,16 @@ class PendingOutput(Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
+        if name == "device":
+            return args[0].place
         if name in METADATA_ATTRIBUTES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})
         pending = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise ChainBroken(
             f"the output of {pending.block} is used by {name or func} and not only by "
             f"{pending.following}, so the two can't share a segment; recompute each block by "
             "itself (strategy full)"
         )
-
-    __torch_dispatch__ = __torch_function__
 
 
 @dataclass
