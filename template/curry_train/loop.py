@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .core.random import buffers_kept, generators_kept
+from .core.rerun import buffers_kept, generators_kept
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from .runs.attach import AttachedRun, Stop
 from .runs.layout import SavedCheckpoint

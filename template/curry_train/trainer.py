@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .config import Config, OptimizerConfig
 from .core.measure import Loss
-from .core.random import untouched
+from .core.rerun import untouched
 from .data import Dataset, Stream
 from .distribute import share, start_ranks
 from .loop import RunReport, StepReport, mean_loss, run_training_steps

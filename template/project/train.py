@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from curry_train import trainer
 from curry_train.config import Config, load_config
 from curry_train.core.measure import Loss
-from curry_train.core.random import seeded
+from curry_train.core.rerun import seeded
 from curry_train.core.timing import NoSuchDevice
 from curry_train.data import Dataset, Stream
 from curry_train.distribute import leave, share, start_ranks

@@ -25,7 +25,7 @@ from transformers import (
 
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.core.random import seeded
+from curry_train.core.rerun import seeded
 from curry_train.plan import MemoryProfiler
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import NONE_KIND

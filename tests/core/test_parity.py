@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from curry_train.core.parity import compare, record_step
-from curry_train.core.random import seeded
+from curry_train.core.rerun import seeded
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from curry_train.core.measure import LiveStorages, count_flops
 from curry_train.core.parity import compare, record_step
-from curry_train.core.random import seeded
+from curry_train.core.rerun import seeded
 from curry_train.plan import costs
 from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
 from curry_train.plan.device import find_profile

@@ -134,6 +134,17 @@ def test_a_technique_is_at_most_four_modules_of_few_lines(technique):
     }
 
 
+def names_of_the_standard_library(paths):
+    """Return the modules that would hide one of the standard library in a user's folder."""
+    return sorted({Path(path).stem for path in paths} & set(sys.stdlib_module_names))
+
+
+@pytest.mark.parametrize("technique", ["grad_accum", *MOST_LINES])
+def test_a_copied_module_hides_none_of_the_standard_library(technique):
+    assert names_of_the_standard_library(closure_of(f"primitives/{technique}.py")) == []
+    assert names_of_the_standard_library(["core/random.py", "core/blocks.py"]) == ["random"]
+
+
 def test_no_technique_imports_the_tools():
     rooms = {
         path.split("/")[0]

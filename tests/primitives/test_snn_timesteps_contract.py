@@ -19,7 +19,7 @@ from torch import nn
 
 from curry_train.core.measure import LiveStorages, count_flops, measure_memory
 from curry_train.core.parity import compare, record, record_step
-from curry_train.core.random import seeded
+from curry_train.core.rerun import seeded
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives import snn_timesteps
 from curry_train.primitives.choose import (

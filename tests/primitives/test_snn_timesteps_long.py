@@ -7,7 +7,7 @@ import pytest
 
 from curry_train.core.measure import FlopCount, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.core.random import untouched
+from curry_train.core.rerun import untouched
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import load_workload, snn_long

@@ -11,9 +11,8 @@ import numpy
 import pytest
 import torch
 
-from curry_train.core.random import seeded
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.core.rerun import seeded
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import (
     IGNORED_TARGET,
     Case,

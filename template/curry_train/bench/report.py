@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..core.measure import is_out_of_memory
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.device import peak_rate
 from ..primitives.grad_accum import NonFiniteWindow, WindowResult

@@ -32,7 +32,7 @@ from ..core.measure import (
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..core.timing import paired_ratio, time_in_turns
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler

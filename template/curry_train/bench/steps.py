@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.measure import FlopCount, bytes_on_device, peak_of_step
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..core.wording import did_you_mean
 from ..plan.estimate import make_optimizer
 from ..plan.saved import Plan

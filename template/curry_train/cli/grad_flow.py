@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..core.wording import provenance, write_json
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
 from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, LayerFlow, StepFlow, ValueSpread

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..config import Config, DataConfig, load_config
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..core.timing import NoSuchDevice, peak_bytes
 from ..core.wording import format_bytes, format_duration, provenance, write_json
 from ..data import (

@@ -35,7 +35,7 @@ from .measure import (
     Memory,
     measure_memory,
 )
-from .random import untouched
+from .rerun import untouched
 
 # Memory and FLOPs of compiled steps, from profiler events.
 

@@ -21,7 +21,7 @@ from ..bench.steps import Lever, TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.estimate import make_optimizer
 from ..plan.timeline import record_step_storages, timeline_of

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..core.measure import LiveStorages, Loss, tensors_in
 from ..core.parity import StepRecord, compare, record
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
 from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import LayerFlow, StepFlow, ValueSpread

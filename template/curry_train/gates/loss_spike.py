@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..runs.policy_config import SpikeConfig
 from ..runs.spike import SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case

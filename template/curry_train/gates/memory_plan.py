@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..plan.estimate import Sketch, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import (

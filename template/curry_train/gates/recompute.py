@@ -29,7 +29,7 @@ from ..core.measure_compiled import (
     with_own_code,
 )
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.choose import choose_segments

@@ -30,7 +30,7 @@ from ..core.measure import (
     measure_memory,
     recompute_flops,
 )
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..primitives import sac
 from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac

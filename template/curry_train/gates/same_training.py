@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import LiveStorages, Loss
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
 from .verdict import Implementation, Verdict, as_ours, not_applicable

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..core.blocks import NoBlocks
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from ..primitives.choose import schedule_peak_bytes, times_again
 from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, take_step
 from ..primitives.snn_timesteps import (

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..core.wording import unheard
 from ..runs.files import LocalFiles
 from ..runs.layout import BEST_KIND, Manifest, Metric, SavedCheckpoint, folder_name

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..core.blocks import match_inside
 from ..core.measure import LiveStorages, operation_flops, tensors_in
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..primitives import sac
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate, operation_cost

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import Life, operation_flops, tensors_in
-from ..core.random import seeded, unwatched
+from ..core.rerun import seeded, unwatched
 from ..core.wording import did_you_mean
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError

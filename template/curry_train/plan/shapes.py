@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..workloads.workload import Case, map_tensors
 
 # Corrections of fake tensor kernels that differ from the real ones.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..core.measure import REST_LAYER, Life, LiveStorages, Loss, RunningLayers, as_trained, divide
-from ..core.random import seeded
+from ..core.rerun import seeded
 from .profiler import (
     ACTIVATIONS_GROUP,
     ALLOCATOR_GROUP,

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.random import (
+from ..core.rerun import (
     function_modes,
     function_modes_as,
     is_batch_norm,

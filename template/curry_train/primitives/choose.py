@@ -17,7 +17,7 @@ from ..core.measure import (
     measure_layers,
     measure_memory,
 )
-from ..core.random import generators_kept
+from ..core.rerun import generators_kept
 from .hidden_state import TimestepFunction, places_of, put_back_later
 from .recompute import ChainBroken, chains_of, recompute_segments, remove_segments
 from .snn_timesteps import (

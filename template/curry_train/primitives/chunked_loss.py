@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..core.blocks import Derived, become, match_names, restore
-from ..core.random import Autocast, autocast_as, autocast_now
+from ..core.rerun import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
     TARGET_DTYPES,
     check_chunk_tokens,

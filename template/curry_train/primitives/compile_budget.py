@@ -41,7 +41,7 @@ from ..core.measure_compiled import (
     with_own_code,
 )
 from ..core.parity import StepRecord, compare, record_step
-from ..core.random import seeded, untouched
+from ..core.rerun import seeded, untouched
 from .sac import EXPENSIVE_OPERATIONS, draws
 
 # Compile functions under an activation memory budget, recomputing no random operation.

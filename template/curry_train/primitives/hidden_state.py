@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from ..core.random import Generators, generators_kept, is_batch_norm
+from ..core.rerun import Generators, generators_kept, is_batch_norm
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.random import CAST_NODE, CheckedTensor, check_unchanged, untouched
+from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged, untouched
 from .host_memory import HostCopies, HostPool, in_binary_units
 
 # Storages offloaded to the host between forward and backward, and their saved tensors.

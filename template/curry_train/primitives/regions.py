@@ -33,7 +33,7 @@ from ..core.blocks import (
     match_inside,
     restore,
 )
-from ..core.random import (
+from ..core.rerun import (
     CAST_NODE,
     RETURNED_ONCE_KEY,
     CheckedTensor,

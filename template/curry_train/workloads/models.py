@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 # Loads snn_timesteps when the loop over time runs.
 from .. import primitives
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..core.wording import did_you_mean
 from ..primitives.cross_entropy import IGNORED_TARGET
 from .workload import Workload, WorkloadError, mask_tails, token_loss, without_cache, workload_parts

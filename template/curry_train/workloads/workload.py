@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.blocks import class_as_written
-from ..core.random import seeded
+from ..core.rerun import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 
 # Nested batches of tensors, cut along the leading dimension.
