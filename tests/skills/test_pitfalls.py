@@ -4,6 +4,7 @@ python -m pytest tests/skills/test_pitfalls.py
 """
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -151,16 +152,21 @@ def test_a_block_that_takes_a_slice_keeps_what_it_was_cut_from(model, batch):
 
 
 def test_the_mode_may_not_change_between_forward_and_backward(batch):
-    def step(block):
-        loss = square(block, batch)
+    def step(block, forward):
+        torch.manual_seed(1)
+        loss = square(forward, batch)
         block.eval()
         loss.backward()
+        return [parameter.grad for parameter in block.parameters()]
 
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 16))
-    step(copy.deepcopy(layers))
+    plain, theirs, ours = (copy.deepcopy(layers) for _ in range(3))
+    expected = step(plain, plain)
     with pytest.raises(CheckpointError):
-        step(Recompute(layers))
+        step(theirs, functools.partial(checkpoint, theirs, use_reentrant=False))
+    ours = Recompute(ours)
+    assert all(map(torch.equal, step(ours, ours), expected))
 
 
 def test_a_step_that_does_not_repeat_itself_is_not_asked_to_be_equal_to_the_bit():

@@ -27,9 +27,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from curry_train.core.blocks import find_blocks
 from curry_train.core.parity import compare
 from curry_train.gates import recompute
-from curry_train.primitives.recompute import CheckpointWrapper, Recompute, recompute_blocks
+from curry_train.primitives.recompute import (
+    ChainBroken,
+    CheckpointWrapper,
+    Recompute,
+    recompute_blocks,
+    recompute_segments,
+)
 from curry_train.workloads.workload import Case, Workload
 
 
@@ -71,14 +78,20 @@ class Cached(nn.Module):
         return out
 
 
+def by_torch(block, **options):
+    """Let torch's own checkpoint recompute a block."""
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    return block
+
+
 @symptom("`CheckpointError`: ... different metadata")
-def test_a_cache_that_grows_breaks_recompute_until_it_is_kept_outside(batch):
+def test_a_cache_that_grows_breaks_torchs_checkpoint_and_not_recompute(batch):
     plain, whole, unchecked, cured = (seeded(Cached) for _ in range(4))
     with pytest.raises(CheckpointError, match="have different metadata"):
-        step(Recompute(whole), batch)
+        step(by_torch(whole), batch)
     with pytest.raises(RuntimeError, match="returned an invalid gradient"):
-        step(Recompute(unchecked, determinism_check="none"), batch)
-    cured.attend = Recompute(cured.attend)
+        step(by_torch(unchecked, determinism_check="none"), batch)
+    cured = Recompute(cured)
     for _ in range(2):  # the second step finds a cache
         assert compare(step(plain, batch), step(cured, batch)).bit_equal
 
@@ -115,18 +128,94 @@ class Decides(nn.Module):
 
 
 @symptom("`CheckpointError`: A different number of tensors was saved")
-def test_a_path_that_changes_breaks_recompute_until_it_is_an_argument(batch):
+def test_a_path_that_changes_breaks_torchs_checkpoint_and_not_recompute(batch):
     plain = step(seeded(Route, LONG, SHORT), batch)
     for options in ({}, {"determinism_check": "none"}):
         with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
-            step(Recompute(seeded(Route, LONG, SHORT), **options), batch)
-    # The other way round torch stops as soon as it has as many tensors as before, and says nothing.
-    found = step(Recompute(seeded(Route, SHORT, LONG)), batch)
+            step(by_torch(seeded(Route, LONG, SHORT), **options), batch)
+    # The other way round torch stops as soon as it has as many tensors as before, without an error.
+    found = step(by_torch(seeded(Route, SHORT, LONG)), batch)
     assert compare(step(seeded(Route, SHORT, LONG), batch), found).worst > 0.1
-    cured = seeded(Decides, LONG, SHORT)
-    cured.route = Recompute(cured.route)
-    assert compare(step(seeded(Decides, LONG, SHORT), batch), step(cured, batch)).bit_equal
+    for takes in ((LONG, SHORT), (SHORT, LONG)):
+        cured = step(Recompute(seeded(Route, *takes)), batch)
+        assert compare(step(seeded(Route, *takes), batch), cured).bit_equal
+    # A path that something outside of the block decides is still another one.
+    outside = [LONG, SHORT]
+    block = seeded(Route)
+    block.takes = Outside(outside)
+    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+        step(Recompute(block), batch)
+    decided = seeded(Decides, LONG, SHORT)
+    decided.route = Recompute(decided.route)
+    assert compare(step(seeded(Decides, LONG, SHORT), batch), step(decided, batch)).bit_equal
     assert torch.equal(plain.loss, step(seeded(Decides, LONG, SHORT), batch).loss)
+
+
+class Outside:
+    """A list that the block only refers to."""
+
+    def __init__(self, takes):
+        self.takes = takes
+
+    def pop(self, place):
+        return self.takes.pop(place)
+
+
+@symptom("`was changed in place between the forward and its backward`")
+def test_weights_changed_before_the_backward_are_an_error_and_replaced_ones_are_put_back(batch):
+    block = Recompute(seeded(linear))
+    loss = mean_square(block, batch)
+    with torch.no_grad():
+        block.bias.add_(1)
+    with pytest.raises(RuntimeError, match="was changed in place between the forward and its"):
+        loss.backward()
+
+    def gradient(change, build=lambda block: block):
+        block = build(seeded(lambda: nn.Sequential(linear(), nn.Tanh())))
+        weight = block[0].weight
+        loss = mean_square(block, batch)
+        change(block[0])
+        loss.backward()
+        return weight.grad
+
+    def replace(layer):
+        layer.weight = nn.Parameter(layer.weight.detach() + 1)
+
+    def through_data(layer):
+        layer.bias.data.add_(1)
+
+    expected = gradient(lambda layer: None)
+    assert torch.equal(gradient(replace, Recompute), expected)
+    # The wrong fix: autograd and recompute can't see it.
+    assert not torch.equal(gradient(through_data, Recompute), expected)
+
+
+class Collecting(nn.Module):
+    """Sums the outputs of its blocks, as models with hidden states do."""
+
+    def __init__(self, keep=lambda x: x):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Tanh()) for _ in range(4))
+        self.keep = keep
+
+    def forward(self, x):
+        total = 0
+        for layer in self.layers:
+            x = layer(x)
+            total = total + self.keep(x)
+        return total
+
+
+@symptom("`ChainBroken`: ... is used by ... and not only by")
+def test_hidden_states_that_are_collected_break_a_segment_and_not_single_blocks(batch):
+    for keep in (lambda x: x, torch.detach):
+        model = seeded(partial(Collecting, keep))
+        recompute_segments(model, 2)
+        with pytest.raises(ChainBroken, match=r"is used by .* and not only by layers\.1"):
+            step(model, batch)
+    plain, single = seeded(Collecting), seeded(Collecting)
+    recompute_blocks(single)
+    assert compare(step(plain, batch), step(single, batch)).bit_equal
 
 
 class FrozenStart(nn.Module):
@@ -299,42 +388,39 @@ class Warming(nn.Module):
         return torch.tanh(self.inner(x) * (self.calls if factor is None else factor))
 
 
-class Given(nn.Module):
-    """Counts for its block."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.calls = Warming(), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.block(x, self.calls)
-
-
 def spectral():
     """Two blocks; each forward in training mode sharpens the first one's estimate of a norm."""
     normed = nn.utils.parametrizations.spectral_norm(linear())
     return nn.Sequential(nn.Sequential(normed, nn.Tanh()), nn.Sequential(linear(), nn.Tanh()))
 
 
-def parity(build, **options):
+def parity(build, *, apply=None, **options):
     workload = Workload("own", build, lambda size: torch.randn(size, 16), mean_square)
-    return recompute.recompute_parity(Case(workload, **options), strategy="full")
+    return recompute.recompute_parity(Case(workload, **options), strategy="full", apply=apply)
+
+
+def wrap_by_torch(model, sample):
+    """Recompute as many scripts do: torch's checkpoint around each block."""
+    found = find_blocks(model, sample.blocks)
+    for block in found.values():
+        by_torch(block)
+    return list(found)
 
 
 @symptom("training goes worse with recompute, and no error")
-def test_state_inside_a_block_is_seen_by_the_gate_only(batch):
-    found = step(Recompute(seeded(Warming)), batch)  # torch compares shapes, not values
+def test_state_inside_a_block_moves_twice_under_torchs_checkpoint_and_the_gate_names_it(batch):
+    found = step(by_torch(seeded(Warming)), batch)  # torch compares shapes, not values
     assert compare(step(seeded(Warming), batch), found).worst > 0.1
-    inside = parity(lambda: nn.Sequential(Warming()), blocks="0")
-    assert inside.passed is False
-    assert "keeps state between calls" in inside.hint
-    given = parity(Given, blocks="block")
-    assert given.passed, given
-    normed = parity(spectral, blocks="0")
+    ours = step(Recompute(seeded(Warming)), batch)
+    assert compare(step(seeded(Warming), batch), ours).bit_equal
+    theirs = parity(lambda: nn.Sequential(Warming()), apply=wrap_by_torch, blocks="0")
+    assert theirs.passed is False
+    assert "keeps state between calls" in theirs.hint
+    normed = parity(spectral, apply=wrap_by_torch, blocks="0")
     assert normed.passed is False
     assert "_u twice" in normed.hint or "_v twice" in normed.hint, normed.hint
-    assert parity(spectral, blocks="1").passed
+    for build in (lambda: nn.Sequential(Warming()), spectral):
+        assert parity(build, blocks="0").passed
 
 
 @symptom("`_checkpoint_wrapped_module` in parameter names")
