@@ -1,4 +1,4 @@
-"""Benchmark of the automatic save cadence: does it keep its overhead bound?
+"""Benchmark the automatic save cadence against its overhead bound.
 
 Trains for real, saves as the policy decides, and checks the overhead after every save.
 `python benchmarks/cadence_benchmark.py --seconds 60 --json checkpoint_cadence.json` records it,

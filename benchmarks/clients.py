@@ -120,7 +120,7 @@ def _through_marketplace(verb: str) -> Callable[[Place, Path], str]:
 
 
 def _own(names: list[str]) -> set[str]:
-    """Those of the bundle, among the client's own: the plugin's name stands before them."""
+    """Select the bundle's skills by the plugin prefix, and strip the prefix."""
     prefix = PLUGIN.partition("@")[0] + ":"
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
@@ -234,7 +234,7 @@ def loaded_skills(name: str, bundle: Path, *, seconds: float | None = None) -> t
 
 
 def problems(loaded: set[str], bundle: Path) -> list[str]:
-    """How what was loaded differs from the folders of skills/."""
+    """List the differences between the loaded skills and the folders of skills/."""
     wanted = {path.name for path in (bundle / "skills").iterdir() if path.is_dir()}
     absent, surplus = sorted(wanted - loaded), sorted(loaded - wanted)
     return [f"did not load {name}" for name in absent] + [

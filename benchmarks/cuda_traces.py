@@ -35,7 +35,7 @@ CHECK_MODULUS = 2**61 - 1
 
 @dataclass
 class Replay:
-    """What the model computed for one trace, beside what was recorded."""
+    """Figures that the allocator model computed for one trace, beside the recorded ones."""
 
     name: str
     expandable: bool
@@ -55,7 +55,7 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """Whether everything that the trace records is as the model computed it."""
+        """Return whether the model computed everything that the trace records."""
         return (
             self.segments_as_recorded == self.segments_recorded
             and self.given_back_as_recorded == self.given_back_recorded

@@ -40,7 +40,7 @@ store.save("rollback", 2, state)
 
 
 def checked(url: str) -> list[str]:
-    """What does not hold in a run that saves, loads, retains and is locked."""
+    """Save, load, retain and lock a run on the store, and return every violation."""
     from store_models import equal, new_state, tensors_of, train
 
     from curry_train.runs import LockedRun, Store

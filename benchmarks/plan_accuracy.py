@@ -1,4 +1,4 @@
-"""Compare predicted with measured peaks of training steps, over models, dtypes and techniques.
+"""Compare predicted and measured peaks of training steps, by model, dtype and technique.
 
     python benchmarks/plan_accuracy.py --json evidence/estimates.json
 

@@ -40,9 +40,11 @@ def small_training(seed, *, steps=160, fault=None, at=None):
     for step in range(1, steps + 1):
         now = fault if at is not None and at <= step < at + LASTS else None
         rows = torch.randint(256, (size,))
-        taken = inputs[rows] * (
-            100.0 if now == "bad samples" else math.nan if now == "not a number" else 1.0
-        )
+        taken = inputs[rows]
+        if now == "bad samples":
+            taken = taken * 100.0
+        elif now == "not a number":
+            taken = taken * math.nan
         optimizer.param_groups[0]["lr"] = rate * (300.0 if now == "learning rate" else 1.0)
         outputs = model(taken)
         if regression:

@@ -30,7 +30,7 @@ STEPS = 3  # of which the first is committed before, and the others are where th
 
 
 def states() -> dict[int, Any]:
-    """What each step has to be, and how to come back to it."""
+    """Train without a kill and return the expected tensors of each step."""
     found = {}
     state = new_state()
     for step in range(1, STEPS + 1):
@@ -65,7 +65,7 @@ def in_child(folder: Path, files: Any) -> int:
 
 
 def judge(folder: Path, expected: dict[int, Any], *, renames: bool) -> str:
-    """What is wrong with what is left, or nothing."""
+    """Return the first violation in the folder that a killed child left, or an empty text."""
     with Store(folder, files=LocalFiles(folder, renames=renames)) as store:
         found = store.committed("rollback")
         if not found or store.damaged("rollback"):

@@ -17,7 +17,7 @@ from torture_training import STEPS, Expected, contents, dev_loss
 
 @dataclass
 class Books:
-    """What has to be in a run's folder, from what its ranks said and from nothing else."""
+    """Checkpoints that a run's folder must hold, derived from the reports of its ranks alone."""
 
     folder: Path
     expected: Expected
@@ -27,7 +27,7 @@ class Books:
     compared: dict[str, bytes] = field(default_factory=dict)
 
     def judge(self, said: list[Said], *, finished: bool) -> list[str]:
-        """What is wrong, in words."""
+        """Check the folder against the reports and return every violation."""
         run = SavedRun(self.folder)
         there = {one.folder: one for kind in CHECKPOINT_KINDS for one in run.committed(kind)}
         wrong = [
@@ -107,7 +107,7 @@ class Books:
         return reached
 
     def _superseded(self, name: str, there: dict[str, SavedCheckpoint]) -> bool:
-        """Whether so many newer, or better, are there that it might go."""
+        """Return whether retention may remove a checkpoint, given the newer or better ones."""
         one, keep = self.needed[name], self.config.retention
         if one.kind == BEST_KIND:
             mine = (dev_loss(one.step), one.step)

@@ -65,7 +65,7 @@ class Subject:
         return wrong + self.goes_on(training, newest)
 
     def goes_on(self, training: Training, newest: int) -> list[str]:
-        """What is wrong with the state that training goes on from."""
+        """Load the state that training continues from and return every error in it."""
         _forget(training)
         try:
             step = load_chosen(self.root, training.state, self.what).saved.step

@@ -66,7 +66,7 @@ class Trial:
         return found
 
     def wrong_state(self) -> list[str]:
-        """What is wrong with the state that loads."""
+        """Load the latest state and return every error in it."""
         training, newest = (
             Training(),
             max(one.step for one in self.books.needed.values() if one.kind != "best-k"),

@@ -17,7 +17,7 @@ from torture_paper import FIRST, Crash, PaperFiles, PaperState, PaperStore
 
 @dataclass
 class Books:
-    """What has to be there: a row for each checkpoint, of its kind, its step and its value."""
+    """Checkpoints that must exist: a row for each, of its kind, step and value."""
 
     config: PolicyConfig
     rows: set[tuple[str, int, float]] = field(default_factory=set)
@@ -25,7 +25,7 @@ class Books:
     guarded: set[tuple[str, int, float]] = field(default_factory=set)
 
     def above(self, row: tuple[str, int, float], step: int, kinds: tuple[str, ...]) -> int:
-        """How many good steps of this line are newer."""
+        """Count the intact steps of these kinds after the row's step, up to `step`."""
         return len(
             {
                 at

@@ -21,7 +21,7 @@ from curry_train.runs.layout import RESUMABLE_KINDS
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from torture_books import Books
-from torture_ranks import start
+from torture_ranks import Ranks, start
 from torture_training import STEPS, Expected, Training, dev_loss
 
 TURNS = 0.4  # of the lives begin with a rollback
@@ -105,7 +105,12 @@ class Plan:
         at_once = turn is not None and generator.random() < 0.5
         victim = generator.randrange(world)
         if generator.random() < CHANGES:
-            most = 12 if at_once else 160 if victim == 0 else 25
+            if at_once:
+                most = 12
+            elif victim == 0:
+                most = 160
+            else:
+                most = 25
             return cls(turn, [victim], generator.randint(1, most), "dies", 0.0, at_once)
         victims = [victim] if generator.random() < 0.5 else list(range(world))
         seconds = generator.uniform(0, 0.05 * world if at_once else longest)
@@ -126,61 +131,73 @@ def _one_life(
     plan = (
         Plan.draw(generator, books, world, longest) if wild else Plan(None, [], None, "never", 0.0)
     )
-    given = {
-        "folder": books.folder,
-        "expected": books.expected,
-        "config": books.config,
-        "plant": plant,
-    }
     ranks = start(
         world,
         life,
-        **given,
+        folder=books.folder,
+        expected=books.expected,
+        config=books.config,
+        plant=plant,
         turn=plan.turn,
         change=plan.change,
         victim=plan.victims[0] if plan.victims else None,
     )
-    killed_at = None
-    if ranks.listen(
-        lambda said: any(
-            one.word == plan.after and (one.rank == 0 or one.word == "dies") for one in said
-        )
-    ):
-        time.sleep(plan.seconds)
-        killed_at = time.monotonic()
-        if plan.change is None:
-            ranks.kill(plan.victims)
-        time.sleep(generator.uniform(0, SURVIVE) if len(plan.victims) < world else 0)
-        ranks.kill(list(range(world)))
+    killed_at = _kill_as_planned(ranks, plan, world, generator)
     ranks.end()
     said = ranks.said
-    struck_at = next((one.at for one in said if one.word == "dies"), killed_at)
     ended = {one.rank for one in said if one.word == "finished"}
-    killed = any(
-        os.WIFSIGNALED(ranks.statuses[rank]) and rank not in ended for rank in plan.victims
-    )
-    wrong = [
-        f"rank {one.rank}: {one.what}"
-        for one in said
-        if one.word == "failed" and not (struck_at and one.at > struck_at)
-    ]
-    wrong += ["the ranks hung"] if ranks.hung else []
     finished = len(ended) == world
+    wrong = _failures(ranks, killed_at)
     wrong += books.judge(said, finished=finished)
     found["wrong"] += [
         f"history {found['histories']}, kill {found['kills']}, {plan}: {one}" for one in wrong
     ]
     found["rollbacks"] += plan.turn is not None and any(one.word == "resumed" for one in said)
     found["finished"] += finished
-    if killed:
+    if any(os.WIFSIGNALED(ranks.statuses[rank]) and rank not in ended for rank in plan.victims):
         found["kills"] += 1
         found["of_one_rank"] += world > 1 and len(plan.victims) == 1
         found["at_a_change"] += plan.change is not None
         found["right_after_a_rollback"] += plan.at_once
     steps = sum(one.word == "step" and one.rank == 0 for one in said)
     if plan.after == "started":
-        longest *= 0.9 if steps > 6 else 1.1 if steps < 1 else 1.0
+        if steps > 6:
+            longest *= 0.9
+        elif steps < 1:
+            longest *= 1.1
     return finished or bool(wrong), longest
+
+
+def _kill_as_planned(
+    ranks: Ranks, plan: Plan, world: int, generator: random.Random
+) -> float | None:
+    """Kill the ranks and return the time, or return None if they ended before the plan's word."""
+    if not ranks.listen(
+        lambda said: any(
+            one.word == plan.after and (one.rank == 0 or one.word == "dies") for one in said
+        )
+    ):
+        return None
+    time.sleep(plan.seconds)
+    killed_at = time.monotonic()
+    if plan.change is None:
+        ranks.kill(plan.victims)
+    time.sleep(generator.uniform(0, SURVIVE) if len(plan.victims) < world else 0)
+    ranks.kill(list(range(world)))
+    return killed_at
+
+
+def _failures(ranks: Ranks, killed_at: float | None) -> list[str]:
+    """List the errors that ranks reported before the kill, and a hang."""
+    struck_at = next((one.at for one in ranks.said if one.word == "dies"), killed_at)
+    wrong = [
+        f"rank {one.rank}: {one.what}"
+        for one in ranks.said
+        if one.word == "failed" and not (struck_at and one.at > struck_at)
+    ]
+    if ranks.hung:
+        wrong.append("the ranks hung")
+    return wrong
 
 
 def kill_many(

@@ -87,7 +87,9 @@ class PaperFiles(Files):
         )
 
     def kind(self, key: str) -> str | None:
-        return "file" if key in self.held else "folder" if self.names(key) else None
+        if key in self.held:
+            return "file"
+        return "folder" if self.names(key) else None
 
     def size(self, key: str) -> int:
         return len(self.held[key])

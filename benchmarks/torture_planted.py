@@ -102,7 +102,9 @@ def anything_is_unpickled() -> Any:
 def links_are_followed() -> Any:
     def kind(self: LocalFiles, key: str) -> str | None:
         path = self.path(key)
-        return "file" if path.is_file() else "folder" if path.is_dir() else None
+        if path.is_file():
+            return "file"
+        return "folder" if path.is_dir() else None
 
     return mock.patch.multiple(
         LocalFiles, kind=kind, open=lambda self, key: self.path(key).open("rb")

@@ -66,7 +66,7 @@ class Ranks:
         Path(self.meeting).unlink(missing_ok=True)
 
     def _read(self) -> bool:
-        """Whether there was more; ranks that say nothing for too long hang, and are killed."""
+        """Read more reports and return whether there were any; kill ranks silent for too long."""
         if not select.select([self.pipe], [], [], LONGEST)[0]:
             self.hung = True
             self.kill(list(range(len(self.pids))))

@@ -53,7 +53,8 @@ def opcodes(canary: str) -> dict[str, bytes]:
         "through what is allowed": b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93"
         + short
         + b"\x85R.",
-        "globals of what is allowed": b"\x80\x04\x8c\x13torch.serialization\x8c\x17_get_layout.__globals__\x93.",
+        "globals of what is allowed": b"\x80\x04\x8c\x13torch.serialization"
+        b"\x8c\x17_get_layout.__globals__\x93.",
         "setstate of what is allowed": b"\x80\x04\x8c\x05torch\x8c\x04Size\x93)R}(\x8c\x09__class__"
         + short
         + b"ub.",

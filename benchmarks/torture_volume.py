@@ -122,7 +122,12 @@ def _as_somebody_else(trial: Trial) -> None:
             os.setresgid(65534, 65534, 65534)
             os.setresuid(65534, 65534, 65534)
         said = trial.train(AFTER)
-        status = 1 if "Permission denied" not in (said or "") else 2 if trial.wrong_state() else 0
+        if "Permission denied" not in (said or ""):
+            status = 1
+        elif trial.wrong_state():
+            status = 2
+        else:
+            status = 0
     finally:
         os._exit(status)
 

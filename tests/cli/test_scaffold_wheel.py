@@ -98,7 +98,7 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(clone: Bun
 
 
 def test_files_to_bundle_are_found_with_the_standard_library_alone() -> None:
-    """pip builds where neither torch nor click is, and setup.py lists the files there."""
+    """Build environments lack torch and click, and setup.py lists the files in them."""
     code = (
         "import sys; sys.path.insert(0, 'template'); import curry_train.cli.ownership as ownership;"
         "print(len(ownership.bundled_files(ownership.find_bundle())))"

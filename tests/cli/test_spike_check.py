@@ -20,9 +20,14 @@ from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.ranks import RunError
 
 TINY = (
-    "model=training_models:tiny", "device=cpu", "batch_size=16", "microbatch=16", "checkpoint.rollback_every=10",
-    "evaluate={every: 20, samples: 16}", "spike={action: rollback, window: 16}",
-)  # fmt: skip
+    "model=training_models:tiny",
+    "device=cpu",
+    "batch_size=16",
+    "microbatch=16",
+    "checkpoint.rollback_every=10",
+    "evaluate={every: 20, samples: 16}",
+    "spike={action: rollback, window: 16}",
+)
 SIZES = {"steps": 44, "at": 34, "num_windows": 4}
 
 

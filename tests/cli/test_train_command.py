@@ -1,4 +1,7 @@
-"""The command that trains: words, exit statuses, signals, ranks. `python -m pytest tests/cli/test_train_command.py`."""
+"""The `train` command: words, exit statuses, signals and ranks.
+
+python -m pytest tests/cli/test_train_command.py
+"""
 
 import json
 import os
@@ -122,7 +125,8 @@ def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
 def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_path):
     """The end of the run is where the save in the background is heard."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
+        "import shutil\n"
+        "shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
     )
     status, _, error = command(*TINY, "steps=2", cwd=tmp_path, folders=[tmp_path], command=TRAIN)
     assert status == 1, error

@@ -1,4 +1,4 @@
-"""What a model repeats is found, and a pattern means what it says.
+"""Find the blocks that a model repeats, and select modules by pattern.
 
 python -m pytest tests/core/test_blocks.py
 """

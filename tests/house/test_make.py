@@ -1,5 +1,6 @@
-"""`make` and `.ci/run` say what is wrong and end non-zero: an older Python, a failing part, tests that did not run.
+"""`make` and `.ci/run` name what failed and end with a non-zero status.
 
+The failures are an older Python, a failing part, and tests that did not run.
 Run: `python -m pytest tests/house/test_make.py`.
 """
 
@@ -13,7 +14,8 @@ from tree import ROOT
 
 # Stands for pytest: leaves the report that PYTEST_ADDOPTS asks for.
 REPORTING = """
-echo '<testsuite tests="{passed}" skipped="0" failures="0" errors="0"/>' >"${{PYTEST_ADDOPTS#--junitxml=}}"
+echo '<testsuite tests="{passed}" skipped="0" failures="0" errors="0"/>' \
+    >"${{PYTEST_ADDOPTS#--junitxml=}}"
 exit {status}
 """
 ALL_RIGHT = REPORTING.format(passed=9999, status=0)
@@ -38,7 +40,8 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
     said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
     assert said == [
         "curry-train needs Python 3.11 or newer and python3 is Python 3.10.1: "
-        "put a newer one first on PATH, or name one that has everything with make PYTHON=/path/to/python"
+        "put a newer one first on PATH, "
+        "or name one that has everything with make PYTHON=/path/to/python"
     ]
     assert not (tmp_path / ".venv").exists()
 

@@ -1,4 +1,4 @@
-"""The forked `python` of the tests runs a file, a module and a text as a new interpreter does.
+"""The forked `python` runs a file, a module and a text as a new interpreter does.
 
 python -m pytest tests/house/test_warm_python.py
 """
@@ -14,7 +14,8 @@ from warm_python import warm_python
 
 SEES = (
     "import json, os, sys; "
-    "print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get('MINE'), __name__, 'curry_train' in sys.modules])); "
+    "print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get('MINE'), __name__, "
+    "'curry_train' in sys.modules])); "
     "print('error', file=sys.stderr); print(sys.stdin.read(), end=''); import beside; beside.say()"
 )
 
@@ -92,7 +93,10 @@ def test_processes_do_not_see_each_other():
 
 def test_it_computes_backward():
     """The engine's threads are those of the fork."""
-    text = "import torch; x = torch.ones(3, requires_grad=True); x.square().sum().backward(); print(x.grad.tolist())"
+    text = (
+        "import torch; x = torch.ones(3, requires_grad=True); "
+        "x.square().sum().backward(); print(x.grad.tolist())"
+    )
     done = subprocess.run([warm_python(), "-c", text], capture_output=True, text=True)
     assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
 
@@ -108,7 +112,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_is_found_by_the_processes_that_it_spawns(tmp_path):
-    """They look from the folder where multiprocessing was imported, which the fork has from before."""
+    """Multiprocessing looks in the folder of its import, which happened before the fork."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "spawns.py").write_text(SPAWNS)

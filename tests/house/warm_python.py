@@ -1,10 +1,11 @@
-"""A `python` that has imported torch already: each command is a process of its own, forked from one that is ready.
+"""Run each command of the tests in a fork of a `python` that has imported torch.
 
     subprocess.run([warm_python(), "-m", "curry_train", "memory", "--model", "mlp"])
 
-A new interpreter takes five seconds to import torch and its compiler, and the tests start a hundred. A fork has its own
-folder, environment, arguments and streams, and nothing of the package or of a test in it. Not for commands that are
-sent signals, which go to the one that waits. Proof: `python -m pytest tests/house/test_warm_python.py`.
+A new interpreter takes five seconds to import torch and its compiler, and the tests start a
+hundred. A fork has its own folder, environment, arguments and streams, and has imported nothing of
+the package or of a test. Do not use it for commands that are sent signals, because the process that
+waits for the fork gets them. Proof: `python -m pytest tests/house/test_warm_python.py`.
 """
 
 import atexit
@@ -86,7 +87,7 @@ class WarmPython:
 
 
 def serve(place: str) -> None:
-    """Returns in the fork, ready to run what it was asked for; the first process ends with the one that started it."""
+    """Fork for each request and return in the fork; end with the process that started it."""
     import gc
     import importlib
 
@@ -139,7 +140,7 @@ def _take(asked: socket.socket, place: str) -> None:
 
 
 def _answer(asked: socket.socket, process: int) -> NoReturn:
-    """How the process ended; where the one that waits for it is killed, so is this."""
+    """Send the exit status of a fork; kill the fork if the process that waits for it ends."""
     asked.setblocking(False)
     while not (ended := os.waitpid(process, os.WNOHANG))[0]:
         if select.select([asked], [], [], 0.01)[0]:

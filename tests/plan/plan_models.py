@@ -85,10 +85,14 @@ def llama():
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
             num_key_value_heads=1,
         )
-    )  # fmt: skip
+    )
 
 
 def gpt2():

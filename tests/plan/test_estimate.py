@@ -423,7 +423,7 @@ def test_what_shapes_do_not_tell(name):
 
 
 def test_token_ids_have_values_and_shapes_may_depend_on_them():
-    """Those that are drawn: a batch that is whole numbers alone is drawn as in the real step."""
+    """Batches of integers alone are drawn as in the real step, so they have values."""
 
     def batch(size):
         return torch.randint(1, 12, (size, 12))

@@ -49,7 +49,7 @@ def workload(build, shape, name="own"):
 
 
 class Scale(nn.Module):
-    """What comes first, so that all blocks get an input that requires grad."""
+    """First layer of a stack; it makes the input of every block require grad."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an operation computes and moves, as plans count it.
+"""Count the FLOPs and the moved bytes of an operation, as plans do.
 
 python -m pytest tests/plan/test_operation_cost.py
 """

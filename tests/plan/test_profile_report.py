@@ -1,4 +1,4 @@
-"""What a report recommends, and how it reads.
+"""Recommendations of a profile report, and its text.
 
 python -m pytest tests/plan/test_profile_report.py
 """

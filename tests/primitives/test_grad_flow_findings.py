@@ -1,4 +1,4 @@
-"""What grad-flow says is wrong, from figures that were planted.
+"""Findings of grad-flow on planted figures.
 
 python -m pytest tests/primitives/test_grad_flow_findings.py
 """

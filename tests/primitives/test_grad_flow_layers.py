@@ -1,4 +1,4 @@
-"""Which layers grad-flow probes, which parameters each counts, and which have no figure.
+"""Layers that grad-flow probes, the parameters of each, and layers without a figure.
 
 python -m pytest tests/primitives/test_grad_flow_layers.py
 """

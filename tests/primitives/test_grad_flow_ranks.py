@@ -87,7 +87,7 @@ def without_a_group():
 
 
 def apart():
-    """How far the weights are apart after two steps with a probe and two without."""
+    """Return the largest difference in weights between two steps with a probe and without."""
     worst = 0.0
     for kind in ("ddp", "fsdp2"):
         weights = []

@@ -1,4 +1,4 @@
-"""What the host has to spare, and buffers that are used again.
+"""Measure the available host memory, and reuse the buffers of a pool.
 
 python -m pytest tests/primitives/test_host_memory.py
 """

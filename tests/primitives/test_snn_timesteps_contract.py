@@ -45,7 +45,7 @@ from curry_train.workloads.workload import Case
 
 
 def trained(module, loop, x, state=None, **kept):
-    """What one step leaves behind, with the gradients of input and initial state."""
+    """Train one step; return its record and the gradients of input and initial state."""
     x = x.clone().requires_grad_()
     state = [
         part.clone().requires_grad_()
@@ -60,7 +60,7 @@ def trained(module, loop, x, state=None, **kept):
 
 
 def same(make, x, *, state=None, **kept):
-    """Whether chunks are the plain loop on two modules of the same weights."""
+    """Return whether chunks equal the plain loop on two modules of the same weights."""
     outputs = {name: kept[name] for name in ("outputs", "time_dim") if name in kept}
     plain, gradients = trained(build(make), run_timesteps, x, state, **outputs)
     ours, found = trained(build(make), checkpoint_timesteps, x, state, **kept)

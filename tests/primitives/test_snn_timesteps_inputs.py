@@ -1,4 +1,4 @@
-"""What is wrong with an input, a state or a step is said, with what to do.
+"""Errors in an input, a state or a step are reported with their remedy.
 
 python -m pytest tests/primitives/test_snn_timesteps_inputs.py
 """

@@ -19,7 +19,7 @@ from curry_train.workloads.models import SurrogateSpike
 
 
 def train(module, loop, x, **kept):
-    """What one step leaves behind."""
+    """Train one step and return its record."""
     torch.manual_seed(3)
     out, _ = loop(module.step, x, module.initial_state(x), **kept)
     out.square().sum().backward()

@@ -53,7 +53,7 @@ def plant(folder, *, last=20, loss=loss_of, **config):
 
 
 def plant_eventful(folder):
-    """20 steps, a spike, back to 10, on to 30, killed, resumed at 20, and to the end at 40."""
+    """Write 20 steps, a spike, back to 10, a kill at 30, a resume at 20, and the end at 40."""
     folder.mkdir(parents=True)
     with Journal(folder, clock=clock()) as journal:
         journal.start(facts=facts())

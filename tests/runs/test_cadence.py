@@ -171,7 +171,7 @@ def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bo
 
 
 def test_a_short_run_is_within_the_bound_as_well():
-    """45 s of 0.2 s steps earn 1.575 s: a save of 0.75 s and one to spare, but none of 0.8 s."""
+    """Steps for 45 s earn 1.575 s: one save of 0.75 s and one to spare, but none of 0.8 s."""
     one = run(
         CadenceFromOverhead(0.035, expected=0.75),
         225,

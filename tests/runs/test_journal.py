@@ -68,7 +68,7 @@ def test_a_step_is_there_when_the_call_returns(tmp_path):
 
 
 def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
-    """What the lines of two writers can't mix by, where no lock is."""
+    """Single appends keep the lines of two writers apart where there is no lock."""
     real, written = os.write, []
     with Journal(tmp_path) as journal:
         assert os.get_blocking(journal._file.handle)

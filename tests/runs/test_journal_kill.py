@@ -64,7 +64,7 @@ def test_at_every_byte_of_the_first_line_the_run_begins_again(tmp_path):
 
 
 def test_a_tail_of_zeros_is_set_aside(tmp_path):
-    """What some file systems leave after a loss of power."""
+    """Some file systems leave a tail of zeros after a loss of power."""
     path = plant(tmp_path / "run") / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b"\0" * 4096)
     with Journal(tmp_path / "run") as journal:

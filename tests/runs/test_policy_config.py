@@ -1,4 +1,4 @@
-"""What is wrong in the block `checkpoint:` is named, with what is right.
+"""Errors in the block `checkpoint:` name the wrong key or value, and the right one.
 
 python -m pytest tests/runs/test_policy_config.py
 """

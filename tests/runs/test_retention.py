@@ -1,4 +1,4 @@
-"""What retention keeps over random histories of saves, rollbacks, damage and NaN.
+"""Check retention over random histories of saves, rollbacks, damage and NaN.
 
     python -m pytest tests/runs/test_retention.py
 

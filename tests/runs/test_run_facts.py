@@ -1,4 +1,7 @@
-"""What a run is made of. `python -m pytest tests/runs/test_run_facts.py`."""
+"""Facts that describe a run: its command, config, code and environment.
+
+python -m pytest tests/runs/test_run_facts.py
+"""
 
 import json
 import shutil

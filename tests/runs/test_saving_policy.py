@@ -1,4 +1,4 @@
-"""What the policy saves, keeps and removes on a real store.
+"""Save, keep and remove checkpoints on a real store, as the policy decides.
 
 python -m pytest tests/runs/test_saving_policy.py
 """

@@ -1,4 +1,4 @@
-"""What a run learned from its spikes, on the disk; and the way back, for any loop.
+"""Record recoveries from spikes on disk, and recover in any training loop.
 
 python -m pytest tests/runs/test_spike_recovery.py
 """

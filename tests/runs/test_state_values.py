@@ -1,4 +1,4 @@
-"""What is no tensor goes to JSON and comes back as it was.
+"""Values other than tensors go to JSON and come back unchanged.
 
 python -m pytest tests/runs/test_state_values.py
 """

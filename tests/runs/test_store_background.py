@@ -220,7 +220,7 @@ def test_buffers_follow_tensors_that_change_their_shape():
 
 
 def test_best_and_sweep_while_a_save_runs(tmp_path):
-    """What another call removes as a leftover must not be the save that is being written."""
+    """Another call must not remove the save in progress as a leftover."""
     state = new_state()
     with (
         Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,

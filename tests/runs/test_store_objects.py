@@ -18,7 +18,7 @@ from curry_train.runs.resume import load_chosen
 
 @pytest.fixture(params=["memory", "strict"])
 def url(request):
-    """One that is lenient and one that is as strict as stores are."""
+    """Return the URL of a lenient store, and of one as strict as real object stores."""
     return f"{request.param}://{request.node.originalname}"
 
 

@@ -1,4 +1,4 @@
-"""What a user may hand to `--model`, and what they are told when it can't be trained.
+"""Models that `--model` accepts, and the messages for those that can't be trained.
 
 python -m pytest tests/workloads/test_workload.py
 """
@@ -200,7 +200,8 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
             "does not depend on any",
         ),
         (
-            "class Text(nn.Linear):\n    forward = lambda s, x: 'a'\ndef build(): return Text(4, 1)",
+            "class Text(nn.Linear):\n    forward = lambda s, x: 'a'\n"
+            "def build(): return Text(4, 1)",
             "returned str",
         ),
         ("built = 1", "has no callable 'build'"),
@@ -228,7 +229,8 @@ def build():
         ("def build():\n    raise RuntimeError('no weights here')", 4),
         (NESTED, 6),  # the user's own line, and not the one in torch that raised
         (
-            "class Net(nn.Linear):\n    def forward(self, x): return x @ x\ndef build(): return Net(4, 1)",
+            "class Net(nn.Linear):\n    def forward(self, x): return x @ x\n"
+            "def build(): return Net(4, 1)",
             4,
         ),
         ("def build(size): return nn.Linear(4, 1)", 3),  # where it begins, since it never ran
