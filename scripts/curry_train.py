@@ -21,8 +21,10 @@ import sys
 from pathlib import Path
 
 # Python puts the folder of a script first on its path, where this file has the name of the package.
+# Last it harms nothing, and a worker process, which imports this file again, finds `environment`.
 FOLDER = Path(__file__).resolve().parent
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
+others = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
+sys.path[:] = [*others, str(FOLDER)]
 
 from curry_train.cli.main import main
 

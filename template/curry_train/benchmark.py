@@ -3,7 +3,7 @@
     found = compare_steps({"ours": step, "theirs": other_step}, rounds=20, warmup=5)
     print(found["theirs"])
 
-`python -m curry_train bench` does this for a model and the levers of this package. Loading data is
+`curry-train bench` does this for a model and the levers of this package. Loading data is
 not timed: pass batches that are already on the device.
 Proof: `python -m pytest tests/trainer/test_benchmark.py`.
 """

@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_command_line.py`.
 """
 
 import importlib
+import json
 import os
 import shlex
 import subprocess
@@ -19,6 +20,7 @@ from tree import ROOT
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.screen import BRIEF_OPTIONS, LazyGroup, ScreenCommand
 from curry_train.core.wording import provenance
+from curry_train.gates.verdict import GATES_WORTH_A_PROCESS
 
 # The commands that README and DESIGN promise.
 PROMISED = (
@@ -247,6 +249,49 @@ def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed(tmp_pa
     assert unknown.returncode == 2
     assert "did you mean validate?" in unknown.stderr
     assert f"Try 'python {script} --help'" in unknown.stderr
+
+
+MANY_MODELS = """\
+from torch import nn
+
+def build():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in "ab"))
+
+"""
+
+
+@pytest.mark.parametrize(
+    "started",
+    [
+        pytest.param([str(ROOT / "scripts/curry_train.py"), "validate"], id="curry_train.py"),
+        pytest.param(
+            [str(ROOT / "scripts/validate_checkpointing.py")],
+            id="validate_checkpointing.py",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(["-m", "curry_train", "validate"], id="-m", marks=pytest.mark.long),
+    ],
+)
+def test_worker_processes_find_what_started_them(started, tmp_path):
+    """They import the main module again. Enough gates for two processes, and nearly all quick."""
+    names = [f"build_{number}" for number in range(-(-2 * GATES_WORTH_A_PROCESS // 7))]
+    aliases = "".join(f"{name} = lambda: build()\n" for name in names)
+    (tmp_path / "many.py").write_text(MANY_MODELS + aliases)
+    models = [word for name in names for word in ("--model", f"many.py:{name}")]
+    gates = ["--gate", "snn-timesteps", "--gate", "recompute/parity-full", "--device", "cpu"]
+    command = [sys.executable, *started, *models, *gates, "--json", "rows.json"]
+    ended = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "template")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["results"]
+    assert len(rows) >= 2 * GATES_WORTH_A_PROCESS
+    assert [row["workload"] for row in rows if row["passed"]] == names
 
 
 def test_python_m_is_the_same_command(tmp_path):

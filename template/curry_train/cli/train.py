@@ -1,6 +1,6 @@
 """Command `train`: train a model by a configuration file and `key=value` words.
 
-    python -m curry_train train --config config.yaml steps=1000 optimizer.learning_rate=3e-4
+    curry-train train --config config.yaml steps=1000 optimizer.learning_rate=3e-4
     torchrun --nproc-per-node 8 -m curry_train train --config config.yaml parallel=fsdp2
 
 Proof: `python -m pytest tests/cli/test_train_command.py tests/trainer/test_progress.py`.

@@ -381,7 +381,7 @@ def _given_up(spike: Spike, recoveries: Recoveries, number: int, go_on: str) -> 
     return (
         f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "
         f"positions {skipped}. So the samples are not the cause: look at the gradients before the "
-        f"spike (python -m curry_train grad-flow), lower optimizer.learning_rate, and go on with "
+        f"spike (curry-train grad-flow), lower optimizer.learning_rate, and go on with "
         f"{go_on}"
     )
 
