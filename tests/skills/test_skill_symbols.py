@@ -71,7 +71,6 @@ WORDS = {  # neither torch's nor ours
     "mean_hours_between_failures": "a key of a project's configuration",
     "output_hidden_states": "Hugging Face's",
     "package.module": "stands for the user's",
-    "my_package.training.runs_command": "stands for the user's",
     "ddp.module": "DistributedDataParallel's, on an instance",
     "retain_graph": "a keyword of torch's backward",
     "neuron.v": "spikingjelly's",
