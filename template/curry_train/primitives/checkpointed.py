@@ -120,8 +120,10 @@ class BlockState:
             outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
             for name, value in state.parameters.items():
                 # Sharded training frees its tensors, and puts others in their places.
-                if parameters.get(name) is not value and not _is_released(value):
-                    parameters[name] = value
+                present = parameters.get(name)
+                if present is value or _is_released(value) or _is_gathering(value, present):
+                    continue
+                parameters[name] = value
             buffers.update(state.buffers)
             _set_attributes(module, state.attributes)
             for name, value in state.containers.items():
@@ -132,7 +134,11 @@ class BlockState:
 
     def __exit__(self, *_: object) -> None:
         for state, before in zip(self.states.values(), self.outside.pop(), strict=False):
-            state.module._parameters.update(before[0])
+            parameters = state.module._parameters
+            for name, value in before[0].items():
+                present = parameters.get(name)
+                if present is not value and not _is_gathering(value, present):
+                    parameters[name] = value
             state.module._buffers.update(before[1])
             _set_attributes(state.module, before[2])
 
@@ -160,6 +166,15 @@ def _is_released(tensor: Any) -> bool:
     """Return whether the memory of a tensor was freed, as sharded training does between calls."""
     has_storage = tensor is not None and tensor.layout == torch.strided and tensor.numel() > 0
     return has_storage and tensor.untyped_storage().nbytes() == 0
+
+
+def _is_gathering(value: Any, other: Any) -> bool:
+    """Return whether one is a shard and the other whole: `fully_shard` exchanges the two itself.
+
+    It puts the whole one in place of the shard, a `DTensor`, around each call of a block, and a
+    segment begins before the calls of its blocks.
+    """
+    return hasattr(value, "placements") != hasattr(other, "placements")
 
 
 # Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.
