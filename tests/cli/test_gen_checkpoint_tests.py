@@ -76,6 +76,14 @@ def detached_later(block, x):
     return x if block.calls == 1 else x.detach()
 
 
+def other_in_backward(block, x):
+    return x * (2 if torch._C._current_graph_task_id() >= 0 else 1)
+
+
+def detached_in_backward(block, x):
+    return x.detach() if torch._C._current_graph_task_id() >= 0 else x
+
+
 def model(disturb=None):
     blocks = [Block(), Block(disturb), Block()]
     return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(blocks)[0], *blocks[1:]), torch.randn(8, 8)
@@ -88,11 +96,11 @@ UNFIT = {
     "python_random": "draws from python's generator",
     "numpy_random": "draws from numpy's generator",
     "own_generator": "random numbers of its own",
-    "growing_cache": "keeps state between calls",
-    "call_counter": "keeps state between calls",
-    "running_mean": "updates buffer",
-    "detached_later": "computes other tensors the second time",
+    "other_in_backward": "keeps state between calls",
+    "detached_in_backward": "computes other tensors the second time",
 }
+# State in the block's own attributes and buffers, which a recomputed call finds as it was.
+STATEFUL = ("growing_cache", "call_counter", "running_mean", "detached_later")
 LLAMA = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -113,7 +121,9 @@ def repository(tmp_path_factory):
     package = root / "src" / "theirs"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    factories = [f"\n\ndef {name}_model():\n    return model({name})\n" for name in UNFIT]
+    factories = [
+        f"\n\ndef {name}_model():\n    return model({name})\n" for name in (*UNFIT, *STATEFUL)
+    ]
     (package / "models.py").write_text(MODELS + "".join(factories))
     (package / "languages.py").write_text(LLAMA)
     (root / "src" / "mylib").mkdir()
@@ -195,6 +205,14 @@ def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run
         assert f"does not hold for {spec(name)}\nmeasured: " in said, name
         assert "\nrequired: bit-equal\n" in said, name
         assert re.search(rf"\nwhat to do: 2 .*{re.escape(cause)}", said), said
+
+
+@pytest.mark.timeout(240)
+def test_models_with_state_of_their_own_hold(repository, run):
+    done, found = outcome(repository, run, STATEFUL, "recompute/parity-full")
+    assert done.returncode == 0, done.stdout
+    for name in STATEFUL:
+        assert found[name]["test_gate_holds[recompute/parity-full]"] == {}, name
 
 
 # The file itself.
