@@ -3,6 +3,7 @@
 python -m pytest tests/gates/test_recompute.py
 """
 
+import functools
 import random
 
 import numpy
@@ -299,27 +300,61 @@ def routing(block, x):
     return torch.sigmoid(x[: len(x) // block.calls]).sum(0) * x
 
 
-@pytest.mark.parametrize(
-    ("disturb", "in_hint"),
-    [
-        (python_random, "draws from python's generator"),
-        (numpy_random, "draws from numpy's generator"),
-        (growing_cache, "computes other tensors the second time"),
-        (counter, "keeps state between calls"),
-        (routing, "computes other tensors the second time"),
-    ],
-)
-def test_parity_names_the_block_that_is_unfit(disturb, in_hint):
+def in_backward():
+    return torch._C._current_graph_task_id() >= 0
+
+
+def other_in_backward(block, x):
+    return x * (2 if in_backward() else 1)
+
+
+def shorter_in_backward(block, x):
+    return torch.sigmoid(x[: len(x) // (2 if in_backward() else 1)]).sum(0) * x
+
+
+def by_torch(model, sample):
+    """Recompute as many scripts do: torch's checkpoint around each block."""
+    found = find_blocks(model, sample.blocks)
+    for block in found.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return list(found)
+
+
+def disturbed(disturb):
+    """A workload whose second block of three is disturbed."""
+
     def build():
         clean = [Faulty(lambda block, x: x) for _ in range(2)]
         return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(clean)[0], Faulty(disturb), clean[1])
 
-    workload = Workload(
+    return Workload(
         "unfit", build, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
     )
-    verdict = recompute.recompute_parity(Case(workload), strategy="full")
+
+
+@pytest.mark.parametrize("disturb", [growing_cache, counter, routing])
+def test_state_of_the_block_itself_is_that_of_the_first_call(disturb):
+    verdict = recompute.recompute_parity(Case(disturbed(disturb)), strategy="full")
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("disturb", "in_hint", "apply"),
+    [
+        (python_random, "draws from python's generator", None),
+        (numpy_random, "draws from numpy's generator", None),
+        (other_in_backward, "keeps state between calls", None),
+        (shorter_in_backward, "computes other tensors the second time", None),
+        (growing_cache, "computes other tensors the second time", by_torch),
+        (counter, "keeps state between calls", by_torch),
+        (routing, "computes other tensors the second time", by_torch),
+    ],
+)
+def test_parity_names_the_block_that_is_unfit(disturb, in_hint, apply):
+    workload = disturbed(disturb)
+    verdict = recompute.recompute_parity(Case(workload), strategy="full", apply=apply)
     assert verdict.passed is False, verdict
-    assert verdict.hint.startswith("2 "), verdict
+    assert apply is not None or verdict.hint.startswith("2 "), verdict
     assert in_hint in verdict.hint
 
 

@@ -118,12 +118,7 @@ class BlockState:
             buffers = module._buffers
             attributes = module.__dict__
             outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
-            for name, value in state.parameters.items():
-                # Sharded training frees its tensors, and puts others in their places.
-                present = parameters.get(name)
-                if present is value or _is_released(value) or _is_gathering(value, present):
-                    continue
-                parameters[name] = value
+            _put_back(parameters, state.parameters)
             buffers.update(state.buffers)
             _set_attributes(module, state.attributes)
             for name, value in state.containers.items():
@@ -134,11 +129,7 @@ class BlockState:
 
     def __exit__(self, *_: object) -> None:
         for state, before in zip(self.states.values(), self.outside.pop(), strict=False):
-            parameters = state.module._parameters
-            for name, value in before[0].items():
-                present = parameters.get(name)
-                if present is not value and not _is_gathering(value, present):
-                    parameters[name] = value
+            _put_back(state.module._parameters, before[0])
             state.module._buffers.update(before[1])
             _set_attributes(state.module, before[2])
 
@@ -168,13 +159,13 @@ def _is_released(tensor: Any) -> bool:
     return has_storage and tensor.untyped_storage().nbytes() == 0
 
 
-def _is_gathering(value: Any, other: Any) -> bool:
-    """Return whether one is a shard and the other whole: `fully_shard` exchanges the two itself.
-
-    It puts the whole one in place of the shard, a `DTensor`, around each call of a block, and a
-    segment begins before the calls of its blocks.
-    """
-    return hasattr(value, "placements") != hasattr(other, "placements")
+def _put_back(parameters: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put back replaced parameters, but not a shard or a whole one that `fully_shard` exchanges."""
+    for name, value in values.items():
+        present = parameters.get(name)
+        is_exchanged = hasattr(value, "placements") != hasattr(present, "placements")
+        if present is not value and not is_exchanged and not _is_released(value):
+            parameters[name] = value
 
 
 # Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.

@@ -5,8 +5,7 @@ apply_sac(model)    # saves the outputs of matrix products, attention and convol
     apply_sac(model, ["aten.mm", "aten.addmm"], blocks="layers.*")
 
 Operations that draw random numbers are always recomputed, from the generator state of their first
-run. In torch's own implementation a saved random operation shifts all random numbers drawn after
-it.
+run. In torch's own implementation a saved one shifts all random numbers that are drawn after it.
 
 Proof: `python -m pytest tests/gates tests/primitives`.
 """
@@ -45,25 +44,18 @@ def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
 
 
 def _higher_order(*names: str) -> frozenset[Operation]:
-    return frozenset(
-        getattr(torch.ops.higher_order, name)
-        for name in names
-        if hasattr(torch.ops.higher_order, name)
-    )
+    space = torch.ops.higher_order
+    return frozenset(getattr(space, name) for name in names if hasattr(space, name))
 
 
-_ATTENTION_KERNELS = (
-    "flash_attention_for_cpu",
-    "flash_attention",
-    "efficient_attention",
-    "cudnn_attention",
-)
+_ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
 MATMULS = _overloads(
     "aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"
 )
 ATTENTION_OPERATIONS = _overloads(
     "aten",
     *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION_KERNELS),
+    "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 ) | _higher_order("flex_attention")
 CONVOLUTIONS = _overloads(
