@@ -27,6 +27,7 @@ from curry_train.plan import shapes
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, NeedsValues, PretendedCase, pretended
 from curry_train.primitives import apply_sac, checkpointed, recompute_blocks, regions
+from curry_train.primitives.checkpointed import BlockState
 from curry_train.primitives.regions import Replay
 from curry_train.workloads.models import llama_8b, transformer
 from curry_train.workloads.workload import Workload, WorkloadError
@@ -213,7 +214,7 @@ def with_checkpoint(forward, x):
 
 
 def with_replay(forward, x):
-    return Replay(forward, (x,), {}).first()
+    return Replay(BlockState([]), forward, (x,), {}).first()
 
 
 def check_mode(run):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..core.blocks import Derived, become, derive, find_blocks, restore
@@ -139,8 +140,10 @@ class PendingOutput(Tensor):
     @staticmethod
     def of(tensor: Tensor, block: str, following: str) -> "PendingOutput":
         """Make a stand-in without storage for the output of `block`."""
-        empty = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-        pending: PendingOutput = empty.as_subclass(PendingOutput)
+        # Neither a tensor without values nor an operation that a measurement counts.
+        with _disable_current_modes():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            pending = empty.requires_grad_(tensor.requires_grad).as_subclass(PendingOutput)
         pending.block = block
         pending.following = following
         pending.place = tensor.device
