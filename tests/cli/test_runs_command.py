@@ -16,7 +16,12 @@ from store_models import new_state, train
 from tree import ROOT
 
 from curry_train.cli.main import main
-from curry_train.cli.resume_check import _different_figure, _different_tensor, resume_check
+from curry_train.cli.resume_check import (
+    _different_figure,
+    _different_tensor,
+    _metrics,
+    resume_check,
+)
 from curry_train.runs import Journal, Store
 
 TINY = [
@@ -330,3 +335,25 @@ def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_
     _, said = call("show", tmp_path)
     assert "nothing to resume from" in said
     assert "is not a journal" in " ".join(said.split())
+
+
+def test_an_evaluation_before_the_first_step_is_no_figure_of_a_step(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.start(facts={})
+        journal.write("eval", step=0, metric="dev_loss", value=3.0)
+        journal.step(1, loss=2.0, learning_rate=0.1, seconds=0.1, peak_bytes=1)
+        journal.write("eval", step=1, metric="dev_loss", value=2.5)
+    ((step, figures),) = _metrics(tmp_path)
+    assert step == 1
+    assert figures["dev_loss"] == 2.5
+
+
+def test_room_that_can_not_be_found_out_is_said_and_not_called_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr("curry_train.cli.runs.free_bytes", lambda files, folder: None)
+    ended = CliRunner().invoke(
+        main, ["runs", "estimate", "--parameters", "1e6", "--folder", str(tmp_path)]
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "can't be found out" in " ".join(ended.output.split())
+    assert "enough" not in ended.output.rsplit("can't be found out")[-1]
+    assert "GB free" not in ended.output

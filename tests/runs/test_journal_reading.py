@@ -108,6 +108,8 @@ def test_a_line_that_no_reader_would_take_is_not_written():
         (b'{"step": 1, "loss": 2.0}\n', "not an event"),
         (b'{"v":"1","time":1,"step":1,"attempt":1,"kind":"step"}\n', "not an event"),
         (b'{"v":true,"time":1,"step":1,"attempt":1,"kind":3}\n', "not an event"),
+        (b'{"v":true,"time":1,"step":1,"attempt":1,"kind":"step"}\n', "not an event"),
+        (b'{"v":1.0,"time":1,"step":1,"attempt":1,"kind":"step"}\n', "not an event"),
         (b'{"v":1,"time":NaN,"step":1,"attempt":1,"kind":"step"}\n', "an event without its time"),
         (b'{"v":1,"time":1e999,"step":1,"attempt":1,"kind":"step"}\n', "an event without its time"),
         (b'{"v":1,"time":1,"step":-1,"attempt":1,"kind":"step"}\n', "an event without its step"),

@@ -125,13 +125,16 @@ def final_tensors(run: Path) -> dict[str, Tensor]:
 
 
 def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the figures of each step in journal order; a repeated step appears twice."""
+    """Return the figures of each step in journal order; a repeated step appears twice.
+
+    An evaluation before the first step belongs to none.
+    """
     steps: list[tuple[int, dict[str, Any]]] = []
     for event in JournalReading(run / JOURNAL_FILE_NAME):
         if event.kind == "step":
             figures = {name: event.facts[name] for name in COMPARED_FIGURES if name in event.facts}
             steps.append((event.step, figures))
-        elif event.kind == "eval":
+        elif event.kind == "eval" and steps:
             _, figures = steps[-1]
             figures[event.facts["metric"]] = event.facts["value"]
     return steps

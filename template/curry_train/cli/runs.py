@@ -416,9 +416,11 @@ def estimate_command(
         free = free_bytes(SavedRun(folder).files, "recovery")
         enough = free is None or free >= estimate.most
         facts["free"] = free
-        console.print(
-            f"{folder} has {(free or 0) / 1e9:.1f} GB free: {'enough' if enough else 'not enough'}"
-        )
+        if free is None:
+            console.print(f"how much room {folder} has can't be found out")
+        else:
+            verdict = "enough" if enough else "not enough"
+            console.print(f"{folder} has {free / 1e9:.1f} GB free: {verdict}")
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if enough else 1)

@@ -176,7 +176,8 @@ def parse_event(text: bytes, *, line: int) -> Event | str:
             f"this package reads up to {JOURNAL_VERSION}): use the version that wrote it, or a "
             "later one"
         )
-    if version != JOURNAL_VERSION or type(kind) is not str:
+    # True and 1.0 are equal to 1, and no journal has them.
+    if type(version) is not int or version != JOURNAL_VERSION or type(kind) is not str:
         return "not an event"
     if type(time) not in (int, float) or not abs(time) < EVENT_NUMBER_LIMIT:
         return "an event without its time"
