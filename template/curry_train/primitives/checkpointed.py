@@ -118,7 +118,8 @@ class BlockState:
             buffers = module._buffers
             attributes = module.__dict__
             outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
-            _put_back(parameters, state.parameters)
+            if [*map(id, parameters.values())] != [*map(id, state.parameters.values())]:
+                _put_back(parameters, state.parameters)
             buffers.update(state.buffers)
             _set_attributes(module, state.attributes)
             for name, value in state.containers.items():
@@ -129,7 +130,8 @@ class BlockState:
 
     def __exit__(self, *_: object) -> None:
         for state, before in zip(self.states.values(), self.outside.pop(), strict=False):
-            _put_back(state.module._parameters, before[0])
+            if [*map(id, state.module._parameters.values())] != [*map(id, before[0].values())]:
+                _put_back(state.module._parameters, before[0])
             state.module._buffers.update(before[1])
             _set_attributes(state.module, before[2])
 
