@@ -267,7 +267,7 @@ def _common_runs(
     yield len(base), len(ours), len(theirs), 0
 
 
-# What a command would write
+# Plan of the files that a command writes
 
 
 class FileState(StrEnum):

@@ -45,7 +45,7 @@ OWN_TEXTS = {
     " $(wildcard wheels/*.whl)": "",
     "\t.venv/bin/python -m pip install --quiet --force-reinstall --no-deps wheels/*.whl\n": "",
 }
-# What a run of the template leaves in its folder.
+# Files that runs and builds leave in the template folder, and that no project gets.
 LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})
 
 
@@ -401,7 +401,7 @@ def _is_ours(module: str) -> bool:
     return module == PACKAGE or module.startswith(f"{PACKAGE}.")
 
 
-# What each command copies
+# Files that each command copies
 
 
 def technique_modules(bundle: Bundle, technique: Technique) -> tuple[str, ...]:

@@ -422,7 +422,7 @@ class LayerMemory:
     # Storages alive after forward that were made while the layer ran, and no other layer inside it.
     bytes: int
 
-    # What remains if the layer is recomputed: its inputs, and its outputs that are alive. All of
+    # Bytes that remain if the layer is recomputed: its inputs, and its outputs still alive. All of
     # `bytes` if `calls` is 0, because the layer is never called as a whole.
     boundary_bytes: int
 

@@ -138,7 +138,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         module.zero_grad(set_to_none=True)
 
 
-# What else a second run of a forward must find as the first run did.
+# State that a second forward must find as the first one left it: modes, autocast, statistics.
 
 # Set on autograd nodes whose saved tensors a checkpointed call returns only once.
 RETURNED_ONCE_KEY = "curry_train_again"
