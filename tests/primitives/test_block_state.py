@@ -260,3 +260,19 @@ def test_double_backward_sees_the_first_state_each_time(lever):
         found.append(list(model.buffers()))
     assert all(map(torch.equal, found[0], found[2]))
     assert all(map(torch.equal, found[1], found[3]))
+
+
+class Lazy(Block):
+    """Its layer has no weights before the first call, which is a recomputed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.LazyLinear(8)
+
+
+@pytest.mark.parametrize("lever", RECOMPUTING)
+def test_a_layer_inside_a_block_may_get_its_weights_in_the_first_call(lever):
+    model = Model(Lazy)
+    LEVERS[lever](model)
+    loss_of(model(X)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

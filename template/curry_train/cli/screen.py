@@ -22,8 +22,8 @@ LONGEST_OPTION_COLUMN = 20
 BRIEF_OPTIONS = ("device", "dtype", "batch_size", "seed", "json_path")
 BRIEF_LABEL = "Also: "
 
-# Suffixes that click appends to a help text: the range of a number, which its error message names as
-# well, and that an option is required, which the usage line shows.
+# Suffixes that click appends to a help text: the range of a number, which its error message has
+# as well, and that an option is required, which the usage line shows.
 _SUFFIX_PATTERN = re.compile(
     r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]|;? ?required(?=\])|  \[required\]"
 )

@@ -113,7 +113,6 @@ def _by_name(text: str) -> Any:
     namespace, *names = text.removeprefix("torch.ops.").split(".")
     if len(names) not in (1, 2):
         raise ValueError(f"an operation is named as 'aten.mm' or 'aten.mm.default', got {text!r}")
-
     space = getattr(torch.ops, namespace)
     if not hasattr(space, names[0]):
         near = difflib.get_close_matches(names[0], dir(space), n=3)
