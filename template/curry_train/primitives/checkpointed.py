@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter, UninitializedTensorMixin
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -87,7 +87,7 @@ class BlockState:
             # What a module writes is not known before its first call.
             written = _written_names.get(module, may_be_written)
             for name, value in (*state.parameters.items(), *may_be_written.items()):
-                is_lazy = isinstance(value, UninitializedTensorMixin)
+                is_lazy = type(value) in (UninitializedParameter, UninitializedBuffer)
                 if value is None or is_lazy or value.is_inference():
                     continue
                 state.versions[name] = value, value._version
