@@ -16,6 +16,10 @@ from curry_train.cli.ownership import TECHNIQUES, Bundle
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 REAL = command.find_bundle()
+# The real `lazy_names`, without the names that core hands on.
+LAZY_NAMES = (
+    (ROOT / "template/curry_train/core/__init__.py").read_text().partition("__getattr__, ")[0]
+)
 
 PACKAGE = {
     "__init__.py": '"""The package."""\n\n__version__ = "0.2.0"\n',
@@ -25,14 +29,13 @@ PACKAGE = {
         "LOOP = train_window, PEAK\n"
     ),
     "core/__init__.py": (
-        "from .lazy import lazy_names\n\n"
-        '__getattr__, __dir__, __all__ = lazy_names(__name__, {"measure": ("PEAK",)})\n'
+        f"{LAZY_NAMES}__getattr__, __dir__, __all__ = lazy_names(\n"
+        '    __name__, {"measure": ("PEAK",)}\n)\n'
     ),
-    "core/lazy.py": (ROOT / "template/curry_train/core/lazy.py").read_text(),
     "core/blocks.py": "def find_blocks():\n    return ['block']\n",
     "core/measure.py": "import math\n\nPEAK = math.pi\n",
     "primitives/__init__.py": (
-        "from ..core.lazy import lazy_names\n\n"
+        "from ..core import lazy_names\n\n"
         "__getattr__, __dir__, __all__ = lazy_names(\n    __name__,\n"
         '    {"grad_accum": ("train_window",), "sac": ("apply_sac", "remove_sac")},\n)\n'
     ),
@@ -55,7 +58,7 @@ PACKAGE = {
     "plan/profiler.py": "class Report: ...\n",
     "plan/planner.py": "from .profiler import Report\n\nPLAN = Report\n",
     "runs/__init__.py": (
-        "from ..core.lazy import lazy_names\n\n"
+        "from ..core import lazy_names\n\n"
         '__getattr__, __dir__, __all__ = lazy_names(__name__, {"attach": ("saving",)})\n'
     ),
     "runs/attach.py": (

@@ -226,12 +226,12 @@ def drawn_arrows(text: str) -> set[tuple[str, str]]:
 
 
 def room_imports(root: Path) -> dict[str, set[str]]:
-    """Return the rooms that each room imports; every package has `core.lazy` in it."""
+    """Return the rooms that each room imports; every package has `lazy_names` of core in it."""
     known = all_modules(root)
     found: dict[str, set[str]] = {module.room: set() for module in known.values() if module.room}
     for name, targets in import_graph(root).items():
         room = known[name].room
-        rooms = {known[target].room for target in targets if target != "core.lazy"}
+        rooms = {known[target].room for target in targets if target != "core"}
         if room:
             found[room] |= rooms - {room, ""}
     return found
@@ -253,11 +253,11 @@ def packages_hand_names_on_lazily(root: Path) -> list[str]:
     known = all_modules(root)
     return [
         f"{relative(module.path, root)}:{found.line} imports {found.name} eagerly: "
-        "list the name in lazy_names instead (core/lazy.py)"
+        "list the name in lazy_names instead (core/__init__.py)"
         for module in known.values()
         if module.is_package and module.name
         for found in imports(module, known)
-        if found.when == AT_IMPORT and found.target not in (None, "core.lazy")
+        if found.when == AT_IMPORT and found.target not in (None, "core")
     ]
 
 

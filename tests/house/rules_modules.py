@@ -134,9 +134,7 @@ def core_modules_serve_two_rooms(root: Path) -> list[str]:
         f"{relative(module.path, root)} serves {' '.join(rooms_by_module[name]) or 'no room'} "
         "alone: move it there"
         for name, module in modules(root).items()
-        if module.room == "core"
-        and name != "core.lazy"  # every package hands its names on with it
-        and len(rooms_by_module[name]) < FEWEST_ROOMS_OF_A_SHARED_MODULE
+        if module.room == "core" and len(rooms_by_module[name]) < FEWEST_ROOMS_OF_A_SHARED_MODULE
     ]
 
 

@@ -34,7 +34,7 @@ def _package(names_by_module: Mapping[str, Sequence[str]]) -> str:
     """Return an `__init__.py` that hands names on."""
     table = "".join(f"    {home!r}: {tuple(names)!r},\n" for home, names in names_by_module.items())
     return (
-        '"""Hand names on lazily."""\n\nfrom ..core.lazy import lazy_names\n\n'
+        '"""Hand names on lazily."""\n\nfrom ..core import lazy_names\n\n'
         f"__getattr__, __dir__ = lazy_names(\n    __name__, {{\n{table}}}\n)\n"
     )
 
@@ -55,8 +55,7 @@ _MANIFEST = '{\n  "name": "small",\n  "version": "1.2.3"\n}\n'
 FILES = {
     f"{PACKAGE}/__init__.py": '"""Be small."""\n\n__version__ = "1.2.3"\n',
     f"{PACKAGE}/__main__.py": _module(head="from .cli.main import run_command\n"),
-    f"{PACKAGE}/core/__init__.py": '"""Hold what several rooms need."""\n',
-    f"{PACKAGE}/core/lazy.py": _module("lazy_names"),
+    f"{PACKAGE}/core/__init__.py": _module("lazy_names"),
     f"{PACKAGE}/core/blocks.py": _module("find_blocks", head="import torch\n"),
     f"{PACKAGE}/primitives/__init__.py": _package(_TECHNIQUES),
     f"{PACKAGE}/primitives/grad_accum.py": _module(*_TECHNIQUES["grad_accum"]),

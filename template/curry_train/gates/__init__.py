@@ -1,6 +1,6 @@
 """The claims of each technique as gates, one file for each technique."""
 
-from ..core.lazy import lazy_names
+from ..core import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -1,6 +1,6 @@
 """Bytes and seconds of a step, from shapes; the solver and the planner."""
 
-from ..core.lazy import lazy_names
+from ..core import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -1,6 +1,6 @@
 """The techniques: what a training step imports."""
 
-from ..core.lazy import lazy_names
+from ..core import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

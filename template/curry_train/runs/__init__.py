@@ -1,6 +1,6 @@
 """State that survives: checkpoints, resume, journal, loss spikes."""
 
-from ..core.lazy import lazy_names
+from ..core import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -1,6 +1,6 @@
 """The user's model as the tools use it."""
 
-from ..core.lazy import lazy_names
+from ..core import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

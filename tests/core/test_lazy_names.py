@@ -1,6 +1,6 @@
 """Test that public names of a package are imported on first use.
 
-python -m pytest tests/core/test_lazy.py
+python -m pytest tests/core/test_lazy_names.py
 """
 
 import importlib
