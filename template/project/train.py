@@ -24,12 +24,12 @@ from curry_train.core.measure import Loss
 from curry_train.core.rerun import seeded
 from curry_train.core.timing import NoSuchDevice
 from curry_train.data import Dataset, Stream
-from curry_train.distribute import leave, share, start_ranks
 from curry_train.loop import mean_loss
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow, train_window
 from curry_train.runs import RunError, saving
 from curry_train.runs.attach import AttachedRun
 from curry_train.runs.ranks import Ranks
+from curry_train.trainer import leave, share, start_ranks
 from data import open_data
 from model import build, num_tokens, summed_loss
 

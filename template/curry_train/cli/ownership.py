@@ -31,7 +31,7 @@ DISTRIBUTION_NAME = "curry-train"
 BUNDLED_FOLDER = "bundled"  # where an installed package has what lies beside it in a clone
 
 RUN_TIME_ROOMS = ("core", "primitives", "runs")
-TRAINER_MODULES = ("loop.py", "benchmark.py", "config.py", "data.py", "distribute.py", "trainer.py")
+TRAINER_MODULES = ("loop.py", "benchmark.py", "config.py", "data.py", "trainer.py")
 # The run-time rooms may import these distributions; the other names on the right are pip's.
 DISTRIBUTIONS_OF_IMPORTS = {"torch": "torch", "numpy": "numpy", "yaml": "pyyaml", "rich": "rich"}
 

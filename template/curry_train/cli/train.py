@@ -35,7 +35,6 @@ from ..data import (
     read_library_text,
     split_dev,
 )
-from ..distribute import leave, start_ranks
 from ..loop import StepReport
 from ..plan.saved import Plan
 from ..primitives.grad_accum import NonFiniteWindow
@@ -48,7 +47,9 @@ from ..trainer import (
     TrainingRun,
     TrainingTask,
     Watch,
+    leave,
     open_run,
+    start_ranks,
     train_run,
 )
 from ..workloads.models import load_object, load_workload

@@ -1,6 +1,6 @@
 """Refuse ranks that are started wrongly, and wrap the model that they share.
 
-Run with `python -m pytest tests/trainer/test_distribute.py`.
+Run with `python -m pytest tests/trainer/test_start_ranks.py`.
 """
 
 import pytest
@@ -9,9 +9,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.core.timing import NoSuchDevice
-from curry_train.distribute import WrongLaunch, share, start_ranks
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.runs.ranks import Ranks
+from curry_train.trainer import WrongLaunch, share, start_ranks
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case
 
@@ -64,7 +64,7 @@ def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
 
 def test_more_ranks_than_gpus_is_told(monkeypatch):
     """NCCL would hang, or fail with a word about duplicates."""
-    monkeypatch.setattr("curry_train.distribute.find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("curry_train.trainer.find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
