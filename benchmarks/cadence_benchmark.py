@@ -17,8 +17,7 @@ import torch
 
 from curry_train.core.wording import provenance, write_json
 from curry_train.runs.background import BackgroundSaver
-from curry_train.runs.cadence import young_daly
-from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy import SavingPolicy, young_daly
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.store import Store
 from store_benchmark import LAYER_WIDTH, made_state

@@ -11,18 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from curry_train.runs.cadence import (
+from curry_train.runs.files import (
     DISK_TRIAL_FILE_NAME,
+    FIXED_SAVE_SECONDS,
+    LocalFiles,
+    expected_save_seconds,
+)
+from curry_train.runs.policy import (
     FIRST_SAVE_STEPS,
-    FIXED_SECONDS,
     SAVE_MARGIN_FACTOR,
     CadenceFromOverhead,
     due,
-    expected_seconds,
     steps_between,
     young_daly,
 )
-from curry_train.runs.files import LocalFiles
 from curry_train.runs.policy_config import PolicyConfig
 
 
@@ -249,8 +251,8 @@ def test_rare_failures_make_saves_rarer_but_never_break_the_bound():
 def test_the_disk_says_what_a_save_takes_and_keeps_nothing(tmp_path):
     files = LocalFiles(tmp_path)
     (tmp_path / DISK_TRIAL_FILE_NAME).write_bytes(b"left by a process that was killed")
-    small = expected_seconds(files, 1000)
-    large = expected_seconds(files, 2**31)
-    assert FIXED_SECONDS < small < large
+    small = expected_save_seconds(files, 1000)
+    large = expected_save_seconds(files, 2**31)
+    assert FIXED_SAVE_SECONDS < small < large
     assert large > 2**31 / 1e11  # no disk writes 100 GB in a second
     assert list(tmp_path.iterdir()) == []

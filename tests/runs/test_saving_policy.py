@@ -343,8 +343,8 @@ def on_a_clock(tmp_path, monkeypatch):
     function returns the steps that were saved.
     """
     clock = [100.0]
-    monkeypatch.setattr("curry_train.runs.cadence.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("curry_train.runs.cadence.expected_seconds", lambda files, size: 2.0)
+    monkeypatch.setattr("curry_train.runs.policy.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("curry_train.runs.policy.expected_save_seconds", lambda files, size: 2.0)
     config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=0.1)
     with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
         plain, state = store.save, new_state()
