@@ -6,6 +6,7 @@ python -m pytest tests/primitives/test_offload.py
 import copy
 import functools
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from curry_train.gates import recompute
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives.offload import offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
@@ -148,7 +150,7 @@ shifted = hooked(
 
 
 @pytest.mark.parametrize(
-    ("check", "saboteur", "said"),
+    ("check", "saboteur", "message"),
     [
         (recompute.offload_parity, no_op, "nothing ran twice or was freed"),
         (recompute.offload_parity, in_half, "computes another value"),
@@ -164,10 +166,10 @@ shifted = hooked(
         (recompute.offload_moved_bytes, duplicates_too, "a storage that had moved already"),
     ],
 )
-def test_gate_catches(check, saboteur, said):
+def test_gate_catches(check, saboteur, message):
     verdict = check(Case(transformer()), apply=saboteur)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint
+    assert message in verdict.hint
 
 
 # What moves, and what does not.
@@ -495,3 +497,72 @@ def test_nothing_moves_in_eval_mode_without_grad_mode_or_in_compiled_code(batch)
     value.backward()
     assert offload_report(model).num_moved == 0
     assert torch.equal(value, square_sum(plain, batch))
+
+
+class Scalars(nn.Module):
+    """Saves tensors without dimensions, of the block and of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return x + hidden * self.gain * hidden.abs().mean() * hidden.sum().sigmoid()
+
+
+def test_tensors_without_dimensions_move_as_others_do():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Scalars() for _ in range(3)))
+    changed = copy.deepcopy(plain)
+    offload_blocks(changed, min_bytes=0, keep_last=0)
+    x = torch.randn(4, 8)
+    for model in (plain, changed):
+        model(x).square().sum().backward()
+    assert all(
+        torch.equal(one.grad, other.grad)
+        for one, other in zip(plain.parameters(), changed.parameters(), strict=True)
+    )
+
+
+class ChecksIdentity(torch.autograd.Function):
+    found: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x, mask):
+        ctx.save_for_backward(mask)
+        ctx.mask = mask
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (mask,) = ctx.saved_tensors
+        ChecksIdentity.found.append(mask is ctx.mask)
+        return gradient * mask, None
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return ChecksIdentity.apply(self.linear(x), torch.ones_like(x))
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda model: offload_blocks(model, min_bytes=0, keep_last=0),
+        lambda model: offload_blocks(model, keep_last=0),
+        apply_regions,
+    ],
+    ids=["moved", "not moved", "regions"],
+)
+def test_backward_gets_the_object_itself_where_no_gradient_flows(apply):
+    ChecksIdentity.found.clear()
+    model = nn.Sequential(Masked(), Masked())
+    apply(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert ChecksIdentity.found == [True, True]

@@ -165,8 +165,8 @@ class CheckedTensor:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Detached, because the tensor may be the output of the node that saves it.
-        self.tensor = tensor.detach()
+        # Detached where it may be the output of the node that saves it; else the object itself.
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
 
     def value(self) -> Tensor:

@@ -30,7 +30,7 @@ from .host_memory import HostCopies, HostPool, in_binary_units
 
 # Storages offloaded to the host between forward and backward, and their saved tensors.
 
-ONE_ELEMENT = torch.zeros(1, device="cpu")
+ONE_ELEMENT = torch.zeros((), device="cpu")
 
 
 @dataclass
@@ -178,12 +178,16 @@ class Moved:
         assert self.lane is not None
         self.lane.copies.wait(self.done)
         self._arrived()
+        self.leave(saved)
+        self.step.fetch_ahead(saved.index)
+        return flat
+
+    def leave(self, saved: "OffloadedTensor") -> None:
+        """Note that a saved tensor was used, and release the device copy after the last one."""
         if not saved.asked:
             saved.asked = True
             self.num_unasked -= 1
         self.release()
-        self.step.fetch_ahead(saved.index)
-        return flat
 
     def release(self) -> None:
         """Free the device copy once backward has used every tensor that was saved from it."""
@@ -206,9 +210,12 @@ class Moved:
 
 
 class OffloadedTensor:
-    """One tensor that autograd saved: a view of a storage on the host."""
+    """One tensor that autograd saved: a view of a storage on the host.
 
-    __slots__ = ("__weakref__", "asked", "dtype", "index", "moved", "view")
+    Backward gets a tensor without grad itself while its owner holds it, as without offload.
+    """
+
+    __slots__ = ("__weakref__", "asked", "dtype", "index", "moved", "original", "view")
 
     def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
         self.moved = moved
@@ -216,15 +223,22 @@ class OffloadedTensor:
         self.asked = False
         self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.original: Callable[[], Tensor | None] = lambda: None
+        if not tensor.requires_grad:
+            self.original = weakref.ref(tensor)
         moved.num_unasked += 1
 
     def value(self) -> Tensor:
+        original = self.original()
+        if original is not None:
+            check_unchanged(self.moved.witness, self.moved.version)
+            self.moved.step.unpacked = True
+            self.moved.leave(self)
+            return original
         return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
 
     def __del__(self) -> None:
-        if not self.asked:
-            self.moved.num_unasked -= 1
-            self.moved.release()
+        self.moved.leave(self)
 
 
 class Stays(CheckedTensor):
