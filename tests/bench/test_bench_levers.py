@@ -59,7 +59,7 @@ def test_a_plan_from_a_file_is_a_lever(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("ful", "no lever is called 'ful'; did you mean 'full'"),
         ("zzzz", "no lever is called 'zzzz'; there are none, full"),
@@ -78,13 +78,13 @@ def test_a_plan_from_a_file_is_a_lever(tmp_path):
         ("plan", "plan= is not a file"),
     ],
 )
-def test_what_is_typed_wrong_is_told(text, said):
-    with pytest.raises(ValueError, match=said.replace("?", r"\?")):
+def test_what_is_typed_wrong_is_told(text, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         find_lever(text)
 
 
 @pytest.mark.parametrize(
-    ("case", "lever", "said"),
+    ("case", "lever", "message"),
     [
         (
             Case(mlp(), batch_size=2),
@@ -97,6 +97,6 @@ def test_what_is_typed_wrong_is_told(text, said):
         (Case(mlp()), "timesteps", "has no method unroll"),
     ],
 )
-def test_what_does_not_apply_says_why(case, lever, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_apply_says_why(case, lever, message):
+    with pytest.raises(ValueError, match=message):
         TrainingStep(case, find_lever(lever))

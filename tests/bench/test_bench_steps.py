@@ -244,7 +244,7 @@ def skip_a_block(model, sample):
 
 
 @pytest.mark.parametrize(
-    ("change", "outcome", "said"),
+    ("change", "outcome", "message"),
     [
         (
             outgrow,
@@ -256,17 +256,19 @@ def skip_a_block(model, sample):
         (blow_up, REFUSED_OUTCOME, "not finite: microbatch 0 of 1"),
     ],
 )
-def test_what_does_not_work_is_a_row_and_the_others_are_measured(change, outcome, said):
+def test_what_does_not_work_is_a_row_and_the_others_are_measured(change, outcome, message):
     levers = [changed("planted", change), find_lever("full")]
     rows = measure_levers(Case(SMALL), levers, rounds=6, warmup=0).rows
     assert [row.outcome for row in rows] == [MEASURED_OUTCOME, outcome, MEASURED_OUTCOME]
-    assert said in rows[1].why
+    assert message in rows[1].why
     assert rows[1].step is None
     assert rows[2].ratio.lower is not None
 
 
-@pytest.mark.parametrize(("change", "said"), [(outgrow, "does not fit"), (blow_up, "not finite")])
-def test_a_plain_step_that_does_not_work_is_an_error(change, said, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "message"), [(outgrow, "does not fit"), (blow_up, "not finite")]
+)
+def test_a_plain_step_that_does_not_work_is_an_error(change, message, monkeypatch):
     build = SMALL.build
 
     def built():
@@ -274,7 +276,7 @@ def test_a_plain_step_that_does_not_work_is_an_error(change, said, monkeypatch):
         change(model, None)
         return model
 
-    with pytest.raises(WorkloadError, match=f"transformer, batch size 4: a plain step .*{said}"):
+    with pytest.raises(WorkloadError, match=f"transformer, batch size 4: a plain step .*{message}"):
         measure_levers(Case(replace(SMALL, build=built)), rounds=1, warmup=0)
 
 

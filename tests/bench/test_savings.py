@@ -173,7 +173,7 @@ def test_batch_norm_and_dropout_are_still_bit_equal():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "outcome", "said", "wrong"),
+    ("strategy", "outcome", "message", "wrong"),
     [
         (refuse, "refused", "not for this model: use full", False),
         (break_later, "failed", "RuntimeError: two tensors disagree", True),
@@ -182,11 +182,11 @@ def test_batch_norm_and_dropout_are_still_bit_equal():
     ],
 )
 def test_a_strategy_that_does_not_work_is_a_row_that_says_so(
-    monkeypatch, strategy, outcome, said, wrong
+    monkeypatch, strategy, outcome, message, wrong
 ):
     register(monkeypatch, "planted", strategy)
     row = measure_savings(Case(chain()), ["planted"], repeats=1)[1]
-    assert (row.outcome, row.why, row.is_wrong) == (outcome, said, wrong)
+    assert (row.outcome, row.why, row.is_wrong) == (outcome, message, wrong)
     assert row.parity.startswith("differs: gradient 0.0.weight") == (strategy is detach)
 
 
@@ -466,7 +466,7 @@ def test_another_training_ends_with_1(run, monkeypatch, strategy):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--strategy", "ful"], "no strategy is called 'ful'; did you mean 'full'?"),
         (["--limit", "0"], "'0' is not a memory size"),
@@ -486,10 +486,10 @@ def test_another_training_ends_with_1(run, monkeypatch, strategy):
         (["--repeats", "0"], "0 is not in the range"),
     ],
 )
-def test_wrong_usage_is_one_line_before_anything_is_measured(run, tmp_path, arguments, said):
+def test_wrong_usage_is_one_line_before_anything_is_measured(run, tmp_path, arguments, message):
     ended = run(*arguments)
     assert ended.exit_code == 2
-    assert said in ended.output
+    assert message in ended.output
     assert "Traceback" not in ended.output
     assert not (tmp_path / "out" / "savings.json").exists()
 

@@ -74,10 +74,10 @@ def test_the_table_of_a_planted_clock_fits_80_columns_and_says_what_it_shows():
     assert head.split() == ["step", "10-90%", "ratio", "95%", "tokens/s", "MiB", "MFU", "HFU"]
     full = next(line for line in lines if line.startswith("full"))
     assert full.split()[1:6] == ["1.00", "s", "1.00-1.00", "1.00x", "1.00-1.00"]
-    said = " ".join(shown.split())
-    assert "no difference seen to plain: full, accumulate=2 (1 is within the interval)" in said
-    assert "timesteps: refused: Transformer has no method unroll" in said
-    assert "peak: 0.001 TFLOP/s, as given" in said
+    text = " ".join(shown.split())
+    assert "no difference seen to plain: full, accumulate=2 (1 is within the interval)" in text
+    assert "timesteps: refused: Transformer has no method unroll" in text
+    assert "peak: 0.001 TFLOP/s, as given" in text
 
 
 def test_the_table_says_why_utilisation_is_not_known_and_when_rounds_are_too_few():
@@ -183,7 +183,7 @@ def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "bert"], "no workload is called 'bert'"),
         (["--model", "mlp", "--lever", "ful"], "no lever is called 'ful'; did you mean 'full'?"),
@@ -204,10 +204,10 @@ def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
         ([], "Missing option '--model'"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_one_message(run, toys, arguments, said):
+def test_wrong_usage_ends_with_2_and_one_message(run, toys, arguments, message):
     ended = run(*arguments, "--batch-size", "2")
     assert ended.exit_code == 2, ended.output
-    assert said in " ".join(ended.output.split())
+    assert message in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
 
 

@@ -41,14 +41,14 @@ def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (broken,))
     ended = run(*QUICK[:4])
     assert ended.exit_code == 1
-    for said in (
+    for message in (
         "FAILED",
         "measured: 3 of 5",
         "required: 5 of 5",
         "what to do: mend it",
         "0 held, 1 failed",
     ):
-        assert said in ended.output
+        assert message in ended.output
 
 
 def applies_to(*workloads, name="some/gate", hint="no such layer"):
@@ -197,7 +197,7 @@ def test_a_verdict_that_does_not_hold_must_say_what_to_do():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         (["--model", "bert"], 2, "no workload is called 'bert'"),
         (["--model", "absent.module:build"], 2, "can't import absent"),
@@ -216,10 +216,10 @@ def test_a_verdict_that_does_not_hold_must_say_what_to_do():
         (["--no-such-option"], 2, "No such option"),
     ],
 )
-def test_wrong_usage_is_one_line(run, arguments, status, said):
+def test_wrong_usage_is_one_line(run, arguments, status, message):
     ended = run(*arguments)
     assert ended.exit_code == status
-    assert said in ended.output
+    assert message in ended.output
     assert "Traceback" not in ended.output
 
 
@@ -366,13 +366,15 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     )
     monkeypatch.chdir(tmp_path)
 
-    def said(*words):
+    def printed_header(*words):
         return CliRunner().invoke(main, [*words]).output.splitlines()[0]
 
-    assert "batch size 7," in said("memory", "--model", "sized_model.py:pair")
-    assert "batch size 4," in said("memory", "--model", "sized_model.py:alone")
-    assert "batch size 3," in said("memory", "--model", "sized_model.py:pair", "--batch-size", "3")
-    assert "batch size 4," in said(
+    assert "batch size 7," in printed_header("memory", "--model", "sized_model.py:pair")
+    assert "batch size 4," in printed_header("memory", "--model", "sized_model.py:alone")
+    assert "batch size 3," in printed_header(
+        "memory", "--model", "sized_model.py:pair", "--batch-size", "3"
+    )
+    assert "batch size 4," in printed_header(
         "validate", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal"
     )
 

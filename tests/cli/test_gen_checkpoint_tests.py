@@ -180,8 +180,8 @@ def outcome(repository, run, names, gate):
     )
     found = {name: {} for name in names}
     for case in ElementTree.parse(report).iter("testcase"):
-        said = {child.tag: child.get("message", "") for child in case}
-        found[case.get("classname").removeprefix("tests.test_")][case.get("name")] = said
+        outcomes = {child.tag: child.get("message", "") for child in case}
+        found[case.get("classname").removeprefix("tests.test_")][case.get("name")] = outcomes
     return done, found
 
 
@@ -191,8 +191,8 @@ def test_fit_models_pass_or_are_told_why_a_gate_does_not_apply(repository, run):
     assert done.returncode == 0, done.stdout
     for name, tests in found.items():
         assert len(tests) >= 8, name
-        assert sum(not said for said in tests.values()) >= 5, name
-        assert all(len(said["skipped"]) > 30 for said in tests.values() if said), name
+        assert sum(not outcomes for outcomes in tests.values()) >= 5, name
+        assert all(len(outcomes["skipped"]) > 30 for outcomes in tests.values() if outcomes), name
 
 
 @pytest.mark.timeout(240)
@@ -201,10 +201,10 @@ def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run
     assert done.returncode == 1, done.stdout
     assert "Traceback" not in done.stdout
     for name, cause in UNFIT.items():
-        said = found[name]["test_gate_holds[recompute/parity-full]"]["failure"]
-        assert f"does not hold for {spec(name)}\nmeasured: " in said, name
-        assert "\nrequired: bit-equal\n" in said, name
-        assert re.search(rf"\nwhat to do: 2 .*{re.escape(cause)}", said), said
+        message = found[name]["test_gate_holds[recompute/parity-full]"]["failure"]
+        assert f"does not hold for {spec(name)}\nmeasured: " in message, name
+        assert "\nrequired: bit-equal\n" in message, name
+        assert re.search(rf"\nwhat to do: 2 .*{re.escape(cause)}", message), message
 
 
 @pytest.mark.timeout(240)
@@ -367,7 +367,7 @@ def test_files_are_clean_and_formatted_under_any_line_length(repository, run, wi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "bert", "--out", "t.py"], "no workload is called 'bert'"),
         (["--model", "theirs.absent:build", "--out", "t.py"], "can't import theirs.absent"),
@@ -387,10 +387,10 @@ def test_files_are_clean_and_formatted_under_any_line_length(repository, run, wi
         (["--model", "mlp"], "Missing option '--out'"),
     ],
 )
-def test_wrong_usage_is_one_line_and_writes_nothing(repository, run, arguments, said):
+def test_wrong_usage_is_one_line_and_writes_nothing(repository, run, arguments, message):
     ended = run(*arguments)
     assert ended.exit_code == 2
-    assert said in ended.output
+    assert message in ended.output
     assert "Traceback" not in ended.output
     assert not (repository / "t.py").exists()
 

@@ -109,19 +109,19 @@ def test_it_is_told_before_the_work(missing, monkeypatch, command):
 
 
 @pytest.mark.parametrize(
-    ("command", "wrong", "said"),
+    ("command", "wrong", "message"),
     [
         *(
-            (name, wrong, said)
+            (name, wrong, message)
             for name, (_, _, wrongs) in COMMANDS.items()
-            for wrong, said in wrongs.items()
+            for wrong, message in wrongs.items()
         ),
         *((name, "--model absent_module:build", "can't import absent_module") for name in COMMANDS),
     ],
 )
-def test_it_hides_nothing_that_is_wrong_with_the_call(missing, command, wrong, said):
+def test_it_hides_nothing_that_is_wrong_with_the_call(missing, command, wrong, message):
     told = call(command, *COMMANDS[command][0], *wrong.split(" "))
-    assert said in told
+    assert message in told
     assert "matplotlib" not in told
 
 

@@ -119,7 +119,7 @@ def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
     )
     assert found.exit_code == 0, found.output
     assert narrow(found.output), found.output
-    for said in (
+    for message in (
         "as it is, 8 samples: peak",
         "activations",
         "microbatch  steps",
@@ -127,7 +127,7 @@ def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
         "(100.00%)",
         "wrote plan.json",
     ):
-        assert said in found.output
+        assert message in found.output
     plan = Plan.load("plan.json")
     assert plan.peak_bytes <= round(0.8 * free)
     from planned_models import blocks
@@ -197,9 +197,9 @@ def test_a_model_that_is_measured_for_real_is_said_to_be():
     found = run("--target", "h100", model="planned_models:branching")
     assert found.exit_code == 0, found.output
     assert narrow(found.output), found.output
-    said = " ".join(found.output.split())
-    assert "measured for real, without offload:" in said
-    assert "in the forward of Branching" in said
+    printed = " ".join(found.output.split())
+    assert "measured for real, without offload:" in printed
+    assert "in the forward of Branching" in printed
 
 
 def test_nothing_fits_is_said_with_status_1_on_80_columns():
@@ -214,7 +214,7 @@ def test_nothing_fits_is_said_with_status_1_on_80_columns():
 
 
 @pytest.mark.parametrize(
-    ("budget", "said"),
+    ("budget", "message"),
     [
         ("24", "'24' has no unit: write 24GiB"),
         ("0", "must be at least 1 byte"),
@@ -224,15 +224,15 @@ def test_nothing_fits_is_said_with_status_1_on_80_columns():
         ("24XB", "has the unit 'XB'"),
     ],
 )
-def test_a_budget_that_is_none_is_told(budget, said):
+def test_a_budget_that_is_none_is_told(budget, message):
     found = run(budget=budget)
     assert found.exit_code == 2
-    assert said in found.output
+    assert message in found.output
     assert "Traceback" not in found.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["--microbatch", "3"],
@@ -254,15 +254,15 @@ def test_a_budget_that_is_none_is_told(budget, said):
         (["--parallel", "ddp", "--ranks", "2", "--verify"], "--verify runs one rank"),
     ],
 )
-def test_options_that_do_not_fit_are_told(arguments, said):
+def test_options_that_do_not_fit_are_told(arguments, message):
     found = run(*arguments)
     assert found.exit_code == 2, found.output
-    assert said in " ".join(found.output.split())
+    assert message in " ".join(found.output.split())
     assert "Traceback" not in found.output
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("nothing", "no workload is called 'nothing'"),
         ("planned_models:none", "has no callable 'none'"),
@@ -271,10 +271,10 @@ def test_options_that_do_not_fit_are_told(arguments, said):
         ("planned_models:wrong", "the factory returned int"),
     ],
 )
-def test_a_model_that_can_not_be_built_or_run_is_told(model, said):
+def test_a_model_that_can_not_be_built_or_run_is_told(model, message):
     found = run(model=model)
     assert found.exit_code == 2, found.output
-    assert said in " ".join(found.output.split())
+    assert message in " ".join(found.output.split())
     assert "Traceback" not in found.output
 
 

@@ -61,41 +61,41 @@ def damage(runs):
 
 
 def test_list_names_runs_with_what_they_hold(runs, tmp_path):
-    status, said = call("list", runs, "--json", tmp_path / "list.json")
+    status, output = call("list", runs, "--json", tmp_path / "list.json")
     assert status == 0
-    assert said.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
-    assert len(said.splitlines()) == 2
+    assert output.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
+    assert len(output.splitlines()) == 2
     (row,) = json.loads((tmp_path / "list.json").read_text())["runs"]
     assert (row["run"], row["latest"], row["rollback"], row["damaged"]) == ("first-001", 200, 2, 0)
 
 
 def test_show_names_each_and_what_is_damaged(runs):
-    status, said = call("show", runs / "first-001")
+    status, output = call("show", runs / "first-001")
     assert status == 0
-    assert [line.split()[:2] for line in said.splitlines()[1:5]] == [
+    assert [line.split()[:2] for line in output.splitlines()[1:5]] == [
         ["rollback", "100"], ["rollback", "200"], ["recovery", "200"], ["best-k", "200"]
     ]  # fmt: skip
-    assert "dev_loss 0.25" in said
-    assert said.splitlines()[-1] == "latest: recovery/step-00000200.dcp"
+    assert "dev_loss 0.25" in output
+    assert output.splitlines()[-1] == "latest: recovery/step-00000200.dcp"
     (runs / "first-001/rollback/step-00000100.dcp/manifest.json").unlink()
-    status, said = call("show", runs / "first-001")
+    status, output = call("show", runs / "first-001")
     assert status == 1
-    assert "was not finished" in " ".join(said.split())
+    assert "was not finished" in " ".join(output.split())
 
 
 def test_a_rollback_of_parameters_is_listed_and_shown_as_one(tmp_path):
     with Store(tmp_path / "runs/light-001") as store:
         store.save("best-k", 50, new_state(), metric=("dev_loss", 0.25))
         store.save("best-k", 100, new_state(), metric=("rollback", 100.0))
-    _, said = call("list", tmp_path / "runs")
-    assert said.splitlines()[1].split()[:5] == ["light-001", "none", "1", "0", "1"]
-    _, said = call("show", tmp_path / "runs/light-001")
-    assert [line.split()[:2] for line in said.splitlines()[1:3]] == [
+    _, output = call("list", tmp_path / "runs")
+    assert output.splitlines()[1].split()[:5] == ["light-001", "none", "1", "0", "1"]
+    _, output = call("show", tmp_path / "runs/light-001")
+    assert [line.split()[:2] for line in output.splitlines()[1:3]] == [
         ["rollback", "100"],
         ["best-k", "50"],
     ]
-    assert said.splitlines()[1].endswith("parameters only")
-    assert said.splitlines()[-1] == "nothing to resume from"
+    assert output.splitlines()[1].endswith("parameters only")
+    assert output.splitlines()[-1] == "nothing to resume from"
     assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints intact\n")
 
 
@@ -103,16 +103,16 @@ def test_verify_reads_every_byte(runs):
     assert call("verify", runs / "first-001") == (0, "4 of 4 checkpoints intact\n")
     damage(runs)
     assert call("show", runs / "first-001")[0] == 0  # a look at the manifests does not show it
-    status, said = call("verify", runs / "first-001")
+    status, output = call("verify", runs / "first-001")
     assert status == 1
-    assert "damaged: rollback/step-00000200.dcp" in said
-    assert "3 of 4 checkpoints intact" in said
+    assert "damaged: rollback/step-00000200.dcp" in output
+    assert "3 of 4 checkpoints intact" in output
     assert call("verify", runs / "first-001", "latest") == (0, "1 of 1 checkpoints intact\n")
     assert call("verify", runs / "first-001", "rollback/step-00000200.dcp")[0] == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["list", "nowhere"], "there is no folder nowhere"),
         (
@@ -131,29 +131,29 @@ def test_verify_reads_every_byte(runs):
         (["resume-check", "--steps", "5", "--kill-at", "5"], "1 <= save-every < kill-at < steps"),
     ],
 )
-def test_a_mistake_gets_its_message_and_status_2(runs, words, said):
+def test_a_mistake_gets_its_message_and_status_2(runs, words, message):
     done = CliRunner().invoke(
         main, ["runs", *(word.format(run=runs / "first-001") for word in words)]
     )
     assert done.exit_code == 2
-    assert said in " ".join(done.output.split())
+    assert message in " ".join(done.output.split())
 
 
 def test_a_run_that_is_not_there_is_answered_with_those_that_are(runs, monkeypatch):
     """The likeliest first, at most ten, wherever a run is named."""
     monkeypatch.chdir(runs.parent)
-    status, said = call("show", "frist-001")
-    assert (status, " ".join(said.split())) == (
+    status, output = call("show", "frist-001")
+    assert (status, " ".join(output.split())) == (
         2,
         "Error: frist-001 is no run: did you mean first-001?",
     )
     for number in range(2, 14):
         (runs / f"other-{number:03d}/rollback").mkdir(parents=True)
     for words in (["show", "first-01"], ["verify", "runs/first-01"]):
-        status, said = call(*words)
-        assert (status, said.count("other-")) == (2, 9)
-        assert "did you mean first-001? runs also has other-0" in " ".join(said.split())
-        assert said.split()[-3:] == ["and", "3", "more"]
+        status, output = call(*words)
+        assert (status, output.count("other-")) == (2, 9)
+        assert "did you mean first-001? runs also has other-0" in " ".join(output.split())
+        assert output.split()[-3:] == ["and", "3", "more"]
     assert "is no run: runs has " in " ".join(call("show", "zzz")[1].split())
 
 
@@ -161,27 +161,27 @@ def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/young", last=5)
     for name in ("young", "runs/young"):
-        status, said = call("show", name)
+        status, output = call("show", name)
         assert status == 0
-        assert "nothing to resume from" in said
-        assert "start at step 0, up to 5" in said
+        assert "nothing to resume from" in output
+        assert "start at step 0, up to 5" in output
     assert "young" in call("list")[1]
 
 
 def test_estimate_of_a_policy(tmp_path):
-    status, said = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
+    status, output = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
     assert status == 0
-    assert "retained in total" in said
-    assert "756.0" in said
-    assert "rollback_parameters_only: true" in " ".join(said.split())
+    assert "retained in total" in output
+    assert "756.0" in output
+    assert "rollback_parameters_only: true" in " ".join(output.split())
     assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
     assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
-    status, said = call(
+    status, output = call(
         "estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path
     )
-    assert "MB" in said
-    assert "0.00" not in said
-    assert (status, "enough" in said) == (0, True)
+    assert "MB" in output
+    assert "0.00" not in output
+    assert (status, "enough" in output) == (0, True)
 
 
 def test_resume_check_of_a_training_that_resumes(tmp_path):
@@ -314,8 +314,8 @@ def test_show_tells_the_story_of_the_attempts(tmp_path):
         for step in range(11, 19):
             journal.write("warning", step=step, reason="a word " * 20)
         journal.write("stop", step=20, reason="steps")
-    _, said = call("show", folder, "--json", tmp_path / "facts.json")
-    lines = said.splitlines()
+    _, output = call("show", folder, "--json", tmp_path / "facts.json")
+    lines = output.splitlines()
     begin = lines.index("attempt 1: start at step 0, up to 12, rolled back")
     assert lines[begin : begin + 4] == [
         "attempt 1: start at step 0, up to 12, rolled back",
@@ -332,9 +332,9 @@ def test_show_tells_the_story_of_the_attempts(tmp_path):
 def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_path):
     (tmp_path / "rollback").mkdir()
     (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
-    _, said = call("show", tmp_path)
-    assert "nothing to resume from" in said
-    assert "is not a journal" in " ".join(said.split())
+    _, output = call("show", tmp_path)
+    assert "nothing to resume from" in output
+    assert "is not a journal" in " ".join(output.split())
 
 
 def test_an_evaluation_before_the_first_step_is_no_figure_of_a_step(tmp_path):

@@ -79,8 +79,8 @@ def test_attempts_of_a_run_are_named_with_at(run, tmp_path):
     plant_eventful(tmp_path / "runs/run")
     assert run("run@1", "run@2").output.startswith("run@2 rolled run@1 back to step 10\n\n")
     assert run("run@2", "run").output.startswith("run resumed from run@2 at step 20\n\n")
-    said = " ".join(run("run", "runs/run").output.split())
-    assert said == (
+    printed = " ".join(run("run", "runs/run").output.split())
+    assert printed == (
         "run and runs/run are the same journal, so nothing differs. "
         "To compare its attempts: run@1 run@2."
     )

@@ -85,8 +85,8 @@ def test_saves_spikes_rollbacks_and_resumes_are_marked_where_they_were(figure, t
     assert (list(spike.get_xdata()), list(spike.get_ydata())) == ([20], [9.0])
     (arrow,) = loss.texts
     assert (arrow.xy, arrow.xyann) == ((10, loss_of(10)), (20, 9.0))
-    said = [text.get_text() for text in drawn.legends[0].get_texts()]
-    assert said == [
+    labels = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert labels == [
         "save",
         "resume",
         "rollback",

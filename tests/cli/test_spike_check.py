@@ -131,7 +131,7 @@ def drawn_titles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "advice"),
+    ("words", "message", "advice"),
     [
         (
             ["--windows", "1"],
@@ -147,7 +147,7 @@ def drawn_titles(monkeypatch):
     ],
 )
 def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_finds_it(
-    tmp_path, monkeypatch, words, said, advice
+    tmp_path, monkeypatch, words, message, advice
 ):
     pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -158,7 +158,7 @@ def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_fin
     )
     assert done.exit_code == 1
     text = " ".join(done.stdout.split())
-    assert all(part in text for part in ["NOT found: the loss did not rise enough", *said]), text
+    assert all(part in text for part in ["NOT found: the loss did not rise enough", *message]), text
     facts = json.loads((tmp_path / "x.json").read_text())
     assert facts["missed"]["rises"][0] == pytest.approx(
         float(re.search(r"it rose by \+([\d.]+)", text)[1]), rel=0.01
@@ -200,7 +200,7 @@ def test_a_training_that_is_stopped_is_no_answer(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--steps", "40", "--at", "38", "--windows", "9"],
@@ -213,13 +213,13 @@ def test_a_training_that_is_stopped_is_no_answer(tmp_path, monkeypatch):
         (["--steps", "40", "--runs", "full"], "full is not empty: give a new folder"),
     ],
 )
-def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, words, said):
+def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     done = CliRunner().invoke(runs_command, ["spike-check", *words])
     assert done.exit_code == 2, done.output
-    assert said in " ".join(done.output.split())
+    assert message in " ".join(done.output.split())
 
 
 def test_planted_samples_are_the_same_each_time_and_the_others_as_they_were():

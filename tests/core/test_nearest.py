@@ -39,8 +39,8 @@ from curry_train.workloads.workload import WorkloadError
 def test_the_nearest_name_in_any_case_and_with_any_dash(name, meant):
     known = ("mlp", "transformer", "resnet", "grad-accum", "memory_budget")
     assert nearest(name, known) == meant
-    said = did_you_mean(name, known)
-    assert said == (f"did you mean {meant!r}?" if meant else f"there are {', '.join(known)}")
+    message = did_you_mean(name, known)
+    assert message == (f"did you mean {meant!r}?" if meant else f"there are {', '.join(known)}")
     assert did_you_mean("bert", known, otherwise="use one of ours") == "use one of ours"
 
 
@@ -60,9 +60,11 @@ GATES = [gate.name for gate in discover()]
     ],
 )
 def test_the_nearest_gate(pattern, meant):
-    said = no_such_gate(pattern, GATES)
-    assert said.startswith(f"no gate matches {pattern!r}; ")
-    assert said.endswith(f"did you mean {meant!r}?" if meant else f"there are {', '.join(GATES)}")
+    message = no_such_gate(pattern, GATES)
+    assert message.startswith(f"no gate matches {pattern!r}; ")
+    assert message.endswith(
+        f"did you mean {meant!r}?" if meant else f"there are {', '.join(GATES)}"
+    )
 
 
 @pytest.mark.parametrize(

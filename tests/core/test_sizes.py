@@ -29,7 +29,7 @@ def test_sizes_are_read(text, size):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0", "must be at least 1 byte"),
         ("-1", "must be at least 1 byte"),
@@ -47,8 +47,8 @@ def test_sizes_are_read(text, size):
         ("24GiBs", "has the unit 'GiBs'"),
     ],
 )
-def test_what_is_no_size_is_said_in_one_line(text, said):
-    with pytest.raises(ValueError, match=said) as raised:
+def test_what_is_no_size_is_said_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as raised:
         parse_bytes(text)
     assert "\n" not in str(raised.value)
     assert repr(text) in str(raised.value)

@@ -60,7 +60,7 @@ def test_every_way_stands_at_every_place_and_follows_every_other_one_equally_oft
 
 
 def test_only_the_step_is_timed_and_warm_up_is_left_out():
-    clock, said = Clock(), []
+    clock, turns = Clock(), []
     ways = [lambda: clock.take(1.0), lambda: clock.take(3.0)]
     seconds = time_in_turns(
         ways,
@@ -68,10 +68,10 @@ def test_only_the_step_is_timed_and_warm_up_is_left_out():
         warmup=2,
         clock=clock,
         before=lambda: clock.take(100.0),
-        tell=lambda turn, way: said.append((turn, way)),
+        tell=lambda turn, way: turns.append((turn, way)),
     )
     assert seconds == [[1.0] * 3, [3.0] * 3]
-    assert [turn for turn, _ in said] == [-2, -2, -1, -1, 0, 0, 1, 1, 2, 2]
+    assert [turn for turn, _ in turns] == [-2, -2, -1, -1, 0, 0, 1, 1, 2, 2]
 
 
 def test_a_device_that_works_on_is_waited_for_and_what_was_queued_before_is_not_charged():
@@ -172,15 +172,15 @@ def test_a_ratio_without_noise_is_exact_for_any_times(plain, factor):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "said"),
+    ("ours", "theirs", "message"),
     [
         ([1.0, 2.0], [1.0], "2 timings can't be compared with 1"),
         ([], [], "0 timings"),
         ([1.0], [0.0], "give it more to do"),
     ],
 )
-def test_timings_that_do_not_belong_together_are_an_error(ours, theirs, said):
-    with pytest.raises(ValueError, match=said):
+def test_timings_that_do_not_belong_together_are_an_error(ours, theirs, message):
+    with pytest.raises(ValueError, match=message):
         paired_ratio(ours, theirs)
     with pytest.raises(ValueError, match="no timings"):
         spread_of([])

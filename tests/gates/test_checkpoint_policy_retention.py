@@ -113,7 +113,7 @@ class WithoutBest(SavingPolicy):
 
 
 @pytest.mark.parametrize(
-    ("check", "planted", "said"),
+    ("check", "planted", "message"),
     [
         (
             checkpoint_policy.retention,
@@ -150,7 +150,7 @@ class WithoutBest(SavingPolicy):
         (checkpoint_policy.coinciding_saves_once, {"policy": WithoutBest}, "the best-K is missing"),
     ],
 )
-def test_gate_catches(check, planted, said):
+def test_gate_catches(check, planted, message):
     verdict = check(CASE, **planted)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert message in verdict.hint, verdict

@@ -101,7 +101,7 @@ def without_compiling(module, sample, budget):
 
 
 @pytest.mark.parametrize(
-    ("check", "saboteur", "disturb", "said"),
+    ("check", "saboteur", "disturb", "message"),
     [
         (recompute.budget_parity, by_the_setting(scoped), dropout, "draws other random numbers"),
         (recompute.budget_parity, more_detached_with_a_budget, None, "recomputed values differ"),
@@ -114,13 +114,13 @@ def without_compiling(module, sample, budget):
         (recompute.scope, no_op, None, "does not reach the compiler"),
     ],
 )
-def test_gate_catches(check, saboteur, disturb, said):
+def test_gate_catches(check, saboteur, disturb, message):
     block = block_class(*filter(None, [disturb]))
     case = Case(Workload("blocks", lambda: build(block), rows, loss), batch_size=64)
     with functorch_config.patch(activation_memory_budget=1.0):  # put back what a saboteur leaves
         verdict = check(case, apply=saboteur)
     assert verdict.passed is False, verdict
-    assert said in verdict.hint, verdict
+    assert message in verdict.hint, verdict
 
 
 def test_gates_do_not_apply_where_nothing_can_be_compiled_or_computed_again():

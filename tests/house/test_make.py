@@ -37,8 +37,8 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
     python.chmod(0o755)
     done = run(["make", "test"], tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
     assert done.returncode == 2
-    said = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
-    assert said == [
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert lines == [
         "curry-train needs Python 3.11 or newer and python3 is Python 3.10.1: "
         "put a newer one first on PATH, "
         "or name one that has everything with make PYTHON=/path/to/python"

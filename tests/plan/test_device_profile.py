@@ -226,9 +226,9 @@ def test_a_measurement_tells_the_work_from_the_dispatch(one_thread):
         start = time.perf_counter()
         left @ left
         seconds.append(time.perf_counter() - start)
-    said = profile.operation_seconds([2 * side**3], [3 * 4 * side**2], dtype="float32")[0]
-    assert said > 10 * profile.dispatch_seconds
-    assert 1 / 4 < said / min(seconds) < 4
+    predicted = profile.operation_seconds([2 * side**3], [3 * 4 * side**2], dtype="float32")[0]
+    assert predicted > 10 * profile.dispatch_seconds
+    assert 1 / 4 < predicted / min(seconds) < 4
 
 
 def test_the_cpu_is_measured_once_for_a_number_of_threads(monkeypatch):

@@ -408,13 +408,13 @@ TOLD = {
 
 
 def check_told(name):
-    build, said = TOLD[name]
+    build, message = TOLD[name]
     optimizer = (
         "sgd-momentum" if name == "sparse rows" else "adamw"
     )  # Adam takes no sparse gradient
     sketch = check_workload(from_factory(lambda: (build(), ROWS)), optimizer=optimizer)
     assert sketch.why_real is not None
-    assert re.search(said, sketch.why_real), sketch.why_real
+    assert re.search(message, sketch.why_real), sketch.why_real
 
 
 @pytest.mark.parametrize("name", TOLD)

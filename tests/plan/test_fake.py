@@ -444,7 +444,7 @@ def misfit():
 
 
 @pytest.mark.parametrize(
-    ("factory", "said"),
+    ("factory", "message"),
     [
         ("properties", "the factory raised"),
         ("generator", "the factory raised"),
@@ -455,11 +455,13 @@ def misfit():
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a CUDA device, which these factories ask for"
 )
-def test_a_factory_that_raises_is_told_in_one_message(tmp_path, monkeypatch, caplog, factory, said):
+def test_a_factory_that_raises_is_told_in_one_message(
+    tmp_path, monkeypatch, caplog, factory, message
+):
     (tmp_path / "raising_factories.py").write_text(RAISE)
     monkeypatch.syspath_prepend(tmp_path)
     with (
-        pytest.raises(WorkloadError, match=said),
+        pytest.raises(WorkloadError, match=message),
         Sketch(f"raising_factories:{factory}", kernels="cuda"),
     ):
         pass

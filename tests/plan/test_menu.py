@@ -363,7 +363,7 @@ def test_a_policy_by_place_holds_under_autocast():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: Option("half"),
@@ -378,8 +378,8 @@ def test_a_policy_by_place_holds_under_autocast():
         ),
     ],
 )
-def test_wrong_options_are_told(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options_are_told(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 

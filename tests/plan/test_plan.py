@@ -129,7 +129,7 @@ class Drawing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         (Drawing(), "Each microbatch draws its own dropout (body.2): to get exactly the losses"),
         (
@@ -141,12 +141,12 @@ class Drawing(nn.Module):
     ],
     ids=["dropout", "norm", "attention", "neither"],
 )
-def test_a_plan_says_where_its_microbatches_are_another_training(model, said):
+def test_a_plan_says_where_its_microbatches_are_another_training(model, message):
     best = Candidate(2, 4, False, 0, 1.0)
     found = what_microbatches_change(model, best)
-    assert said in found
-    assert bool(found) == bool(said)
-    assert "--microbatch 8" in found or not said
+    assert message in found
+    assert bool(found) == bool(message)
+    assert "--microbatch 8" in found or not message
     assert what_microbatches_change(model, replace(best, steps=1)) == ""
 
 

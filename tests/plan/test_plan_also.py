@@ -151,9 +151,9 @@ class Counting(Wave):
 
 
 @pytest.mark.parametrize(
-    ("wave", "said"), [(Noisy, "wave draws random numbers"), (Counting, "wave changes a buffer")]
+    ("wave", "message"), [(Noisy, "wave draws random numbers"), (Counting, "wave changes a buffer")]
 )
-def test_a_module_that_can_not_be_run_once_more_is_left_out_with_the_reason(wave, said):
+def test_a_module_that_can_not_be_run_once_more_is_left_out_with_the_reason(wave, message):
     def build():
         model = Waves()
         for block in model.blocks:
@@ -166,7 +166,7 @@ def test_a_module_that_can_not_be_run_once_more_is_left_out_with_the_reason(wave
         plan = planner.plan(2**40, global_batch=8, microbatch=8)
         plan = planner.plan(plan.peak_bytes // 2, global_batch=8, microbatch=8)
     assert all(not option.also for option in plan.options.values())
-    assert any(said in left_out for left_out in plan.settings["left_out"])
+    assert any(message in left_out for left_out in plan.settings["left_out"])
 
 
 def test_modules_for_regions_without_regions_are_refused():

@@ -63,7 +63,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda data: json.dumps(data)[:100], "not a complete plan, its JSON can't be read"),
         (lambda data: json.dumps([data]), "this is not a plan of version 1, its version is 'list'"),
@@ -89,10 +89,10 @@ def test_a_plan_comes_back_from_its_file(tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_no_plan_is_told(tmp_path, change, said):
+def test_a_file_that_is_no_plan_is_told(tmp_path, change, message):
     path = tmp_path / "plan.json"
     path.write_text(change(half().to_json()))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Plan.load(path)
     with pytest.raises(ValueError, match="can't read the plan"):
         Plan.load(tmp_path / "none.json")
@@ -104,7 +104,7 @@ def recomputed(model):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: net(64, 256, 64).build(), r"a block blocks\.3, which Net does not have"),
         (
@@ -125,14 +125,14 @@ def recomputed(model):
         ),
     ],
 )
-def test_another_model_is_refused_with_the_first_difference_and_left_alone(make, said):
+def test_another_model_is_refused_with_the_first_difference_and_left_alone(make, message):
     found = half()
     model = make()
     before = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(PlanMismatch, match=said):
+    with pytest.raises(PlanMismatch, match=message):
         found.apply(model)
     assert {name: type(module) for name, module in model.named_modules()} == before
-    assert any(isinstance(module, Derived) for module in model.modules()) == ("changed" in said)
+    assert any(isinstance(module, Derived) for module in model.modules()) == ("changed" in message)
 
 
 # Where nothing fits.
@@ -152,16 +152,16 @@ def infeasible(budget, workload=None, **settings):
 
 
 def test_what_is_missing_and_every_lever_has_its_figure():
-    said, error = infeasible(200_000, microbatch=8)
-    assert "nothing fits 195 KiB: the least peak is" in said
-    assert "too much, with microbatch 8" in said
-    assert "before any activation" in said
+    message, error = infeasible(200_000, microbatch=8)
+    assert "nothing fits 195 KiB: the least peak is" in message
+    assert "too much, with microbatch 8" in message
+    assert "before any activation" in message
     for lever in (
         "microbatch 1: a peak of",
         "FSDP2 on",
         "optimizer state of 2 bytes per parameter: a peak of",
     ):
-        assert lever in said
+        assert lever in message
     assert error.least_bytes > 200_000
     assert plan(
         net(64, 64, 64),
@@ -173,15 +173,15 @@ def test_what_is_missing_and_every_lever_has_its_figure():
 
 
 def test_parameters_alone_above_the_budget_are_said_to_be():
-    said, _ = infeasible(10_000)
-    assert "that alone is over the budget, so no choice for activations helps" in said
-    assert "one microbatch per window" not in said or "accumulates no gradients" in said
+    message, _ = infeasible(10_000)
+    assert "that alone is over the budget, so no choice for activations helps" in message
+    assert "one microbatch per window" not in message or "accumulates no gradients" in message
 
 
 def test_the_loss_in_chunks_is_a_lever_where_it_was_ruled_out():
     large = transformer(depth=2, dim=16, vocabulary=4096, length=8)
-    said, _ = infeasible(3 * 2**20, large, chunked_loss=False, microbatch=8)
-    assert "chunked loss: a peak of" in said
+    message, _ = infeasible(3 * 2**20, large, chunked_loss=False, microbatch=8)
+    assert "chunked loss: a peak of" in message
 
 
 # Several ranks, by hand.
@@ -276,7 +276,7 @@ def test_a_whole_step_is_estimated_once_for_several_budgets():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: plan(net(64, 64), 0), "budget_bytes must be a whole number of at least 1, got 0"),
         (lambda: plan(net(64, 64), 2.5e9), "budget_bytes must be .* got 2500000000.0"),
@@ -291,6 +291,6 @@ def test_a_whole_step_is_estimated_once_for_several_budgets():
         (lambda: Sharding("ddp", 0), "ranks must be a whole number of at least 1, got 0"),
     ],
 )
-def test_wrong_input_is_told(make, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_input_is_told(make, message):
+    with pytest.raises(ValueError, match=message):
         make()

@@ -109,13 +109,13 @@ def test_recomputing_what_is_recommended_frees_exactly_what_was_said(name, share
     report = profile(module, batch, loss=loss)
     budget = share * report.held_bytes
     names = report.recommend_layers(budget / MIB)
-    said = report.held_bytes - sum(
+    predicted = report.held_bytes - sum(
         layer.saving_bytes for layer in report.layers if layer.name in names
     )
     recompute_blocks(
         module, blocks=names, preserve_rng_state=False
     )  # the state would be 5056 bytes more on CPU
-    assert measure_memory(module, batch, loss).held_bytes == said <= budget
+    assert measure_memory(module, batch, loss).held_bytes == predicted <= budget
 
 
 def test_a_layer_that_is_recomputed_already_is_not_recommended():
@@ -394,7 +394,7 @@ def test_a_model_in_eval_mode_is_profiled_as_it_trains():
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: MemoryProfiler(nn.ReLU()), "ReLU has no parameter that requires grad"),
         (
@@ -433,8 +433,8 @@ def test_a_model_in_eval_mode_is_profiled_as_it_trains():
         ),
     ],
 )
-def test_wrong_input_is_said(build, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_input_is_said(build, message):
+    with pytest.raises(ValueError, match=message):
         build()
 
 

@@ -253,7 +253,7 @@ def test_an_optimizer_that_has_stepped_keeps_its_state():
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "said"),
+    ("module", "options", "message"),
     [
         (nn.ReLU(), {}, "ReLU has no parameter that requires grad"),
         (nn.Linear(8, 8), {"loss": lambda m, x: m(x)}, r"one number.*it has shape \(4, 8\)"),
@@ -265,8 +265,8 @@ def test_an_optimizer_that_has_stepped_keeps_its_state():
         ),
     ],
 )
-def test_wrong_input_is_said(module, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_input_is_said(module, options, message):
+    with pytest.raises(ValueError, match=message):
         measure_timeline(module, torch.randn(4, 8), **({"loss": square_sum} | options))
 
 
@@ -373,14 +373,14 @@ def run(*arguments):
 def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path):
     ended = run("--model", "transformer", "--plot", str(tmp_path / "step.png"), "--device", "cpu")
     assert ended.exit_code == 0, ended.output
-    for said in (
+    for message in (
         "layers.3",
         "(rest)",
         "after forward 21.362",
         "peak 22.362 in backward",
         "optimizer state",
     ):
-        assert said in ended.output
+        assert message in ended.output
     assert max(map(len, ended.output.splitlines())) <= 80
     assert read_size(tmp_path / "step.png")
 
@@ -399,7 +399,7 @@ def test_memory_writes_json_with_where_it_comes_from():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "bert"], "no workload is called 'bert'"),
         (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
@@ -410,10 +410,10 @@ def test_memory_writes_json_with_where_it_comes_from():
         ([], "Missing option '--model'"),
     ],
 )
-def test_memory_says_wrong_usage_in_one_line(arguments, said):
+def test_memory_says_wrong_usage_in_one_line(arguments, message):
     ended = run(*arguments)
     assert ended.exit_code == 2
-    assert said in ended.output
+    assert message in ended.output
     assert "Traceback" not in ended.output
 
 

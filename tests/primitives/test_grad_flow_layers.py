@@ -159,7 +159,7 @@ def test_layers_are_the_same_where_some_blocks_recompute():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: GradFlow("model"), "GradFlow probes a module, got str"),
         (lambda: GradFlow(nn.Linear(2, 2)), "has no module with parameters to probe"),
@@ -199,8 +199,8 @@ def test_layers_are_the_same_where_some_blocks_recompute():
         ),
     ],
 )
-def test_wrong_input_is_said(make, said):
-    with pytest.raises(ValueError, match=said.replace("*", "[*]")):
+def test_wrong_input_is_said(make, message):
+    with pytest.raises(ValueError, match=message.replace("*", "[*]")):
         make()
 
 

@@ -411,7 +411,7 @@ def test_a_batch_compiles_now_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    ("budget", "options", "said"),
+    ("budget", "options", "message"),
     [
         (1.5, {}, "between 0 and 1, got 1.5"),
         (True, {}, "between 0 and 1, got True"),
@@ -431,9 +431,9 @@ def test_a_batch_compiles_now_and_leaves_no_trace():
         ),
     ],
 )
-def test_refused_with_what_to_do(budget, options, said):
+def test_refused_with_what_to_do(budget, options, message):
     model = build(block_class())
-    with pytest.raises((ValueError, CompileFailed), match=said):
+    with pytest.raises((ValueError, CompileFailed), match=message):
         memory_budget(model, budget, **options)
     assert not any(isinstance(module, Budgeted) for module in model.modules())
 

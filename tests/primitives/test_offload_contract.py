@@ -67,7 +67,7 @@ def idle_bytes(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"min_bytes": -1}, "min_bytes must be a whole number from 0 up, got -1"),
         ({"min_bytes": 4096.0}, "min_bytes must be a whole number"),
@@ -77,9 +77,9 @@ def idle_bytes(model):
         ({"blocks": "layers.*"}, "matches no module"),
     ],
 )
-def test_what_can_not_be_is_said_and_changes_nothing(options, said):
+def test_what_can_not_be_is_said_and_changes_nothing(options, message):
     model = chain()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         offload_blocks(model, **options)
     assert not any(isinstance(module, Offloaded) for module in model.modules())
 

@@ -26,7 +26,7 @@ def test_operations_are_named_by_text_packet_and_overload():
 
 
 @pytest.mark.parametrize(
-    ("named", "said"),
+    ("named", "message"),
     [
         ("mm", "named as 'aten.mm'"),
         ("aten.mmm", "did you mean mm"),
@@ -34,8 +34,8 @@ def test_operations_are_named_by_text_packet_and_overload():
         (torch.mm, "named as torch.ops.aten.mm"),
     ],
 )
-def test_what_is_no_operation_is_said(named, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_operation_is_said(named, message):
+    with pytest.raises(ValueError, match=message):
         sac.find_operations([named])
 
 

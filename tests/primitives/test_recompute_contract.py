@@ -205,7 +205,7 @@ def compiled_already(block):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (Recompute, "wrapped already, and a second wrapper would run its forward three times"),
         (with_own_forward, "has a forward of its own on the instance"),
@@ -214,20 +214,20 @@ def compiled_already(block):
         (lambda block: "layer", "a module is needed, got str"),
     ],
 )
-def test_what_can_not_be_wrapped_is_said(block, make, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_can_not_be_wrapped_is_said(block, make, message):
+    with pytest.raises(ValueError, match=message):
         Recompute(make(block))
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"enabled": "yes"}, "enabled must be True or False"),
         ({"determinism_check": "all"}, "must be one of"),
     ],
 )
-def test_options_are_checked(block, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_options_are_checked(block, options, message):
+    with pytest.raises(ValueError, match=message):
         Recompute(block, **options)
 
 
@@ -293,16 +293,16 @@ class Branches(OtherArguments):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (OtherArguments, "takes other arguments"),
         (Branches, "used by add and not only by layers.1, so the two"),
     ],
 )
-def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, said):
+def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, message):
     model = kind()
     recompute_segments(model, 2)
-    with pytest.raises(ChainBroken, match=said):
+    with pytest.raises(ChainBroken, match=message):
         model(batch)
     assert choose_segments(kind(), batch, lambda module, batch: module(batch).sum()) in (1, 3)
 
@@ -332,7 +332,7 @@ def test_a_count_of_segments_that_is_none_is_refused(count):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"strategy": "sequental"}, "did you mean 'sequential'"),
         ({"enabled": 1}, "enabled must be True or False; got 1"),
@@ -348,8 +348,8 @@ def test_a_count_of_segments_that_is_none_is_refused(count):
         ({"memory_treshold_mb": 3}, "did you mean 'memory_threshold_mb'"),
     ],
 )
-def test_config_says_what_is_wrong(values, said):
-    with pytest.raises(ValueError, match=said):
+def test_config_says_what_is_wrong(values, message):
+    with pytest.raises(ValueError, match=message):
         CheckpointConfig.from_config(values)
 
 
@@ -386,7 +386,7 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"strategy": "selective"}, "needs a profile"),
         ({"strategy": "sequential"}, "needs a batch"),
@@ -398,8 +398,8 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
         ({"strategy": "full", "plan": "plan.json"}, "None with others; got 'plan.json'"),
     ],
 )
-def test_selective_says_what_it_needs(config, said):
-    with pytest.raises(ValueError, match=said):
+def test_selective_says_what_it_needs(config, message):
+    with pytest.raises(ValueError, match=message):
         apply(chain(3), **config)
 
 

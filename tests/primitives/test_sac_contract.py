@@ -169,7 +169,7 @@ def step(policy):
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "message"),
     [
         ("save_matmul", "did you mean 'save_matmuls'"),
         ("keep", "there are save_expensive, save_matmuls"),
@@ -188,8 +188,8 @@ def step(policy):
         (lambda *_, **__: True, "saves aten.add_.Scalar, which writes in place"),
     ],
 )
-def test_a_policy_that_would_not_help_is_an_error(policy, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_policy_that_would_not_help_is_an_error(policy, message):
+    with pytest.raises(ValueError, match=message):
         step(policy)
 
 

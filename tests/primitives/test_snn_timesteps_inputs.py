@@ -28,7 +28,7 @@ def pair_of(step_returns):
 
 
 @pytest.mark.parametrize(
-    ("kept", "said"),
+    ("kept", "message"),
     [
         (
             {"chunk_size": 0},
@@ -84,10 +84,10 @@ def pair_of(step_returns):
         ),
     ],
 )
-def test_what_is_wrong_is_said(kept, said):
+def test_what_is_wrong_is_said(kept, message):
     module, x = build(), currents()
     step, inputs = kept.pop("step", module.step), kept.pop("inputs", x)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         checkpoint_timesteps(step, inputs, module.initial_state(x), **{"chunk_size": 4, **kept})
 
 

@@ -34,10 +34,10 @@ def test_bfloat16_has_a_master_copy_unless_it_is_pure():
 
 def test_above_10_gb_it_proposes_rollbacks_of_parameters_and_says_the_price():
     assert estimate_disk(833_000_000).advice == ()
-    said = " ".join(estimate_disk(SEVEN).advice)
-    assert "84.0 GB, more than 10 GB" in said
-    assert "rollback_parameters_only: true takes 28.0 GB for a rollback and saves 280 GB" in said
-    assert "resume from recoveries only" in said
+    message = " ".join(estimate_disk(SEVEN).advice)
+    assert "84.0 GB, more than 10 GB" in message
+    assert "rollback_parameters_only: true takes 28.0 GB for a rollback and saves 280 GB" in message
+    assert "resume from recoveries only" in message
     taken = estimate_disk(SEVEN, PolicyConfig(rollback_parameters_only=True))
     assert taken.total == 476 * BYTES_PER_GB
     assert "rollback_parameters_only" not in " ".join(taken.advice)

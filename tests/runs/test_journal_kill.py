@@ -31,12 +31,12 @@ def test_at_every_byte_of_the_last_lines_the_journal_goes_on(tmp_path):
             journal.resume(1)
             journal.step(2, loss=1.0, learning_rate=1.0)
         lines = lines_of(tmp_path / "run")
-        said = [line["reason"] for line in lines if line["kind"] == "warning"]
+        messages = [line["reason"] for line in lines if line["kind"] == "warning"]
         expected = (
             [f"the last line was torn after {len(torn)} bytes: {torn.decode()}"] if torn else []
         )
-        assert [reason for reason in said if "torn" in reason] == expected, length
-        assert len(lines) == kept + 2 + len(said), length
+        assert [reason for reason in messages if "torn" in reason] == expected, length
+        assert len(lines) == kept + 2 + len(messages), length
         assert (lines[kept]["kind"], lines[kept]["attempt"], lines[-1]["attempt"]) == (
             "resume",
             2,
@@ -69,9 +69,9 @@ def test_a_tail_of_zeros_is_set_aside(tmp_path):
     path.write_bytes(path.read_bytes() + b"\0" * 4096)
     with Journal(tmp_path / "run") as journal:
         journal.resume(20)
-    said = lines_of(tmp_path / "run")[-1]["reason"]
-    assert said.startswith("the last line was torn after 4096 bytes: ")
-    assert len(said) < 1100
+    message = lines_of(tmp_path / "run")[-1]["reason"]
+    assert message.startswith("the last line was torn after 4096 bytes: ")
+    assert len(message) < 1100
 
 
 def test_a_tail_that_is_no_line_of_ours_is_kept(tmp_path):

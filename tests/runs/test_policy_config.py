@@ -23,7 +23,7 @@ def test_the_documented_block_is_the_default():
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "message"),
     [
         (
             {"rollback_evry": 5},
@@ -66,6 +66,6 @@ def test_the_documented_block_is_the_default():
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_right(block, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_is_wrong_is_named_with_what_is_right(block, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         PolicyConfig.from_config(block)

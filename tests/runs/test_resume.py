@@ -122,7 +122,7 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "said"),
+    ("what", "error", "message"),
     [
         (11, NothingSaved, "has no step 11; saved steps: 9, 10, 50, 100"),
         (
@@ -133,8 +133,8 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
         ("{run}/rollback/step-00000012.dcp", NothingSaved, "does not exist; saved steps: 9"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(run, what, error, said):
-    with pytest.raises(error, match=said):
+def test_what_is_not_there_is_said_with_what_is(run, what, error, message):
+    with pytest.raises(error, match=message):
         choose(SavedRun(run[0]), what.format(run=run[0]) if isinstance(what, str) else what)
 
 

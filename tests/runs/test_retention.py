@@ -208,11 +208,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("rules", "said"), WRONG)
-def test_rules_that_are_known_to_be_wrong_are_caught(rules, said):
+@pytest.mark.parametrize(("rules", "message"), WRONG)
+def test_rules_that_are_known_to_be_wrong_are_caught(rules, message):
     found = set()
     for seed in range(2000):
         found.add(broken_promise(*random_history(random.Random(seed)), rules))
-        if said in found:
+        if message in found:
             return
-    pytest.fail(f"{said} was never found, but {found}")
+    pytest.fail(f"{message} was never found, but {found}")

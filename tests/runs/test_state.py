@@ -319,7 +319,7 @@ def longer():
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (wider, r"model.3.weight was \[4, 16\] and is \[5, 16\]"),
         (shorter, "only in the checkpoint: model.3.bias, model.3.weight"),
@@ -328,13 +328,13 @@ def longer():
     ],
 )
 @pytest.mark.parametrize("kind", ["rollback", "best-k"])
-def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, said, kind):
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, message, kind):
     state = new_state()
     metric = ("dev_loss", 1.0) if kind == "best-k" else None
     saved = store.save(kind, 1, state, metric=metric)
     other = new_state(seed=1, build=build)
     before = tensors_of(other)
-    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match \(\d+%\).*{said}"):
+    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match \(\d+%\).*{message}"):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
     report = store.load(saved, other, strict=False)
@@ -342,7 +342,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda s: s.optimizers.clear(), "only in the checkpoint: optimizer 0"),
         (lambda s: s.parts.clear(), "only in the checkpoint: scheduler-0"),
@@ -356,12 +356,12 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
         ),
     ],
 )
-def test_parts_that_are_not_the_saved_ones_are_refused(store, change, said):
+def test_parts_that_are_not_the_saved_ones_are_refused(store, change, message):
     state = new_state()
     train(state, 1)
     saved, other = store.save("rollback", 1, state), new_state(seed=1)
     change(other)
-    with pytest.raises(StateMismatch, match=said):
+    with pytest.raises(StateMismatch, match=message):
         store.load(saved, other)
 
 

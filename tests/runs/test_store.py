@@ -82,7 +82,7 @@ def test_no_checkpoint_is_best_by_a_metric_that_is_no_number(store, value):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("weekly", 1, None), "no kind of checkpoint 'weekly'"),
         (("rollback", -1, None), "whole number from 0, got -1"),
@@ -92,9 +92,9 @@ def test_no_checkpoint_is_best_by_a_metric_that_is_no_number(store, value):
         (("best-k", 1, ("dev/loss", 1.0)), "letters, digits"),
     ],
 )
-def test_what_can_not_be_named_is_refused(store, arguments, said):
+def test_what_can_not_be_named_is_refused(store, arguments, message):
     kind, step, metric = arguments
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         store.save(kind, step, new_state(), metric=metric)
 
 

@@ -24,13 +24,13 @@ def saved(request, tmp_path):
         yield store, found, tmp_path / found.folder
 
 
-def refused(store, saved, said=""):
+def refused(store, saved, message=""):
     """Found by `verify` and by `load`, which changes nothing."""
     state = new_state(seed=1)
     before = tensors_of(state)
-    with pytest.raises(DamagedCheckpoint, match=said):
+    with pytest.raises(DamagedCheckpoint, match=message):
         store.verify(saved)
-    with pytest.raises(DamagedCheckpoint, match=said):
+    with pytest.raises(DamagedCheckpoint, match=message):
         store.load(saved, state)
     assert equal(tensors_of(state), before)
 
@@ -108,7 +108,7 @@ def piped(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (shortened, "bytes, and"),
         (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
@@ -129,10 +129,10 @@ def piped(folder):
         (lambda folder: (folder / "more").mkdir(), "more is not in the manifest"),
     ],
 )
-def test_what_is_not_as_it_was_saved_does_not_count(saved, damage, said):
+def test_what_is_not_as_it_was_saved_does_not_count(saved, damage, message):
     store, found, folder = saved
     damage(folder)
-    refused(store, found, said)
+    refused(store, found, message)
     assert store.committed(found.kind) == []
     assert found.folder in store.damaged(found.kind)
 

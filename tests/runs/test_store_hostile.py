@@ -56,10 +56,10 @@ def metadata_of(store, saved):
     return pickle.loads(store.files.read(f"{saved.folder}/.metadata"))
 
 
-def refused(store, saved, said):
+def refused(store, saved, message):
     state = new_state(seed=1)
     before = tensors_of(state)
-    with pytest.raises(HostileCheckpoint, match=said):
+    with pytest.raises(HostileCheckpoint, match=message):
         store.load(saved, state)
     assert equal(tensors_of(state), before)
 

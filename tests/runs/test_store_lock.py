@@ -101,14 +101,14 @@ if not os.fork():
     try:
         store.discard("rollback/step-00000001.dcp")
     except Exception as error:
-        print(error, file=open("said", "w"))
+        print(error, file=open("message", "w"))
     store.close()
     os._exit(0)
 os.wait()
 """
     process = holder(tmp_path, then=then)
     try:
-        assert "was forked from the process that writes to" in (tmp_path / "said").read_text()
+        assert "was forked from the process that writes to" in (tmp_path / "message").read_text()
         with pytest.raises(
             LockedRun, match=rf"held by process {process.pid} on .*which is running: end it"
         ):

@@ -98,14 +98,14 @@ def test_an_error_at_any_change_leaves_what_was_committed(url, number):
         at.count = 0
         at.number = number
         train(state, 1)
-        said = None
+        message = None
         try:
             store.save("rollback", 2, state)
         except SaveError as error:
-            said = str(error)
+            message = str(error)
         assert (
-            said is None
-            or "the newest intact checkpoint is step 1 (rollback)" in said
+            message is None
+            or "the newest intact checkpoint is step 1 (rollback)" in message
             or at.last == "point"
         )
         at.number = None

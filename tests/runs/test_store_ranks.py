@@ -87,7 +87,7 @@ def in_background(folder):
 def failing_rank(folder, rank, background):
     state = new_state(build=sharded)
     files = CountedFiles(folder)
-    said = "saved"
+    message = "saved"
     with Store(folder, files=files) as store:
         store.save("rollback", 1, state)
         if dist.get_rank() == rank:
@@ -99,9 +99,12 @@ def failing_rank(folder, rank, background):
             else:
                 store.save("rollback", 2, state)
         except RunError as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         files.ask = lambda operation: None
-        return {"said": said, "committed": [saved.step for saved in store.committed("rollback")]}
+        return {
+            "message": message,
+            "committed": [saved.step for saved in store.committed("rollback")],
+        }
 
 
 class Unreadable(LocalFiles):
@@ -156,7 +159,7 @@ def on_a_disk_that_fails(folder):
 
 def one_sided():
     ranks = Ranks()
-    said = []
+    lines = []
     for wrong in (0, 1):
 
         def act(wrong=wrong):
@@ -166,8 +169,8 @@ def one_sided():
         try:
             ranks.all_do(act)
         except (ValueError, OtherRank) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return [*said, ranks.agree(lambda: ranks.rank), ranks.all_do(lambda: ranks.rank * 10)]
+            lines.append(f"{type(error).__name__}: {error}")
+    return [*lines, ranks.agree(lambda: ranks.rank), ranks.all_do(lambda: ranks.rank * 10)]
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +205,10 @@ def test_ranks_save_in_the_background(answers, folder):
 def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
     found = [answer[f"error {rank} {background}"] for answer in answers]
     assert [answer["committed"] for answer in found] == [[1], [1]]
-    assert "Input/output error" in found[0]["said"]
+    assert "Input/output error" in found[0]["message"]
     assert (
-        "Input/output error" in found[1]["said"]
-        or "the first rank abandoned this save" in found[1]["said"]
+        "Input/output error" in found[1]["message"]
+        or "the first rank abandoned this save" in found[1]["message"]
     )
 
 

@@ -55,8 +55,8 @@ def bundle(tmp_path):
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_every_skill_is_loaded(name, bundle):
-    loaded, said = loaded_by(name, bundle)
-    assert problems(loaded, bundle) == [], said
+    loaded, output = loaded_by(name, bundle)
+    assert problems(loaded, bundle) == [], output
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -67,11 +67,11 @@ def test_a_skill_that_a_client_drops_is_noticed(name, bundle):
         assert old in text
         page.write_text(text.replace(old, new, 1))
     (bundle / "skills/grad-accum/SKILL.md").rename(bundle / "skills/grad-accum/skill.txt")
-    loaded, said = loaded_by(name, bundle)
+    loaded, output = loaded_by(name, bundle)
     expected = {f"did not load {skill}" for skill in DROPPED[name]}
     if "bench" in DROPPED[name]:
         expected |= {"loaded other, which is no folder"}
-    assert set(problems(loaded, bundle)) == expected, said
+    assert set(problems(loaded, bundle)) == expected, output
 
 
 @pytest.mark.parametrize("name", ["Claude Code", "Codex", "Copilot CLI"])
@@ -80,8 +80,8 @@ def test_a_marketplace_that_leads_nowhere_is_noticed(name, bundle):
     marketplace = json.loads(path.read_text())
     marketplace["plugins"][0]["source"] = "./plugins/curry-train"
     path.write_text(json.dumps(marketplace))
-    loaded, said = loaded_by(name, bundle)
-    assert set(problems(loaded, bundle)) == {f"did not load {skill}" for skill in NAMES}, said
+    loaded, output = loaded_by(name, bundle)
+    assert set(problems(loaded, bundle)) == {f"did not load {skill}" for skill in NAMES}, output
 
 
 def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):

@@ -121,13 +121,13 @@ def test_a_loss_that_reads_the_logits_makes_them_whole():
         return F.nll_loss(logits.log_softmax(-1), targets)
 
     plain, _ = peak_of_loss(by_hand)
-    whole, said = peak_of_loss(by_hand, chunk_tokens=16)
-    assert "all logits made for log_softmax" in said
+    whole, message = peak_of_loss(by_hand, chunk_tokens=16)
+    assert "all logits made for log_softmax" in message
     assert whole >= 0.95 * plain
     smaller, _ = peak_of_loss(by_hand, chunk_tokens=1)  # the wrong fix
     assert smaller >= 0.95 * plain
-    chunked, said = peak_of_loss(F.cross_entropy, chunk_tokens=16)
-    assert "in chunks" in said
+    chunked, message = peak_of_loss(F.cross_entropy, chunk_tokens=16)
+    assert "in chunks" in message
     assert chunked < 0.4 * plain
 
 

@@ -58,7 +58,7 @@ class Shared(nn.Module):
 
 def ready_once():
     """Return DDP's message for each setting, and whether gradients equal those without it."""
-    batch, said = rows().chunk(2)[dist.get_rank()], []
+    batch, results = rows().chunk(2)[dist.get_rank()], []
     settings = [
         (2, {}),
         (2, {"find_unused_parameters": True}),
@@ -76,10 +76,10 @@ def ready_once():
             except RuntimeError as error:
                 gradients.append(str(error))
         plain, theirs, ours = gradients
-        said.append(
+        results.append(
             [theirs if isinstance(theirs, str) else equal(plain, theirs), equal(plain, ours)]
         )
-    return said
+    return results
 
 
 @symptom("DDP: `Expected to mark a variable ready only once`")

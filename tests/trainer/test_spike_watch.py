@@ -254,7 +254,7 @@ def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered,
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["checkpoint={rollback_every: null, recovery_every: null}"],
@@ -273,6 +273,6 @@ def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered,
         (["spike.patience=x"], "spike.patience must be a whole number; got 'x'"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(words, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_can_not_work_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
         load_config(None, [*WORDS, *words])

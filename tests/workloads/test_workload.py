@@ -179,7 +179,7 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (
             "def build(): raise RuntimeError('no weights here')",
@@ -207,10 +207,10 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
         ("built = 1", "has no callable 'build'"),
     ],
 )
-def test_what_can_not_be_trained_is_said_in_one_line(factory, source, said):
+def test_what_can_not_be_trained_is_said_in_one_line(factory, source, message):
     with pytest.raises(WorkloadError) as raised:
         load_workload(factory(source))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -259,15 +259,15 @@ def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("transfomer", r"no workload is called 'transfomer'; did you mean 'transformer'\?"),
         ("bert", "use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory"),
         ("absent_module:build", "can't import absent_module. Run from the folder that holds it"),
     ],
 )
-def test_a_name_that_is_none_is_said(spec, said):
-    with pytest.raises(WorkloadError, match=said):
+def test_a_name_that_is_none_is_said(spec, message):
+    with pytest.raises(WorkloadError, match=message):
         load_workload(spec)
 
 
