@@ -8,11 +8,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from curry_train.workloads import Case, Workload
-from curry_train.workloads.workload import batch_size, map_tensors, take
+from curry_train.cli.validate import validate_command
+from curry_train.gates.verdict import discover, measure_rows
+from curry_train.workloads import Case, Workload, load_workload
+from curry_train.workloads.workload import (
+    IndivisibleBatch,
+    WorkloadError,
+    batch_size,
+    map_tensors,
+    take,
+)
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -63,12 +72,106 @@ def test_a_container_keeps_its_type_and_is_cut_by_samples(batch):
     assert all(torch.equal(tensor - tensor[0, 0], INPUTS[1:3] - INPUTS[1, 0]) for tensor in found)
 
 
-@pytest.mark.parametrize(
-    "batch", [pack_sequence([torch.ones(3, 2), torch.ones(2, 2)]), Movable(INPUTS)]
-)
-def test_what_can_not_be_cut_is_refused_with_its_type(batch):
-    with pytest.raises(ValueError, match=rf"{type(batch).__name__} can't be divided into samples"):
-        take(batch, slice(0, 1))
+def test_what_can_not_be_cut_is_refused_with_its_type():
+    with pytest.raises(IndivisibleBatch, match="a Movable can't be divided into samples"):
+        take(Movable(INPUTS), slice(0, 1))
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_a_packed_sequence_is_cut_into_its_sequences(enforce_sorted):
+    sequences = [torch.full((length, 2), float(length)) for length in (4, 2, 1)]
+    if not enforce_sorted:
+        sequences = sequences[::-1]
+    packed = pack_sequence(sequences, enforce_sorted=enforce_sorted)
+    assert batch_size((packed, torch.zeros(3))) == 3
+    cut, targets = take((packed, torch.arange(3)), [2, 0])
+    assert targets.tolist() == [2, 0]
+    found = unpack_sequence(cut)
+    assert all(map(torch.equal, found, [sequences[2], sequences[0]]))
+
+
+class Graphs:
+    """Graphs as one object, in the manner of a library: it makes batches and takes them apart."""
+
+    def __init__(self, graphs):
+        self.graphs = graphs
+
+    def to(self, device):
+        return Graphs([graph.to(device) for graph in self.graphs])
+
+    def to_data_list(self):
+        return self.graphs
+
+    @classmethod
+    def from_data_list(cls, graphs):
+        return cls(graphs)
+
+
+def test_a_batch_of_graphs_is_cut_into_its_graphs():
+    batch = Graphs([torch.ones(nodes, 2) for nodes in (3, 1, 2)])
+    assert batch_size(batch) == 3
+    assert [len(graph) for graph in take(batch, slice(1, 3)).graphs] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_is_cut_into_its_tensors(layout):
+    nested = torch.nested.nested_tensor([torch.ones(3, 2), torch.zeros(1, 2)], layout=layout)
+    assert batch_size(nested) == 2
+    cut = take(nested, [1, 1, 0])
+    assert cut.layout is layout
+    assert [len(tensor) for tensor in cut.unbind()] == [1, 1, 3]
+
+
+class Reads(nn.Module):
+    """A model that takes its inputs out of an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.GELU()) for _ in range(3)])
+
+    def forward(self, batch):
+        return self.blocks(batch.inputs)
+
+
+def reads():
+    return Reads(), Movable(torch.randn(8, 3))
+
+
+def empty():
+    return Reads(), Frozen(torch.randn(0, 3))
+
+
+def test_an_object_that_can_not_be_cut_is_taken_whole():
+    workload = load_workload(f"{__file__}:reads")
+    assert workload.own_batch == 1
+    case = Case(workload, batch_size=1)
+    case.workload.mean_loss(case.build(), case.batch()).backward()
+    with pytest.raises(IndivisibleBatch, match="return a Workload whose batch makes one of any"):
+        case.batch(2)
+    rows = list(measure_rows([case], discover(["recompute", "grad-accum", "sac"]), num_processes=1))
+    verdicts = {row.verdict.gate: row.verdict for row in rows}
+    assert verdicts["recompute/parity-full"].passed, verdicts
+    assert not [verdict for verdict in verdicts.values() if verdict.passed is False]
+    for gate, verdict in verdicts.items():
+        if gate.startswith("grad-accum"):
+            assert verdict.passed is None
+            assert "a Movable can't be divided into samples" in verdict.hint
+
+
+def test_an_object_that_can_not_be_cut_sets_the_batch_size_of_commands():
+    runner = CliRunner()
+    arguments = ["--model", f"{__file__}:reads", "--gate", "recompute/parity-full"]
+    done = runner.invoke(validate_command, arguments)
+    assert done.exit_code == 0, done.output
+    refused = runner.invoke(validate_command, [*arguments, "--batch-size", "3"])
+    assert refused.exit_code == 2
+    assert "reads has one batch of 1, which can't be divided" in refused.output
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(WorkloadError, match="the batch is empty"):
+        load_workload(f"{__file__}:empty")
 
 
 class Complex(nn.Module):

@@ -13,7 +13,7 @@ import torch
 
 from ..core.timing import NoSuchDevice, find_device
 from ..workloads.models import BUILTIN_WORKLOADS
-from ..workloads.workload import Workload
+from ..workloads.workload import Workload, WorkloadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -119,9 +119,21 @@ def blocks_option() -> OptionDecorator:
     )
 
 
-def samples_of(workload: Workload, asked: int | None) -> int:
-    """Return the samples per step: `asked`, those of the factory's batch, or the default."""
-    return asked or workload.own_batch or DEFAULT_BATCH_SIZE
+def samples_of(workload: Workload, asked: int | None, *, default: int | None = None) -> int:
+    """Return the samples per step: `asked`, or the default.
+
+    Without `default` it is the size of the factory's batch, if it returned one. A batch that can't
+    be divided has to be used as it is.
+    """
+    own = workload.own_batch
+    if workload.is_divisible:
+        return asked or default or own or DEFAULT_BATCH_SIZE
+    if asked not in (None, own):
+        raise WorkloadError(
+            f"{workload.name} has one batch of {own}, which can't be divided: leave --batch-size "
+            "out, or return a Workload whose batch makes one of any size"
+        )
+    return own or 1
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,6 +44,7 @@ from .options import (
     json_option,
     model_option,
     require_matplotlib,
+    samples_of,
     seed_option,
 )
 from .screen import ScreenCommand
@@ -523,7 +524,9 @@ def _cases(
     for spec in models:
         for depth in options["depths"] or [None]:
             workload = load_with_depth(spec, depth)
-            for size in options["batch_sizes"] or [workload.own_batch or DEFAULT_SAMPLES]:
+            own = workload.own_batch or DEFAULT_SAMPLES
+            for asked in options["batch_sizes"] or [own]:
+                size = samples_of(workload, asked)
                 dtype = DTYPES[options["dtype"]]
                 case = Case(workload, device, dtype, size, options["seed"], blocks)
                 cases.append((case, depth))

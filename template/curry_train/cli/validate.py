@@ -43,6 +43,7 @@ from .options import (
     choose_device,
     model_option,
     run_options,
+    samples_of,
 )
 from .screen import ScreenCommand
 
@@ -217,26 +218,28 @@ def validate_command(
     given = load_implementations(implementations, patterns)
     gates = choose_gates(patterns, given)
     place = choose_device(device)
-    batch_size = batch_size or DEFAULT_BATCH_SIZE
     if list_only:
         click.echo("\n".join(gate.name for gate in gates))
         return
 
     try:
         workloads = [load_workload(spec) for spec in models or BUILTIN_WORKLOADS]
-        cases = [
-            Case(workload, place, DTYPES[dtype], batch_size=batch_size, seed=seed, blocks=blocks)
-            for workload in _told_apart(workloads)
-        ]
+        cases = []
+        for workload in _told_apart(workloads):
+            size = samples_of(workload, batch_size, default=DEFAULT_BATCH_SIZE)
+            cases.append(Case(workload, place, DTYPES[dtype], size, seed, blocks))
         blocks_by_workload = {case.workload.name: _blocks(case) for case in cases}
     except ValueError as error:
         raise UnusableInput(str(error)) from error
 
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
-    settings: dict[str, Any] = {"dtype": dtype, "batch_size": batch_size, "seed": seed}
+    sizes = list(dict.fromkeys(case.batch_size for case in cases))
+    settings: dict[str, Any] = {"dtype": dtype, "seed": seed}
+    settings["batch_size"] = sizes[0] if len(sizes) == 1 else sizes
     console.print(
-        f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {batch_size}, seed {seed}",
+        f"{facts['device']}, torch {facts['torch']}, {dtype}, "
+        f"batch size {', '.join(map(str, sizes))}, seed {seed}",
         style="dim",
     )
     for one in given:

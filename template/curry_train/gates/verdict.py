@@ -30,7 +30,7 @@ import torch
 from ..core.blocks import NoBlocks
 from ..core.wording import nearest
 from ..workloads.models import import_callable, load_workload
-from ..workloads.workload import Case, Workload
+from ..workloads.workload import Case, IndivisibleBatch, Workload
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class Gate:
             return not_applicable(self.name, required="blocks", why=error.in_short)
         except NotApplicable as error:
             return not_applicable(self.name, required=error.required, why=str(error))
+        except IndivisibleBatch as error:
+            return not_applicable(self.name, required="a batch of another size", why=str(error))
         except ValueError as error:
             # Our own errors state what to do.
             return Verdict(self.name, False, "could not be measured", "to run", str(error))

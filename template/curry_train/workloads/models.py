@@ -25,7 +25,15 @@ from .. import primitives
 from ..core.rerun import seeded
 from ..core.wording import did_you_mean
 from ..primitives.cross_entropy import IGNORED_TARGET
-from .workload import Workload, WorkloadError, mask_tails, token_loss, without_cache, workload_parts
+from .workload import (
+    OutputLoss,
+    Workload,
+    WorkloadError,
+    default_workload,
+    mask_tails,
+    token_loss,
+    without_cache,
+)
 
 # A small Llama-like causal language model.
 
@@ -383,19 +391,15 @@ def load_workload(spec: str) -> Workload:
         made = _call(factory, spec)
         if isinstance(made, Workload):
             return replace(made, spec=spec, build=lambda: without_cache(made.build()))
+
+        def build() -> nn.Module:
+            again = _call(factory, spec)
+            return without_cache(again if isinstance(again, nn.Module) else again[0])
+
         try:
-            parts = workload_parts(made)
+            workload = default_workload(spec.rsplit(":", 1)[1], build, made, spec=spec)
         except ValueError as error:
             raise WorkloadError(f"{spec}: {error}") from None
-
-    def build() -> nn.Module:
-        again = _call(factory, spec)
-        return without_cache(again if isinstance(again, nn.Module) else again[0])
-
-    name = spec.rsplit(":", 1)[1]
-    workload = Workload(
-        name, build, parts.batch, parts.loss, parts.count, parts.mask, spec, parts.own_batch
-    )
     _try_once(workload)
     return workload
 
@@ -477,9 +481,12 @@ def _try_once(workload: Workload) -> None:
     """Run one forward, so that a batch that does not fit the model is reported here."""
     with seeded(0):
         module = workload.build()
-        batch = workload.batch(2)
+        size = 2 if workload.is_divisible else workload.own_batch or 1
         try:
-            loss = workload.loss(module, batch)
+            if isinstance(workload.loss, OutputLoss) and workload.is_divisible:
+                loss = workload.loss.learn(module, workload.batch, size=size)
+            else:
+                loss = workload.loss(module, workload.batch(size))
         except Exception as error:
             # The user's model may raise anything.
             raise WorkloadError(

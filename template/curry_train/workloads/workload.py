@@ -7,19 +7,26 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from ..core.blocks import class_as_written
 from ..core.rerun import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 
-# Nested batches of tensors, cut along the leading dimension.
+# Nested batches of tensors and of other containers of samples, cut into samples.
+
+
+class IndivisibleBatch(ValueError):
+    """Raised where a batch of another size is needed than an object in the batch allows."""
 
 
 def map_tensors(
@@ -53,31 +60,68 @@ def map_tensors(
 
 
 def batch_size(batch: Any) -> int:
-    """Return the leading dimension of the first tensor that has one."""
+    """Return the number of samples: the leading dimension of the first tensor that has one.
+
+    A packed sequence and a batch of graphs count their samples; another object is one sample.
+    """
     sizes: list[int] = []
-    map_tensors(batch, lambda tensor: sizes.append(tensor.shape[0]) if tensor.dim() else None)
-    if not sizes:
+    others: list[Any] = []
+
+    def count(value: Any) -> Any:
+        if (samples := _samples_of(value)) is None:
+            others.append(value)
+        else:
+            sizes.append(len(samples))
+        return value
+
+    map_tensors(
+        batch, lambda tensor: sizes.append(tensor.size(0)) if tensor.dim() else None, move=count
+    )
+    if not sizes and not others:
         raise ValueError(
             "a batch must hold at least one tensor with a batch dimension, "
             f"got {type(batch).__name__}"
         )
-    return sizes[0]
+    return sizes[0] if sizes else 1
 
 
 def take(batch: Any, rows: slice | list[int]) -> Any:
     """Select samples from a batch; tensors with another leading dimension are shared."""
-    map_tensors(batch, lambda tensor: tensor, move=_refuse_to_divide)
     size = batch_size(batch)
-    return map_tensors(
-        batch, lambda tensor: tensor[rows] if tensor.dim() and tensor.shape[0] == size else tensor
-    )
+    chosen = list(range(size))[rows] if isinstance(rows, slice) else rows
+
+    def select(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.size(0) != size:
+            return tensor
+        if tensor.is_nested:
+            return _nested([tensor.unbind()[row] for row in chosen], tensor.layout)
+        return tensor[rows]
+
+    def divide(value: Any) -> Any:
+        samples = _samples_of(value)
+        if samples is None or len(samples) != size:
+            raise IndivisibleBatch(
+                f"a {type(value).__name__} can't be divided into samples: return a Workload whose "
+                "batch makes one of any size"
+            )
+        selected = [samples[row] for row in chosen]
+        if isinstance(value, PackedSequence):
+            return pack_sequence(selected, enforce_sorted=False)
+        return type(value).from_data_list(selected)
+
+    return map_tensors(batch, select, move=divide)
 
 
-def _refuse_to_divide(value: Any) -> Any:
-    raise ValueError(
-        f"a {type(value).__name__} can't be divided into samples: return a Workload whose batch "
-        "makes one of any size"
-    )
+def _samples_of(value: Any) -> list[Any] | None:
+    """Return the samples of a packed sequence or a batch of graphs, or None for other objects."""
+    if isinstance(value, PackedSequence):
+        return unpack_sequence(value)
+    makes_batches = hasattr(type(value), "from_data_list") and hasattr(value, "to_data_list")
+    return list(value.to_data_list()) if makes_batches else None
+
+
+def _nested(tensors: list[Tensor], layout: torch.layout) -> Tensor:
+    return torch.nested.as_nested_tensor(tensors, layout=layout)
 
 
 # Workloads to train: a module, a batch of any size, and a loss that is a sum of terms.
@@ -117,6 +161,9 @@ class Workload:
 
     # The number of samples in the batch that a user's factory returned.
     own_batch: int | None = None
+
+    # Whether batches of other sizes than `own_batch` can be made.
+    is_divisible: bool = True
 
     def mean_loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self.loss(module, batch) / self.count(batch)
@@ -184,26 +231,14 @@ class Case:
 # Batches and losses for modules, `(module, batch)` pairs and Hugging Face models.
 
 SEQUENCE_LENGTH = 64
+# 2**32 over the golden ratio, as an odd number in int32.
+GOLDEN_RATIO_INT32 = 0x9E3779B1 - 2**32
 
 
-@dataclass(frozen=True)
-class WorkloadFunctions:
-    """Functions that a `Workload` needs in addition to `build`."""
-
-    # Makes a batch of the given number of samples.
-    batch: Callable[[int], Any]
-    # The loss summed over the terms of a batch.
-    loss: Callable[[nn.Module, Any], Tensor]
-    # The number of loss terms in a batch: valid labels or samples.
-    count: Callable[[Any], int]
-    # Makes rows of a batch differ in valid labels; None where the loss is per sample.
-    mask: Callable[[Any], Any] | None
-    # The size of the batch that the factory returned, if it returned one.
-    own_batch: int | None
-
-
-def workload_parts(made: Any) -> WorkloadFunctions:
-    """Derive a batch, loss, count and mask from the return value of a factory."""
+def default_workload(
+    name: str, build: Callable[[], nn.Module], made: Any, *, spec: str = ""
+) -> Workload:
+    """Make a workload from what a factory returned: a module, or a module and a batch."""
     if isinstance(made, nn.Module):
         module = made
         example = _example_batch(made)
@@ -216,15 +251,36 @@ def workload_parts(made: Any) -> WorkloadFunctions:
         )
 
     size = batch_size(example)
+    if not size:
+        raise ValueError("the batch is empty: return one with at least one sample")
     has_labels = isinstance(example, Mapping) and "labels" in example
     is_causal = has_labels and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    return WorkloadFunctions(
-        batch=lambda n: take(example, [row % size for row in range(n)]),
-        loss=_causal_loss if is_causal else _output_loss,
+    is_divisible = _is_divisible(example)
+
+    def batch(wanted: int) -> Any:
+        if not is_divisible and wanted == size:
+            return example
+        return take(example, [row % size for row in range(wanted)])
+
+    return Workload(
+        name,
+        build,
+        batch,
+        loss=_causal_loss if is_causal else OutputLoss(),
         count=_count_labels if is_causal else batch_size,
         mask=_mask_labels if is_causal else None,
+        spec=spec,
         own_batch=size if isinstance(made, tuple) else None,
+        is_divisible=is_divisible,
     )
+
+
+def _is_divisible(batch: Any) -> bool:
+    try:
+        take(batch, [0])
+    except IndivisibleBatch:
+        return False
+    return True
 
 
 def call(module: nn.Module, batch: Any) -> Any:
@@ -262,31 +318,122 @@ def _caches(module: nn.Module) -> bool:
     return is_hugging_face and getattr(config, "use_cache", None) is True
 
 
-def _output_loss(module: nn.Module, batch: Any) -> Tensor:
-    """Sum over samples the module's own mean loss, or else the mean square of its output."""
-    output = call(module, batch)
-    if isinstance(output, Mapping) and "loss" in output:
-        output = output["loss"]
-    elif getattr(output, "loss", None) is not None:
-        output = output.loss
+class OutputLoss:
+    """The sum over samples of a module's own mean loss, or of distances of all its outputs.
 
-    while isinstance(output, tuple | list | Mapping):
-        output = next(iter(output.values() if isinstance(output, Mapping) else output))
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"the module returned {type(output).__name__}, from which no loss can be computed; "
-            "return a Workload"
-        )
+    Without a loss of its own, a module's loss is the mean squared distance of each output from
+    fixed targets. They differ between the elements of a sample and are the same for all samples.
+    So the loss is a sum over samples, and its gradient does not vanish on normalised outputs.
+    """
 
-    if output.dim() == 0:
-        return output * batch_size(batch)
-    squares = output.float().square()
-    return squares.flatten(1).mean(1).sum() if output.dim() > 1 else squares.sum()
+    def __init__(self) -> None:
+        # The dimension that counts samples, by the place of an output; None if there is none.
+        self.sample_dims: dict[tuple[Any, ...], int | None] = {}
+
+    def __call__(self, module: nn.Module, batch: Any) -> Tensor:
+        return self._loss_of(call(module, batch), batch_size(batch))
+
+    def learn(self, module: nn.Module, make_batch: Callable[[int], Any], *, size: int) -> Tensor:
+        """Run a forward, find the dimension of samples in each output, and return the loss.
+
+        Where several dimensions have the size of the batch, a larger batch decides.
+        """
+        output = call(module, make_batch(size))
+        found = {place: _dims_of(size, value) for place, value in _floating_tensors(output)}
+        if any(len(dims) > 1 for dims in found.values()):
+            with torch.no_grad():
+                larger = dict(_floating_tensors(call(module, make_batch(size + 1))))
+            for place, dims in found.items():
+                if place in larger:
+                    grown = _dims_of(size + 1, larger[place])
+                    found[place] = [dim for dim in dims if dim in grown] or dims
+        self.sample_dims = {place: dims[0] if dims else None for place, dims in found.items()}
+        return self._loss_of(output, size)
+
+    def _loss_of(self, output: Any, size: int) -> Tensor:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, Tensor):
+            return (own.mean() if own.dim() else own) * size
+
+        outputs = [(place, value) for place, value in _floating_tensors(output) if value.numel()]
+        if not outputs:
+            raise TypeError(
+                f"the module returned {type(output).__name__}, from which no loss can be computed; "
+                "return a Workload"
+            )
+        if torch.is_grad_enabled():
+            # The others are masks and constants, which may be infinite.
+            trained = [(place, value) for place, value in outputs if value.requires_grad]
+            outputs = trained or outputs
+        if outputs[0][1].dim() == 0:
+            losses = [value for _, value in outputs if value.dim() == 0]
+            return torch.stack(losses).sum() * size
+        return torch.stack([self._distance(*one, size) for one in outputs]).sum()
+
+    def _distance(self, place: tuple[Any, ...], value: Tensor, size: int) -> Tensor:
+        """Sum over samples the mean squared distance of an output from fixed targets."""
+        dims = _dims_of(size, value)
+        dim = self.sample_dims.get(place, dims[0] if dims else None)
+        shape = [1 if index == dim else length for index, length in enumerate(value.shape)]
+        target = _targets(shape, value)
+        squares = F.mse_loss(value, target.expand_as(value), reduction="sum")
+        return squares * (size / value.numel())
+
+
+def _dims_of(size: int, output: Tensor) -> list[int]:
+    """Return the dimensions of an output that have the size of the batch."""
+    return [dim for dim, length in enumerate(output.shape) if length == size]
+
+
+def _targets(shape: list[int], like: Tensor) -> Tensor:
+    """Return numbers between -1 and 1 that depend on the position alone."""
+    positions = torch.arange(1, math.prod(shape) + 1, dtype=torch.int32, device=like.device)
+    # Multiples of the golden ratio, modulo 2**32, are spread evenly.
+    return positions.mul_(GOLDEN_RATIO_INT32).to(like.dtype).div_(2.0**31).view(shape)
+
+
+def _floating_tensors(
+    output: Any, place: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yield the floating tensors of a nested output in at least float32, with their places.
+
+    Of an object that is no container, its attributes that are tensors count.
+    """
+    if isinstance(output, Tensor):
+        if output.is_nested:
+            output = output.values() if output.layout is torch.jagged else _flat(output)
+        if output.is_complex():
+            output = torch.view_as_real(output)
+        if output.is_floating_point():
+            yield place, output if output.dtype is torch.float64 else output.float()
+        return
+    if isinstance(output, Mapping):
+        items: Iterable[tuple[Any, Any]] = output.items()
+    elif isinstance(output, tuple | list):
+        items = enumerate(output)
+    else:
+        attributes = getattr(output, "__dict__", {})
+        whole = is_dataclass(output) or isinstance(output, SimpleNamespace)
+        items = [
+            (key, value) for key, value in attributes.items() if whole or isinstance(value, Tensor)
+        ]
+    for key, value in items:
+        yield from _floating_tensors(value, (*place, key))
+
+
+def _flat(nested: Tensor) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in nested.unbind()])
 
 
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
+    """Sum the cross-entropy over the tokens, with a router's loss for each of them."""
     output = module(**{key: value for key, value in batch.items() if key != "labels"})
-    return token_loss(output.logits[:, :-1], batch["labels"][:, 1:])
+    loss = token_loss(output.logits[:, :-1], batch["labels"][:, 1:])
+    routers = getattr(output, "aux_loss", None)
+    coefficient = getattr(module, "router_aux_loss_coef", None)
+    if isinstance(routers, Tensor) and coefficient:
+        loss = loss + coefficient * _count_labels(batch) * routers
+    return loss
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

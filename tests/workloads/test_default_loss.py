@@ -1,0 +1,209 @@
+"""Losses of models that compute none: every output counts, and no gradient vanishes.
+
+python -m pytest tests/workloads/test_default_loss.py
+"""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.gates.grad_accum import equal_windows, uneven_windows
+from curry_train.workloads import Case
+from curry_train.workloads.workload import default_workload, take
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Output:
+    left: torch.Tensor
+    right: torch.Tensor
+    note: str = "a text"
+
+
+class Towers(nn.Module):
+    """Two towers, whose outputs are returned in one container."""
+
+    def __init__(self, contain):
+        super().__init__()
+        self.left = nn.Linear(6, 4)
+        self.right = nn.Linear(6, 3)
+        self.contain = contain
+
+    def forward(self, x):
+        return self.contain(self.left(x), self.right(x))
+
+
+CONTAINERS = {
+    "tuple": lambda left, right: (left, right),
+    "named tuple": Pair,
+    "nested": lambda left, right: {"first": [left, None], "second": ({"third": right}, 3)},
+    "dataclass": Output,
+    "object": lambda left, right: SimpleNamespace(left=left, right=right, note="a text"),
+    "distribution": lambda left, right: [
+        torch.distributions.Normal(left, 1.0),
+        torch.distributions.Categorical(logits=right),
+    ],
+}
+
+
+def gradients(module, batch=X):
+    workload = default_workload("theirs", lambda: module, (module, batch))
+    workload.loss(module, batch).backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_output_has_a_gradient_in_any_container(name):
+    found = gradients(Towers(CONTAINERS[name]))
+    assert len(found) == 4
+    for gradient in found.values():
+        assert gradient.norm() > 0.01
+
+
+class Ends(nn.Module):
+    """A layer and what ends the model."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.end = end
+
+    def forward(self, x):
+        return self.end(self.linear(x))
+
+
+class Zeros(nn.Linear):
+    """A layer that is zero at first, as the last one of diffusion models and adapters is."""
+
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+def learned(build, batch):
+    """Make a workload as a factory's, which runs one forward when it is loaded."""
+    workload = default_workload("theirs", build, (build(), batch))
+    workload.loss.learn(build(), workload.batch, size=2)
+    return workload
+
+
+ENDS = {
+    "layer norm": nn.LayerNorm(8, elementwise_affine=False),
+    "unit length": F.normalize,
+    "softmax": nn.Softmax(dim=1),
+    "norm over channels": lambda y: F.layer_norm(y.view(-1, 2, 4).mT, (2,)).mT,
+    "spectrum": lambda y: torch.fft.rfft(F.normalize(y)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_gradient_does_not_vanish_where_outputs_are_normalised(name):
+    torch.manual_seed(0)
+    found = gradients(Ends(ENDS[name]))
+    assert found["linear.weight"].norm() > 0.01, name
+    assert found["linear.bias"].norm() > 0.01, name
+
+
+def test_an_output_of_zeros_has_a_gradient():
+    found = gradients(Ends(Zeros(8, 3)))
+    assert found["end.weight"].norm() > 0.01
+
+
+class Recurrent(nn.Module):
+    """Outputs with the samples in the first and in the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)
+
+
+def recurrent():
+    return Recurrent(), torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        recurrent,
+        lambda: (Towers(CONTAINERS["nested"]), X),
+        lambda: (Towers(lambda left, right: (left, right, (left * 0).sum() + 2)), X),
+    ],
+    ids=["recurrent", "nested", "constant"],
+)
+def test_the_loss_of_a_batch_is_the_sum_over_its_samples(make):
+    module, batch = make()
+    module.double()
+    batch = batch.double()
+    workload = learned(lambda: module, batch)
+    whole = workload.loss(module, batch)
+    for sizes in ([1] * 8, [2] * 4, [3, 2, 1, 2]):
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        parts = [
+            workload.loss(module, take(batch, slice(end - size, end)))
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_the_loss_is_repeatable_and_draws_nothing():
+    module = Towers(Pair)
+    workload = default_workload("theirs", lambda: module, (module, X))
+    state = torch.get_rng_state()
+    first = workload.loss(module, X)
+    assert torch.equal(first, workload.loss(module, X))
+    assert torch.equal(state, torch.get_rng_state())
+    with torch.no_grad():
+        assert torch.equal(first, workload.loss(module, X))
+
+
+@pytest.mark.parametrize(
+    "contain",
+    [
+        lambda left, right: {"loss": left.square().mean(), "logits": right},
+        lambda left, right: SimpleNamespace(loss=left.square().mean(1), logits=right),
+        lambda left, right: (left.square().mean(), right),
+        lambda left, right: {"first": left.square().mean() / 4, "second": left.square().mean(0)[0]},
+    ],
+    ids=["mapping", "loss of each sample", "tuple", "several losses"],
+)
+def test_a_loss_of_the_module_is_taken_and_other_outputs_are_not(contain):
+    module = Towers(contain)
+    found = gradients(module)
+    assert found["left.weight"].norm() > 0.01
+    assert found["right.weight"] is None
+    loss = default_workload("theirs", lambda: module, (module, X)).loss(module, X)
+    if isinstance(output := module(X), SimpleNamespace):
+        assert loss.item() == pytest.approx(output.loss.sum().item())
+    elif isinstance(output, tuple):
+        assert loss.item() == pytest.approx(8 * output[0].item())
+
+
+@pytest.mark.parametrize("check", [equal_windows, uneven_windows])
+@pytest.mark.parametrize("name", ["towers", "layer norm", "recurrent"])
+def test_accumulation_is_checked_on_models_without_a_loss(name, check):
+    def build():
+        if name == "recurrent":
+            return recurrent()[0]
+        return Towers(Pair) if name == "towers" else Ends(ENDS[name])
+
+    batch = recurrent()[1] if name == "recurrent" else X
+    verdict = check(Case(learned(build, batch)))
+    assert verdict.passed, verdict
+    assert no_step(check, build, batch).passed is False
+
+
+def no_step(check, build, batch):
+    def train(model, window, loss, optimizer, **options):
+        return SimpleNamespace(loss=0.0)
+
+    return check(Case(learned(build, batch)), train=train)
