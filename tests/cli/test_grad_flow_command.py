@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from curry_train.cli.grad_flow import NONFINITE_COLOUR, plot_flow
 from curry_train.cli.main import main
-from curry_train.primitives.grad_flow_report import (
+from curry_train.primitives.grad_flow import (
     AFTER_BACKWARD,
     LayerFlow,
     StepFlow,

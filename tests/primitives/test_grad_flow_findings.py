@@ -3,20 +3,24 @@
 python -m pytest tests/primitives/test_grad_flow_findings.py
 """
 
+import importlib.util
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from curry_train.primitives.grad_flow_report import (
+from curry_train.primitives import grad_flow
+from curry_train.primitives.grad_flow import (
     AFTER_BACKWARD,
     AT_THE_STEP,
     LayerFlow,
     StepFlow,
     Update,
     ValueSpread,
-    find,
-    flow_table,
 )
+from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
 GOOD = LayerFlow(
     ValueSpread(100, 10, 0, 100.0), 1, ValueSpread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True
@@ -38,17 +42,17 @@ def spread(part, **changes):
 
 
 def kinds(*records):
-    return [(finding.kind, finding.layers[:1]) for finding in find(records)]
+    return [(finding.kind, finding.layers[:1]) for finding in flow_findings(records)]
 
 
 def test_good_training_has_no_finding():
-    assert find([record(step) for step in range(3)]) == []
+    assert flow_findings([record(step) for step in range(3)]) == []
     assert "nothing is wrong" in flow_table([record()])
 
 
 def test_the_first_layer_in_forward_is_named_for_activations():
     bad = spread("activation", nonfinite=7, squares=NAN)
-    found = find([record(0), record(10, at_1=bad, at_2=bad), record(20, at_0=bad)])
+    found = flow_findings([record(0), record(10, at_1=bad, at_2=bad), record(20, at_0=bad)])
     assert (found[0].kind, found[0].layers, found[0].step, found[0].value) == (
         "nonfinite",
         ("layers.1",),
@@ -59,7 +63,7 @@ def test_the_first_layer_in_forward_is_named_for_activations():
 
 def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
     bad = spread("gradient", nonfinite=1, squares=NAN)
-    (found,) = find([record(0, at_0=bad, at_1=bad, at_2=bad)])
+    (found,) = flow_findings([record(0, at_0=bad, at_1=bad, at_2=bad)])
     assert found.layers == ("layers.2",)
     assert "all activations were finite" in found.said
 
@@ -67,12 +71,13 @@ def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
 def test_weights_that_were_not_finite_before_are_said():
     bad = replace(spread("activation", nonfinite=1, squares=NAN), update=Update(NAN, NAN))
     assert (
-        "an earlier step broke them, so probe with every=1" in find([record(0, at_0=bad)])[0].said
+        "an earlier step broke them, so probe with every=1"
+        in flow_findings([record(0, at_0=bad)])[0].said
     )
 
 
 def test_a_gradient_outside_of_the_layers_is_not_missed():
-    (found,) = find([record(gradient=ValueSpread(10, 0, 1, NAN))])
+    (found,) = flow_findings([record(gradient=ValueSpread(10, 0, 1, NAN))])
     assert "outside of the probed layers" in found.said
 
 
@@ -110,17 +115,17 @@ def test_each_fault_has_its_finding(planted, expected):
     ],
 )
 def test_what_is_within_bounds_is_not_said(planted):
-    assert find([record(**planted)]) == []
+    assert flow_findings([record(**planted)]) == []
 
 
 def test_one_step_that_is_unusual_is_no_finding():
     steps = [record(step) for step in range(4)]
-    assert find([*steps, record(4, at_1=spread("activation", zeros=99))]) == []
+    assert flow_findings([*steps, record(4, at_1=spread("activation", zeros=99))]) == []
 
 
 def test_alike_layers_are_one_line():
     dead = spread("activation", zeros=95)
-    (found,) = find([record(at_1=dead, at_2=dead, at_3=dead)])
+    (found,) = flow_findings([record(at_1=dead, at_2=dead, at_3=dead)])
     assert found.layers == ("layers.1", "layers.2", "layers.3")
     assert "the same in 2 more layers" in found.said
     assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
@@ -154,3 +159,31 @@ def test_a_long_name_keeps_its_end():
 
 def test_no_record_is_said():
     assert "no step was probed" in flow_table([])
+
+
+def probed(source):
+    """Return a `GradFlow` of this module after two steps of a model with a dead layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)))
+    with torch.no_grad():
+        model[1][0].bias.fill_(-100.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with source.GradFlow(model, optimizer, every=1) as flow:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return flow
+
+
+def test_records_of_an_owned_copy_give_the_same_table_and_json(monkeypatch):
+    name = f"{grad_flow.__package__}.owned_copy"
+    spec = importlib.util.spec_from_file_location(name, grad_flow.__file__)
+    owned = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, owned)  # where dataclasses look for their module
+    spec.loader.exec_module(owned)
+    theirs = probed(owned)
+    ours = probed(grad_flow)
+    assert type(theirs.records[0]) is not type(ours.records[0])
+    assert flow_table(theirs.records) == flow_table(ours.records)
+    assert flow_json(theirs) == flow_json(ours)
+    assert ["1", "1.1"] in [finding["layers"] for finding in flow_json(theirs)["findings"]]

@@ -20,8 +20,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColu
 
 from ..core.rerun import seeded
 from ..core.wording import provenance, write_json
-from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
-from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, LayerFlow, StepFlow, ValueSpread
+from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow, LayerFlow, StepFlow, ValueSpread
+from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, flow_json, flow_table
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
@@ -298,7 +298,7 @@ def grad_flow_command(
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
-    click.echo(flow.table(), err=json_path == "-")
+    click.echo(flow_table(flow.records), err=json_path == "-")
     facts = provenance(place)
     if plot_path:
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
@@ -306,7 +306,7 @@ def grad_flow_command(
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
         facts |= {"seed": seed, "strategy": strategy, "learning_rate": learning_rate}
-        write_json(json_path, facts | {"losses": losses} | flow.to_json())
+        write_json(json_path, facts | {"losses": losses} | flow_json(flow))
     if any(record.nonfinite for record in flow.records):
         sys.exit(1)
 

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import CheckpointError
 from ..core.measure import LiveStorages, Loss, tensors_in
 from ..core.parity import StepRecord, compare, record
 from ..core.rerun import seeded, untouched
-from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
+from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow, LayerFlow, StepFlow, ValueSpread
 from ..primitives.grad_flow_probe import choose_layers
-from ..primitives.grad_flow_report import LayerFlow, StepFlow, ValueSpread
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable

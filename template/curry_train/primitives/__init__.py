@@ -29,6 +29,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "train_window",
         ),
         "grad_flow": ("GradFlow",),
+        "grad_flow_report": ("flow_findings", "flow_json", "flow_table"),
         "hidden_state": ("HiddenState",),
         "host_memory": ("HostMemoryShort",),
         "offload": (

@@ -1,29 +1,33 @@
 """Measure gradients, activations and updates of each layer in any training loop.
 
-with GradFlow(model, optimizer, every=10) as flow:
+    with GradFlow(model, optimizer, every=10) as flow:
         train(model, optimizer)         # your loop, unchanged
-    print(flow.table())                 # problems come first
     flow.records[-1].layers["layers.0"].gradient.norm
 
 The statistics are norms, counts of zeros and of non-finite values, and how far the weights move.
 Under recompute each layer is counted once: the forward that runs again in backward is skipped.
-Training is unchanged to the bit.
+Training is unchanged to the bit. In curry-train, `flow_table(flow.records)` renders the records as
+text, problems first, and `flow_findings(flow.records)` lists the problems.
 
 Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py tests/gates/test_grad_flow.py`.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from .grad_flow_probe import (
+    SUM_NAMES,
     Activations,
+    Layer,
     ParameterSums,
     choose_layers,
     compiled_modules,
@@ -31,16 +35,187 @@ from .grad_flow_probe import (
     inner_of,
     is_divided,
 )
-from .grad_flow_report import (
-    AFTER_BACKWARD,
-    AT_THE_STEP,
-    Finding,
-    StepFlow,
-    as_json,
-    find,
-    flow_table,
-    make_record,
-)
+
+# Records of one probed step: counts, norms and weight updates of each layer.
+
+AFTER_BACKWARD = "after backward"
+AT_THE_STEP = "at the optimizer's step"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpread:
+    """Counts of a tensor's elements and the sum of their squares."""
+
+    elements: int
+    zeros: int  # elements that are exactly 0
+    nonfinite: int  # elements that are inf or nan
+    squares: float  # the sum of squares
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares)
+
+    @property
+    def rms(self) -> float:
+        """Return the root mean square, which is comparable between layers of different size."""
+        return math.sqrt(self.squares / self.elements) if self.elements else 0.0
+
+    @property
+    def zero(self) -> float:
+        """Return the fraction of elements that are exactly 0."""
+        return self.zeros / self.elements if self.elements else 0.0
+
+    @property
+    def bad(self) -> float:
+        """Return the fraction of elements that are inf or nan."""
+        return self.nonfinite / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Change of a layer's weights in one optimizer step."""
+
+    weight_norm: float  # norm of the weights before the step
+    distance: float  # norm of the change
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the relative change, or None if all weights were 0, as in a new bias."""
+        return self.distance / self.weight_norm if self.weight_norm else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFlow:
+    """One layer in one step; values that were not observed are None, which differs from 0."""
+
+    activation: ValueSpread | None  # None if forward did not call the layer
+    calls: int  # in all microbatches together
+    gradient: ValueSpread | None  # None if no parameter got a gradient
+    update: Update | None  # None if the optimizer did not step
+    without_gradient: tuple[str, ...] = ()  # trainable parameters that have no gradient
+    tied: tuple[str, ...] = ()  # parameters that count for an earlier layer
+    frozen: tuple[str, ...] = ()  # parameters that require no gradient
+    is_block: bool = False  # one of the model's repeated blocks
+
+
+@dataclass(frozen=True)
+class StepFlow:
+    """One probed step."""
+
+    step: int  # counted from the `first_step` that GradFlow was given
+    stepped: bool  # False if the step was skipped
+    layers: Mapping[str, LayerFlow]  # all probed layers by name
+    order: tuple[str, ...]  # in which the layers' forwards ended, inner layers before outer ones
+    forwards: int  # of the whole model
+    gradient: ValueSpread | None  # of the whole model, with each parameter once
+    gradients_read: str  # `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`
+    scaled: float | None  # by which clipping or a scaler multiplied it afterwards, if known
+    ranks: int = 1  # whose batches are included
+    notes: tuple[str, ...] = field(default=())  # limits of this record, for the user
+
+    @property
+    def nonfinite(self) -> bool:
+        """Return whether any activation or gradient was inf or nan."""
+        spreads = [self.gradient]
+        for layer in self.layers.values():
+            spreads += [layer.activation, layer.gradient]
+        return any(spread is not None and spread.nonfinite for spread in spreads)
+
+
+# Conversion of the sums on devices to a step's record, with one transfer per device.
+
+NUM_SUMS = len(SUM_NAMES)
+
+
+def make_record(
+    layers: Sequence[Layer],
+    activations: Activations,
+    parameters: ParameterSums,
+    *,
+    step: int,
+    stepped: bool,
+    read_at: str,
+    overflowed: Sequence[Tensor],
+    ranks: Any,
+    notes: tuple[str, ...],
+) -> StepFlow:
+    """Make the record of a step; this waits for the device once."""
+    tables = [table.clone() for table in activations.tables()]
+    if ranks is not None:
+        for table in tables:
+            dist.all_reduce(table, group=ranks)
+    activation_rows = _add_up(tables, len(layers))
+    rows = _add_up(parameters.tables(), len(parameters.names))
+
+    by_name = dict(zip(parameters.names, rows, strict=True))
+    has = dict(zip(parameters.names, parameters.has_gradient or [], strict=True))
+    moved = dict(zip(parameters.names, parameters.moved, strict=True))
+    # A fused optimizer's step is always called, and does nothing if the scaler found an overflow.
+    stepped = stepped and not any(bool(value.item()) for value in overflowed)
+
+    flows = {}
+    for layer, sums, calls in zip(layers, activation_rows, activations.calls, strict=True):
+        names = layer.parameters
+        flows[layer.name] = LayerFlow(
+            activation=_spread([sums]) if calls else None,
+            calls=calls,
+            gradient=_spread([by_name[name] for name in names if has[name]]),
+            update=_update([by_name[name] for name in names if moved[name]]) if stepped else None,
+            without_gradient=tuple(name for name in names if not has[name]),
+            tied=layer.tied,
+            frozen=layer.frozen,
+            is_block=layer.is_block,
+        )
+
+    counted_rows = [
+        row
+        for name, row, met in zip(parameters.names, rows, parameters.met, strict=True)
+        if has[name] and met
+    ]
+    return StepFlow(
+        step=step,
+        stepped=stepped,
+        layers=flows,
+        order=tuple(layers[index].name for index in activations.order),
+        forwards=activations.num_forwards,
+        gradient=_spread([row for name, row in by_name.items() if has[name]]),
+        gradients_read=read_at,
+        scaled=_gradient_scaling(counted_rows),
+        ranks=1 if ranks is None else dist.get_world_size(ranks),
+        notes=notes,
+    )
+
+
+def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
+    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
+    read = sum(row[NUM_SUMS - 1] for row in rows)
+    at_step = sum(row[NUM_SUMS + 2] for row in rows)
+    return (at_step / read) ** 0.5 if read else None
+
+
+def _add_up(tables: Sequence[Tensor], num_rows: int) -> list[list[float]]:
+    """Sum the tables of all devices, and return their rows."""
+    if not tables:
+        return [[0.0] * (NUM_SUMS + 3)] * num_rows
+    first, *others = [table.cpu() for table in tables]
+    rows: list[list[float]] = sum(others, first).tolist()
+    return rows
+
+
+def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
+    if not rows:
+        return None
+    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
+    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
+
+
+def _update(rows: Sequence[Sequence[float]]) -> Update | None:
+    if not rows:
+        return None
+    weights = sum(row[NUM_SUMS] for row in rows)
+    distances = sum(row[NUM_SUMS + 1] for row in rows)
+    return Update(weights**0.5, distances**0.5)
+
 
 # Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
 
@@ -271,24 +446,6 @@ class GradFlow:
                 self._read(AT_THE_STEP, None)
             self._close(stepped=True)
         self._next()
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Problems found in the records, worst first."""
-        return find(self.records)
-
-    def table(self, *, most: int = 24) -> str:
-        """Render the findings and the layers of the last step in at most 80 columns."""
-        return flow_table(self.records, most=most)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
-        return {
-            "every": self.every,
-            "recompute": self.recompute,
-            "findings": as_json(self.findings),
-            "steps": as_json(self.records),
-        }
 
     def _begin(self) -> None:
         """Install the hooks if the next step is probed; other steps run without hooks."""

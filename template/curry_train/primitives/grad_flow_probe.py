@@ -37,17 +37,12 @@ ACTIVATION_MODULES = ("activation", "activations")
 class Layer:
     """A probed module and the names of its parameters."""
 
-    # Qualified name in the model.
-    name: str
+    name: str  # qualified name in the model
     module: nn.Module
-    # Whether it is one of the model's repeated blocks.
-    is_block: bool
-    # Trainable parameters that count for this layer; a shared one counts for one layer only.
-    parameters: tuple[str, ...]
-    # Trainable parameters that count for an earlier layer.
-    tied: tuple[str, ...]
-    # Parameters that require no gradient.
-    frozen: tuple[str, ...]
+    is_block: bool  # one of the model's repeated blocks
+    parameters: tuple[str, ...]  # trainable ones; a shared one counts for one layer only
+    tied: tuple[str, ...]  # trainable parameters that count for an earlier layer
+    frozen: tuple[str, ...]  # parameters that require no gradient
 
 
 def choose_layers(

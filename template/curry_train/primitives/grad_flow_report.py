@@ -1,223 +1,22 @@
-"""Turn the probed figures of a step into a table, findings and text.
+"""Judge and render the records of grad-flow: findings, a table of layers, and JSON.
 
-Proof: `python -m pytest tests/gates/test_grad_flow.py tests/primitives/test_grad_flow_findings.py`.
+    print(flow_table(flow.records))        # of a `GradFlow`, problems first
+    flow_findings(flow.records)[0].layers
+
+It reads records of any probe that has the fields of `StepFlow`, such as those of an owned copy.
+
+Proof: `python -m pytest tests/cli/test_grad_flow_command.py
+tests/primitives/test_grad_flow_findings.py`.
 """
 
 import math
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-
-from .grad_flow_probe import SUM_NAMES, Activations, Layer, ParameterSums
-
-# Records of one probed step: counts, norms and weight updates of each layer.
-
-AFTER_BACKWARD = "after backward"
-AT_THE_STEP = "at the optimizer's step"
-
-
-@dataclass(frozen=True, slots=True)
-class ValueSpread:
-    """Counts of a tensor's elements and the sum of their squares."""
-
-    elements: int
-    zeros: int  # elements that are exactly 0
-    nonfinite: int  # elements that are inf or nan
-    squares: float  # the sum of squares
-
-    @property
-    def norm(self) -> float:
-        return math.sqrt(self.squares)
-
-    @property
-    def rms(self) -> float:
-        """Return the root mean square, which is comparable between layers of different size."""
-        return math.sqrt(self.squares / self.elements) if self.elements else 0.0
-
-    @property
-    def zero(self) -> float:
-        """Return the fraction of elements that are exactly 0."""
-        return self.zeros / self.elements if self.elements else 0.0
-
-    @property
-    def bad(self) -> float:
-        """Return the fraction of elements that are inf or nan."""
-        return self.nonfinite / self.elements if self.elements else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Change of a layer's weights in one optimizer step."""
-
-    weight_norm: float  # norm of the weights before the step
-    distance: float  # norm of the change
-
-    @property
-    def ratio(self) -> float | None:
-        """Return the relative change, or None if all weights were 0, as in a new bias."""
-        return self.distance / self.weight_norm if self.weight_norm else None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFlow:
-    """One layer in one step; values that were not observed are None, which differs from 0."""
-
-    activation: ValueSpread | None  # None if forward did not call the layer
-    calls: int  # in all microbatches together
-    gradient: ValueSpread | None  # None if no parameter got a gradient
-    update: Update | None  # None if the optimizer did not step
-    without_gradient: tuple[str, ...] = ()  # trainable parameters that have no gradient
-    tied: tuple[str, ...] = ()  # parameters that count for an earlier layer
-    frozen: tuple[str, ...] = ()  # parameters that require no gradient
-    is_block: bool = False  # one of the model's repeated blocks
-
-
-@dataclass(frozen=True)
-class StepFlow:
-    """One probed step."""
-
-    step: int  # counted from the `first_step` that GradFlow was given
-    stepped: bool  # False if the step was skipped
-    layers: Mapping[str, LayerFlow]  # all probed layers by name
-    order: tuple[str, ...]  # in which the layers' forwards ended, inner layers before outer ones
-    forwards: int  # of the whole model
-    gradient: ValueSpread | None  # of the whole model, with each parameter once
-    gradients_read: str  # `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`
-    scaled: float | None  # by which clipping or a scaler multiplied it afterwards, if known
-    ranks: int = 1  # whose batches are included
-    notes: tuple[str, ...] = field(default=())  # limits of this record, for the user
-
-    @property
-    def nonfinite(self) -> bool:
-        """Return whether any activation or gradient was inf or nan."""
-        spreads = [self.gradient]
-        for layer in self.layers.values():
-            spreads += [layer.activation, layer.gradient]
-        return any(spread is not None and spread.nonfinite for spread in spreads)
-
-
-# What of a record is written as JSON, in this order.
-JSON_NAMES: dict[type, str] = {
-    ValueSpread: "elements zeros nonfinite norm rms zero bad",
-    Update: "weight_norm distance ratio",
-    LayerFlow: "activation gradient update calls without_gradient tied frozen",
-    StepFlow: "step stepped forwards gradient gradients_read scaled ranks notes order layers",
-}
-
-
-def as_json(value: Any) -> Any:
-    """Convert records for JSON; infinities and nan become words, which `float` reads back."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {key: as_json(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(entry) for entry in value]
-    names = JSON_NAMES.get(type(value))
-    return (
-        value if names is None else {name: as_json(getattr(value, name)) for name in names.split()}
-    )
-
-
-# Conversion of the sums on devices to a step's record, with one transfer per device.
-
-NUM_SUMS = len(SUM_NAMES)
-
-
-def make_record(
-    layers: Sequence[Layer],
-    activations: Activations,
-    parameters: ParameterSums,
-    *,
-    step: int,
-    stepped: bool,
-    read_at: str,
-    overflowed: Sequence[Tensor],
-    ranks: Any,
-    notes: tuple[str, ...],
-) -> StepFlow:
-    """Make the record of a step; this waits for the device once."""
-    tables = [table.clone() for table in activations.tables()]
-    if ranks is not None:
-        for table in tables:
-            dist.all_reduce(table, group=ranks)
-    activation_rows = _add_up(tables, len(layers))
-    rows = _add_up(parameters.tables(), len(parameters.names))
-
-    by_name = dict(zip(parameters.names, rows, strict=True))
-    has = dict(zip(parameters.names, parameters.has_gradient or [], strict=True))
-    moved = dict(zip(parameters.names, parameters.moved, strict=True))
-    # A fused optimizer's step is always called, and does nothing if the scaler found an overflow.
-    stepped = stepped and not any(bool(value.item()) for value in overflowed)
-
-    flows = {}
-    for layer, sums, calls in zip(layers, activation_rows, activations.calls, strict=True):
-        names = layer.parameters
-        flows[layer.name] = LayerFlow(
-            activation=_spread([sums]) if calls else None,
-            calls=calls,
-            gradient=_spread([by_name[name] for name in names if has[name]]),
-            update=_update([by_name[name] for name in names if moved[name]]) if stepped else None,
-            without_gradient=tuple(name for name in names if not has[name]),
-            tied=layer.tied,
-            frozen=layer.frozen,
-            is_block=layer.is_block,
-        )
-
-    counted_rows = [
-        row
-        for name, row, met in zip(parameters.names, rows, parameters.met, strict=True)
-        if has[name] and met
-    ]
-    return StepFlow(
-        step=step,
-        stepped=stepped,
-        layers=flows,
-        order=tuple(layers[index].name for index in activations.order),
-        forwards=activations.num_forwards,
-        gradient=_spread([row for name, row in by_name.items() if has[name]]),
-        gradients_read=read_at,
-        scaled=_gradient_scaling(counted_rows),
-        ranks=1 if ranks is None else dist.get_world_size(ranks),
-        notes=notes,
-    )
-
-
-def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
-    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
-    read = sum(row[NUM_SUMS - 1] for row in rows)
-    at_step = sum(row[NUM_SUMS + 2] for row in rows)
-    return (at_step / read) ** 0.5 if read else None
-
-
-def _add_up(tables: Sequence[Tensor], num_rows: int) -> list[list[float]]:
-    """Sum the tables of all devices, and return their rows."""
-    if not tables:
-        return [[0.0] * (NUM_SUMS + 3)] * num_rows
-    first, *others = [table.cpu() for table in tables]
-    rows: list[list[float]] = sum(others, first).tolist()
-    return rows
-
-
-def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
-    if not rows:
-        return None
-    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
-    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
-
-
-def _update(rows: Sequence[Sequence[float]]) -> Update | None:
-    if not rows:
-        return None
-    weights = sum(row[NUM_SUMS] for row in rows)
-    distances = sum(row[NUM_SUMS + 1] for row in rows)
-    return Update(weights**0.5, distances**0.5)
-
+from .grad_flow import AFTER_BACKWARD, GradFlow, LayerFlow, StepFlow, ValueSpread
 
 # Faults that grad-flow finds in its records, worst first.
 
@@ -244,10 +43,7 @@ class Finding:
     said: str  # the message for the user
 
 
-JSON_NAMES[Finding] = "kind layers step value said"
-
-
-def find(records: Sequence[StepFlow]) -> list[Finding]:
+def flow_findings(records: Sequence[StepFlow]) -> list[Finding]:
     """Return all faults: the first nonfinite step, and those of the latest probed steps."""
     if not records:
         return []
@@ -452,6 +248,40 @@ def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
     return [Finding("scaled", (), recent[-1].step, factor, message)]
 
 
+# Records and findings as JSON: what is written of each class, in this order.
+JSON_NAMES = {
+    "ValueSpread": "elements zeros nonfinite norm rms zero bad",
+    "Update": "weight_norm distance ratio",
+    "LayerFlow": "activation gradient update calls without_gradient tied frozen",
+    "Finding": "kind layers step value said",
+    "StepFlow": "step stepped forwards gradient gradients_read scaled ranks notes order layers",
+}
+
+
+def flow_json(flow: GradFlow) -> dict[str, Any]:
+    """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
+    return {
+        "every": flow.every,
+        "recompute": flow.recompute,
+        "findings": _as_json(flow_findings(flow.records)),
+        "steps": _as_json(flow.records),
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """Convert records for JSON; infinities and nan become words, which `float` reads back."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(entry) for entry in value]
+    names = JSON_NAMES.get(type(value).__name__)
+    return (
+        value if names is None else {name: _as_json(getattr(value, name)) for name in names.split()}
+    )
+
+
 # Text report of grad-flow: findings, then a table of layers, in at most 80 columns.
 
 TEXT_WIDTH = 80
@@ -471,7 +301,7 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     if not records:
         return "no step was probed: the first record is made after the optimizer's first step"
     last = records[-1]
-    findings = find(records)
+    findings = flow_findings(records)
     lines = [_opening(records), *_said(findings), "", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     names = list(last.layers)
@@ -485,7 +315,7 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     lines += [_row(name, last.layers[name]) for name in names]
     num_hidden = len(last.layers) - len(names)
     if num_hidden:
-        lines.append(f"... and {num_hidden} more layers: choose with layers=, all are in to_json()")
+        lines.append(f"... and {num_hidden} more layers: choose with layers=, all are in the JSON")
     return "\n".join(line.rstrip() for line in lines)
 
 
