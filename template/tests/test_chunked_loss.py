@@ -4,6 +4,8 @@ Chunks add the same terms in another order, so results are compared in float64 w
 tolerance of 1e-12, a few thousand times its rounding error.
 """
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from curry_train.primitives.chunked_loss import (
     apply_chunked_loss,
     chunked_cross_entropy,
+    chunked_log_probabilities,
     chunked_loss_report,
     remove_chunked_loss,
 )
@@ -45,7 +48,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         aten = torch.ops.aten
-        self.num_products += func in (aten.mm.default, aten.addmm.default, aten.addmm.out)
+        self.num_products += func in (aten.mm.out, aten.addmm.out)
         for leaf in tree_leaves(output):
             # The stand-in for the logits is a subclass, and has no memory.
             if type(leaf) is torch.Tensor and leaf.device.type == "cpu":
@@ -53,7 +56,15 @@ class Largest(TorchDispatchMode):
         return output
 
 
-OPTIONS = [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 3}]
+OPTIONS = [
+    {},
+    {"reduction": "sum"},
+    {"label_smoothing": 0.1},
+    {"ignore_index": 3},
+    {"weight": torch.linspace(0.1, 2, CLASSES, dtype=torch.float64)},
+]
+# Linear's weight and that of the classes have names of their own.
+OUR_NAMES = {"weight": "class_weights"}
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, TOKENS, None])
@@ -63,11 +74,26 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(options, chunk_tokens)
     targets = targets.clamp(min=0) if "ignore_index" in options else targets
     expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, **options)
     gradients = torch.autograd.grad(3 * expected, (hidden, weight, bias))
+    ours_options = {OUR_NAMES.get(name, name): value for name, value in options.items()}
     loss = chunked_cross_entropy(
-        hidden, weight, targets, bias=bias, chunk_tokens=chunk_tokens, **options
+        hidden, weight, targets, bias=bias, chunk_tokens=chunk_tokens, **ours_options
     )
     ours = torch.autograd.grad(3 * loss, (hidden, weight, bias))
     for value, reference in zip((loss, *ours), (expected, *gradients), strict=True):
+        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+def test_log_probabilities_of_tokens_have_a_gradient_each(chunk_tokens):
+    hidden, weight, _, targets = make_tensors()
+    found = chunked_log_probabilities(hidden, weight, targets, chunk_tokens=chunk_tokens)
+    logs = -F.cross_entropy(F.linear(hidden, weight), targets, reduction="none")
+    torch.testing.assert_close(found, logs, rtol=1e-12, atol=1e-14)
+    ours, expected = (
+        torch.autograd.grad(values.exp().square().sum(), (hidden, weight))
+        for values in (found, logs)
+    )
+    for value, reference in zip(ours, expected, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
 
 
@@ -76,7 +102,9 @@ def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
     with Largest() as largest:
         chunked_cross_entropy(hidden, weight, targets, bias=bias, chunk_tokens=8).backward()
     assert largest.num_elements == CLASSES * WIDTH < CLASSES * TOKENS
-    assert largest.num_products == 3 * (TOKENS // 8)
+    # A third of the tokens is ignored, and has no product.
+    num_counted = int((targets != -100).sum())
+    assert largest.num_products == 3 * math.ceil(num_counted / 8)
 
 
 class Model(nn.Module):
@@ -125,7 +153,7 @@ def test_what_can_not_work_is_refused():
     with pytest.raises(ValueError, match="chunk_tokens"):
         chunked_cross_entropy(hidden, weight, targets, chunk_tokens=0)
     with pytest.raises(ValueError, match="reduction"):
-        chunked_cross_entropy(hidden, weight, targets, reduction="none")
+        chunked_cross_entropy(hidden, weight, targets, reduction="max")
     with pytest.raises(ValueError, match="targets"):
         chunked_cross_entropy(hidden, weight, targets[:-1])
     with pytest.raises(ValueError, match="head"):

@@ -114,7 +114,11 @@ FAULTS = {
     ],
     "primitives/chunked_loss": [
         ("factor = gradient / divisor", "factor = gradient * 1.01 / divisor"),
-        ("range(0, len(targets), options.chunk_tokens)", "range(0, len(targets), len(targets))"),
+        (
+            "chunks = _Pass(given, options)",
+            "options = replace(options, chunk_tokens=len(given.targets))\n"
+            "        chunks = _Pass(given, options)",
+        ),
     ],
     "core/timing": [
         ("wait()", "None"),

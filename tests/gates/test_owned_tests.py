@@ -59,8 +59,12 @@ FAULTS = {
     ],
     "chunked-loss": [
         ("factor = gradient / divisor", "factor = gradient.sign() / divisor"),
-        ("ignored = targets == options.ignore_index", "ignored = targets == -100"),
-        ("range(0, len(targets), options.chunk_tokens)", "range(0, len(targets), len(targets))"),
+        ("given.targets == options.ignore_index", "given.targets == -100"),
+        (
+            "chunks = _Pass(given, options)",
+            "options = replace(options, chunk_tokens=len(given.targets))\n"
+            "        chunks = _Pass(given, options)",
+        ),
     ],
     "grad-flow": [
         ("if not self._parameters.were_read():", "if True:"),

@@ -68,7 +68,8 @@ def test_hugging_face_models_train_the_same_in_less_memory(build, loss, recomput
     assert str(chunked_loss_report(model)["lm_head"]) == "1 loss in chunks"
     found = compare(*records, tolerance=2e-2 if loss is autocast else 1e-5)
     assert found.holds, found.describe()
-    assert flops[1] == flops[0]
+    # Each of the 4 samples has no target after its last token.
+    assert flops[1] == flops[0] - 4 * 3 * 2 * 64 * 640
     assert peaks[1] <= peaks[0]
     if (
         loss is not accumulated and not recompute

@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "LossUse",
             "apply_chunked_loss",
             "chunked_cross_entropy",
+            "chunked_log_probabilities",
             "chunked_loss_report",
             "remove_chunked_loss",
         ),
@@ -40,6 +41,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "recompute": (
             "CheckpointWrapper",
             "Recompute",
+            "plain_blocks",
             "recompute_blocks",
             "recompute_segments",
             "remove_recompute",

@@ -7,11 +7,13 @@
 
 `F.cross_entropy` on the stand-in runs in chunks, and so does the loss of Hugging Face models. Any
 other operation that reads the logits computes all of them, and `chunked_loss_report` lists those
-operations. Gradients are computed in the forward, so no matrix product runs twice.
+operations. Gradients are computed in the forward, so no matrix product runs twice, unless the loss
+is one for each token (`reduction="none"`).
 
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,14 +26,26 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..core.blocks import Derived, become, match_names, restore
-from ..core.rerun import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
+    REDUCTIONS,
     TARGET_DTYPES,
-    check_chunk_tokens,
+    autocast_dtype,
+    check_chunk_size,
     chunked_cross_entropy,
+    chunked_log_probabilities,
     product_dtype,
     refuse_second_derivative,
+    without_autocast,
 )
+
+__all__ = [
+    "LossUse",
+    "apply_chunked_loss",
+    "chunked_cross_entropy",
+    "chunked_log_probabilities",
+    "chunked_loss_report",
+    "remove_chunked_loss",
+]
 
 # Logits that are not computed yet: the head's product, and the steps between it and a loss.
 
@@ -59,18 +73,19 @@ class LossUse:
 
 @dataclass(eq=False)
 class Product:
-    """Matrix product that gives the logits, with its arguments and autocast state."""
+    """Matrix product that gives the logits, with its arguments and autocast's dtype."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    chunk_tokens: int | None
+    chunks: dict[str, Any]
     use: LossUse
-    autocast: Autocast = field(default_factory=autocast_now)
+    autocast: torch.dtype | None = field(init=False)
     versions: list[int] = field(init=False)
     derived: list["weakref.ref[Logits]"] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.autocast = autocast_dtype(self.hidden.device.type)
         self.versions = [tensor._version for tensor in self.inputs]
 
     @property
@@ -79,8 +94,15 @@ class Product:
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
-        with torch.enable_grad(), autocast_as(self.autocast):
+        with torch.enable_grad(), self.as_in_forward():
             return F.linear(*inputs)
+
+    def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context with autocast as it was in forward."""
+        device_type = self.hidden.device.type
+        if self.autocast is None:
+            return without_autocast(device_type)
+        return torch.autocast(device_type, dtype=self.autocast)
 
     def check(self) -> None:
         """Raise if an input has changed since forward, so that the logits would differ."""
@@ -161,19 +183,19 @@ class Logits:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
         product = self.product
         product.check()
-        with autocast_as(product.autocast):
+        with product.as_in_forward():
             loss = chunked_cross_entropy(
                 self.rows,
                 product.weight,
                 targets,
                 bias=product.bias,
-                chunk_tokens=product.chunk_tokens,
+                **product.chunks,
                 **options,
             )
         product.use.num_chunked += 1
 
         # Under autocast losses stay float32.
-        return loss if autocast_now() else loss.to(self.dtype)
+        return loss if autocast_dtype(loss.device.type) else loss.to(self.dtype)
 
 
 def loss_options(
@@ -191,9 +213,8 @@ def loss_options(
     The second value is the reason why the chunked one can't be used, or an empty string.
     """
     reasons = {
-        "class weights": weight is not None,
         "size_average or reduce": size_average is not None or reduce is not None,
-        f"reduction={reduction!r}": reduction not in ("mean", "sum"),
+        f"reduction={reduction!r}": reduction not in REDUCTIONS,
         "targets that are no indices": not isinstance(target, Tensor)
         or target.dtype not in TARGET_DTYPES,
         "classes that are not in dimension 1": logits.classes_last and len(logits.shape) != 2,
@@ -204,6 +225,7 @@ def loss_options(
         "ignore_index": ignore_index,
         "reduction": reduction,
         "label_smoothing": label_smoothing,
+        "class_weights": weight,
     }
     return options, next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -417,7 +439,7 @@ def _name(function: Any) -> str:
 
 # Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
 
-CHUNK_TOKENS_ATTRIBUTE = "_chunked_loss"
+CHUNKS_ATTRIBUTE = "_chunked_loss"
 LOSS_USE_ATTRIBUTE = "_chunked_loss_use"
 
 
@@ -443,27 +465,33 @@ class ChunkedHead(Derived):
             use.whole.append("a head in shards")
             return super().forward(hidden)
         return stand_in(
-            Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS_ATTRIBUTE], use)
+            Product(hidden, self.weight, self.bias, self.__dict__[CHUNKS_ATTRIBUTE], use)
         )
 
 
 def apply_chunked_loss(
-    model: nn.Module, *, head: str | None = None, chunk_tokens: int | None = None
+    model: nn.Module,
+    *,
+    head: str | None = None,
+    chunk_tokens: int | None = None,
+    chunk_bytes: int | None = None,
 ) -> list[str]:
     """Make the loss of a model's head run in chunks, in place, and return the head's name.
 
     `head` is a glob over module names and may match several heads. Without it the head is the
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
-    Linear, if it is wider than its input. Without `chunk_tokens` the float32 logits of a chunk take
-    about 64 MiB. Call this before DDP, `fully_shard` and `torch.compile`.
+    Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many as fit into
+    `chunk_bytes`; without either its logits take at most 64 MiB and half of the gradients' bytes.
+    Call this before DDP, `fully_shard` and `torch.compile`.
     """
-    check_chunk_tokens(chunk_tokens)
+    check_chunk_size(chunk_tokens, chunk_bytes)
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes}
     found = _find_heads(model, head)
     for module in found.values():
         become(
             ChunkedHead,
             module,
-            **{CHUNK_TOKENS_ATTRIBUTE: chunk_tokens, LOSS_USE_ATTRIBUTE: LossUse()},
+            **{CHUNKS_ATTRIBUTE: chunks, LOSS_USE_ATTRIBUTE: LossUse()},
         )
     return list(found)
 
@@ -472,7 +500,7 @@ def remove_chunked_loss(model: nn.Module) -> list[str]:
     """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
     names = list(chunked_loss_report(model))
     for name in names:
-        restore(model.get_submodule(name), CHUNK_TOKENS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
+        restore(model.get_submodule(name), CHUNKS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
     return names
 
 

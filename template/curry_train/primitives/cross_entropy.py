@@ -1,24 +1,32 @@
 """Cross-entropy of a Linear's output, computed in chunks of tokens.
 
+    loss = chunked_cross_entropy(hidden, head.weight, targets, z_loss=1e-4)
+    log_probabilities = chunked_log_probabilities(hidden, head.weight, targets)
+
 Only the logits of one chunk exist at a time. Forward computes the gradients of each chunk while its
 logits exist, so no matrix product runs twice. It saves only the gradients of inputs, weight and
-bias, which backward multiplies by the incoming gradient.
+bias, which backward multiplies by the incoming gradient. A loss per token is the exception: its
+incoming gradients differ, so backward computes the logits again. Ignored tokens cost no product.
 
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
 import contextlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-# Size of a chunk's float32 logits where no number of tokens is given.
+# A chunk's logits and their copies take at most this, where no size is given.
 CHUNK_BYTES = 64 * 2**20
-REDUCTIONS = ("mean", "sum")
+# They also take at most half as much as the gradients, but have at least this many tokens.
+FEWEST_CHUNK_TOKENS = 16
+REDUCTIONS = ("mean", "sum", "none")
+# Value of `token_weights` that weights each token by its own probability, as a constant.
+PROBABILITY_WEIGHTS = "probability"
 # Dtypes of class indices that F.cross_entropy accepts.
 TARGET_DTYPES = (torch.int64, torch.uint8)
 # The target that cross_entropy and Hugging Face models leave out of the loss.
@@ -36,14 +44,36 @@ class ChunkOptions:
     chunk_tokens: int
     # Target that is left out of the loss.
     ignore_index: int
-    # "mean" or "sum".
+    # "mean", "sum" or "none".
     reduction: str
     # From 0 to 1, as in F.cross_entropy.
     label_smoothing: float
+    # Factor of the squared log-sum-exp that is added to each token's loss.
+    z_loss: float
+    # Limit of the logits' magnitude, or None.
+    softcap: float | None
+    # Whether each token's loss is multiplied by the target's probability, as a constant.
+    weighted_by_probability: bool
     # Dtype of the matrix products.
     dtype: torch.dtype
     # Which of inputs, weight and bias need a gradient.
     wanted: tuple[bool, bool, bool]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Tensors of one call, with one row of inputs per target."""
+
+    inputs: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    class_weights: Tensor | None = None
+    token_weights: Tensor | None = None
+
+    @property
+    def sources(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.inputs, self.weight, self.bias
 
 
 def chunked_cross_entropy(
@@ -52,56 +82,83 @@ def chunked_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    chunk_tokens: int | None = 1024,
+    chunk_tokens: int | None = None,
+    chunk_bytes: int | None = None,
     ignore_index: int = IGNORED_TARGET,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | str | None = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias), targets)` in chunks of tokens.
 
     `hidden` is (..., width), `weight` (vocabulary, width), and `targets` (...) holds class indices.
-    If `chunk_tokens` is None, the float32 logits of a chunk take about 64 MiB. The loss is float32,
-    or float64 where `hidden` is.
+    The loss is float32, or float64 where `hidden` is; with `reduction="none"` it has the shape of
+    the targets. `class_weights` is the `weight` of `F.cross_entropy`, and `softcap=c` replaces the
+    logits by `c * tanh(logits / c)`. To each token's loss `z_loss * logsumexp(logits) ** 2` is
+    added, and the sum is multiplied by its `token_weights`: a tensor like the targets, or
+    "probability" for the probability of the target, as a constant. A mean divides as
+    `F.cross_entropy` does, whatever the token weights are.
+
+    A chunk has `chunk_tokens` tokens, or as many as fit into `chunk_bytes` with the copies of their
+    logits. Without either they take at most 64 MiB and half of the gradients' bytes.
     """
-    dtype = product_dtype(hidden)
-    _check(hidden, weight, targets, bias, dtype)
-    check_chunk_tokens(chunk_tokens)
-    if reduction not in REDUCTIONS:
-        raise ValueError(
-            f"reduction must be one of {REDUCTIONS}, got {reduction!r}; "
-            "a loss for each token is not supported"
-        )
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing!r}")
+    _check(hidden, weight, targets, bias)
+    check_chunk_size(chunk_tokens, chunk_bytes)
+    _check_numbers(reduction, label_smoothing, z_loss, softcap)
+    _check_weights(weight, targets, class_weights, token_weights)
 
-    inputs = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat_targets = targets.reshape(-1).long()
+    flat_weights = token_weights.reshape(-1) if isinstance(token_weights, Tensor) else None
+    given = Given(rows, weight, bias, flat_targets, class_weights, flat_weights)
     needs = [
-        torch.is_grad_enabled() and given is not None and given.requires_grad
-        for given in (inputs, weight, bias)
+        torch.is_grad_enabled() and source is not None and source.requires_grad
+        for source in given.sources
     ]
-
     options = ChunkOptions(
-        chunk_tokens=rows_of_chunk(weight.shape[0]) if chunk_tokens is None else chunk_tokens,
+        chunk_tokens=chunk_tokens or 0,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
-        dtype=dtype,
+        z_loss=z_loss,
+        softcap=softcap,
+        weighted_by_probability=isinstance(token_weights, str),
+        dtype=product_dtype(hidden),
         wanted=(needs[0], needs[1], needs[2]),
     )
-    flat_targets = targets.reshape(-1).long()
-    if not any(needs):
-        return _run(inputs, weight, bias, flat_targets, options)[0]
-    loss: Tensor = _Chunked.apply(inputs, weight, bias, flat_targets, options)
-    return loss
+    if chunk_tokens is None:
+        options = replace(options, chunk_tokens=_fitting_rows(given, options, chunk_bytes))
+    loss = _Chunked.apply(*vars(given).values(), options) if any(needs) else _run(given, options)[0]
+    return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
-def check_chunk_tokens(chunk_tokens: int | None) -> None:
-    """Raise an error unless `chunk_tokens` is a positive whole number or None."""
-    is_whole = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
-    if chunk_tokens is not None and not (is_whole and chunk_tokens >= 1):
+def chunked_log_probabilities(
+    hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
+) -> Tensor:
+    """Compute the log-probability of each target, 0 where it is ignored, in chunks of tokens.
+
+    The options are `bias`, `chunk_tokens`, `chunk_bytes`, `ignore_index` and `softcap`, as in
+    `chunked_cross_entropy`.
+    """
+    return -chunked_cross_entropy(hidden, weight, targets, reduction="none", **options)
+
+
+def check_chunk_size(chunk_tokens: int | None, chunk_bytes: int | None = None) -> None:
+    """Raise an error unless at most one size is given, as a positive whole number."""
+    for name, size in (("chunk_tokens", chunk_tokens), ("chunk_bytes", chunk_bytes)):
+        is_whole = isinstance(size, int) and not isinstance(size, bool)
+        if size is not None and not (is_whole and size >= 1):
+            raise ValueError(
+                f"{name} must be a whole number of at least 1, or None for at most 64 MiB, "
+                f"got {size!r}"
+            )
+    if chunk_tokens is not None and chunk_bytes is not None:
         raise ValueError(
-            "chunk_tokens must be a whole number of at least 1, or None for 64 MiB, "
-            f"got {chunk_tokens!r}"
+            f"chunk_tokens={chunk_tokens} and chunk_bytes={chunk_bytes} both set the size of a "
+            "chunk: give one of them"
         )
 
 
@@ -118,25 +175,27 @@ def refuse_second_derivative() -> None:
         )
 
 
-def rows_of_chunk(width: int) -> int:
-    """Return how many rows of this width fit into 64 MiB of float32, at least 1."""
-    return max(1, CHUNK_BYTES // (4 * width))
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a type of device, or None where autocast is off."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype in which `F.linear` would compute here, with autocast considered."""
-    device_type = hidden.device.type
-    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(
-        device_type
-    )
-    if autocast and hidden.dtype is not torch.float64:
-        return torch.get_autocast_dtype(device_type)
-    return hidden.dtype
+    dtype = autocast_dtype(hidden.device.type)
+    return hidden.dtype if dtype is None or hidden.dtype is torch.float64 else dtype
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> None:
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which operations compute in the dtype of their arguments."""
+    if not torch.amp.is_autocast_available(device_type):
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
         raise ValueError(
@@ -159,129 +218,291 @@ def _check(
             f"got {tuple(bias.shape)}"
         )
     others = {given.dtype for given in (weight, bias) if given is not None}
-    if not hidden.is_floating_point() or (dtype == hidden.dtype and others != {dtype}):
+    casts = autocast_dtype(hidden.device.type) is not None and hidden.dtype is not torch.float64
+    if not hidden.is_floating_point() or (others != {hidden.dtype} and not casts):
         raise ValueError(
             f"hidden is {hidden.dtype}, weight and bias are {', '.join(map(str, others))}: they "
             "must have the same floating-point dtype; cast one of them, or use autocast"
         )
 
 
-def _run(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: ChunkOptions
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the loss, the divisor of the gradients, and the gradients of the summed loss."""
-    exact = torch.float64 if inputs.dtype is torch.float64 else torch.float32
-    sources = ((inputs, inputs.dtype), (weight, exact), (bias, exact))
-    gradients = [
-        source.new_zeros(source.shape, dtype=dtype) if source is not None and wanted else None
-        for (source, dtype), wanted in zip(sources, options.wanted, strict=True)
-    ]
-    total = inputs.new_zeros((), dtype=exact)
-
-    device_type = inputs.device.type
-    without_autocast = (
-        torch.autocast(device_type, enabled=False)
-        if torch.amp.is_autocast_available(device_type)
-        else contextlib.nullcontext()
-    )
-    with torch.no_grad(), without_autocast:
-        weight = weight.to(options.dtype)
-        bias = None if bias is None else bias.to(options.dtype)
-        for start in range(0, len(targets), options.chunk_tokens):
-            chunk = slice(start, start + options.chunk_tokens)
-            rows = inputs[chunk].to(options.dtype)
-            logits = F.linear(rows, weight, bias).to(exact)
-            total += _loss(logits, targets[chunk], options)
-            if any(options.wanted):
-                # `_loss` has replaced the logits by their gradient.
-                _add_gradients(gradients, chunk, logits, rows, weight)
-            # Free this chunk's logits before the next chunk's are allocated.
-            del logits
-        count = (targets != options.ignore_index).sum().to(exact)
-
-    if options.reduction == "sum":
-        return total, torch.ones_like(count), gradients
-    return total / count, count.clamp(min=1), gradients
-
-
-def _loss(logits: Tensor, targets: Tensor, options: ChunkOptions) -> Tensor:
-    """Sum the loss over a chunk; if gradients are wanted, overwrite the logits with theirs."""
-    classes = logits.shape[-1]
-    smoothing = options.label_smoothing
-    ignored = targets == options.ignore_index
-    index = targets.masked_fill(ignored, 0)[:, None]
-
-    logits -= logits.amax(-1, keepdim=True)
-    loss = logits.gather(1, index) * (smoothing - 1)
-    if smoothing:
-        loss -= logits.sum(-1, keepdim=True) * (smoothing / classes)
-    norm = logits.exp_().sum(-1, keepdim=True)
-    loss += norm.log()
-
-    if any(options.wanted):
-        logits /= norm
-        at_target = logits.gather(1, index) - (1 - smoothing)
-        logits.scatter_(1, index, at_target)
-        if smoothing:
-            logits -= smoothing / classes
-        logits.masked_fill_(ignored[:, None], 0)
-    return loss.masked_fill_(ignored[:, None], 0).sum()
-
-
-def _add_gradients(
-    gradients: list[Tensor | None],
-    chunk: slice,
-    logits_gradient: Tensor,
-    rows: Tensor,
-    weight: Tensor,
+def _check_numbers(
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
-    """Add a chunk's gradients with the two products of a plain backward.
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing!r}")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be a finite number of at least 0, got {z_loss!r}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, or None for off, got {softcap!r}")
 
-    The gradients of weight and bias are accumulated in float32 or float64.
-    """
-    inputs_gradient, weight_gradient, bias_gradient = gradients
-    if bias_gradient is not None:
-        bias_gradient += logits_gradient.sum(0)
 
-    logits_gradient = logits_gradient.to(rows.dtype)
-    if inputs_gradient is not None:
-        inputs_gradient[chunk] = logits_gradient @ weight
-    if weight_gradient is not None and weight_gradient.dtype == rows.dtype:
-        torch.addmm(weight_gradient, logits_gradient.t(), rows, out=weight_gradient)
-    elif weight_gradient is not None:
-        weight_gradient += logits_gradient.t() @ rows
+def _check_weights(weight: Tensor, targets: Tensor, class_weights: Any, token_weights: Any) -> None:
+    if isinstance(token_weights, str) and token_weights != PROBABILITY_WEIGHTS:
+        raise ValueError(
+            f"token_weights must be a tensor or {PROBABILITY_WEIGHTS!r}, got {token_weights!r}"
+        )
+    shapes = {"class_weights": weight.shape[:1], "token_weights": targets.shape}
+    for name, given in (("class_weights", class_weights), ("token_weights", token_weights)):
+        if given is None or isinstance(given, str):
+            continue
+        if given.shape != shapes[name] or not given.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating-point of shape {tuple(shapes[name])}, "
+                f"got {given.dtype} of shape {tuple(given.shape)}"
+            )
+        if given.requires_grad:
+            raise ValueError(
+                f"{name} get no gradient here, and they require one: detach them, or multiply "
+                'the losses of reduction="none" by them'
+            )
+
+
+def _fitting_rows(given: Given, options: ChunkOptions, chunk_bytes: int | None) -> int:
+    """Return the number of tokens whose inputs, logits and copies fit into a chunk's bytes."""
+    itemsize = exact_dtype(given.inputs).itemsize
+    copies = itemsize * (1 + (options.softcap is not None))
+    if options.dtype.itemsize < itemsize:
+        copies += options.dtype.itemsize
+    classes, width = given.weight.shape
+    of_row = classes * copies + width * options.dtype.itemsize
+    if chunk_bytes is not None:
+        return max(1, chunk_bytes // of_row)
+    gradients = [
+        source.numel() * source.element_size()
+        for source, wanted in zip(given.sources, options.wanted, strict=True)
+        if source is not None and (wanted or not any(options.wanted))
+    ]
+    fewest = min(FEWEST_CHUNK_TOKENS, max(1, CHUNK_BYTES // of_row))
+    return max(fewest, min(CHUNK_BYTES, sum(gradients) // 2) // of_row)
+
+
+def exact_dtype(inputs: Tensor) -> torch.dtype:
+    """Return the dtype of the loss and of everything between the logits and it."""
+    return torch.float64 if inputs.dtype is torch.float64 else torch.float32
+
+
+class _Pass:
+    """One pass over all chunks, with buffers that each chunk uses again."""
+
+    def __init__(self, given: Given, options: ChunkOptions) -> None:
+        inputs = given.inputs
+        exact = exact_dtype(inputs)
+        self.given = given
+        self.options = options
+        self.ignored = given.targets == options.ignore_index
+        # Counted tokens first: the others need no product.
+        self.order = self.ignored.to(torch.uint8).argsort(stable=True)
+        self.num_ignored = _read(self.ignored)
+        self.num_rows = len(self.order) - (self.num_ignored or 0)
+
+        self.losses = inputs.new_zeros(len(self.order), dtype=exact)
+        self.weight = given.weight.to(options.dtype)
+        self.bias = None if given.bias is None else given.bias.to(options.dtype)
+        self.class_weights = None
+        if given.class_weights is not None:
+            self.class_weights = given.class_weights.to(inputs.device, exact)
+        self.gradients = [
+            None
+            if source is None or not wanted
+            else source.new_zeros(source.shape, dtype=source.dtype if source is inputs else exact)
+            for source, wanted in zip(given.sources, options.wanted, strict=True)
+        ]
+        shape = (min(options.chunk_tokens, self.num_rows), self.weight.shape[0])
+        self.buffer = inputs.new_empty(shape, dtype=exact)
+        self.rounded = None
+        if options.dtype is not exact:
+            self.rounded = inputs.new_empty(shape, dtype=options.dtype)
+
+    def chunk(self, index: Tensor) -> None:
+        """Compute the losses of the tokens with these indices, and add their gradients."""
+        rows = self.given.inputs.index_select(0, index).to(self.options.dtype)
+        output = (self.buffer if self.rounded is None else self.rounded)[: len(index)]
+        if self.bias is None:
+            torch.mm(rows, self.weight.t(), out=output)
+        else:
+            torch.addmm(self.bias, rows, self.weight.t(), out=output)
+        logits = self.buffer[: len(index)]
+        if self.rounded is not None:
+            logits.copy_(output)
+
+        self.losses.index_copy_(0, index, self._loss(logits, index))
+        if any(self.options.wanted):
+            # `_loss` has replaced the logits by their gradient.
+            self._add_gradients(logits, index, rows)
+
+    def _loss(self, logits: Tensor, index: Tensor) -> Tensor:
+        """Return the losses of a chunk; if gradients are wanted, overwrite the logits."""
+        options = self.options
+        kept = 1 - options.label_smoothing
+        slope = _cap(logits, options)
+        ignored = self.ignored[index, None]
+        targets = self.given.targets[index].masked_fill(ignored[:, 0], 0)
+        place = targets[:, None]
+        of_class, of_all = self._class_shares(targets, kept)
+
+        highest = logits.amax(-1, keepdim=True)
+        logits -= highest
+        at_target = logits.gather(1, place)
+        loss = -of_class * at_target
+        if of_all is not None:
+            loss -= (logits @ of_all)[:, None]
+        norm = logits.exp_().sum(-1, keepdim=True)
+        log_norm = norm.log()
+        share = of_class if of_all is None else of_class + of_all.sum()
+        loss += share * log_norm
+        if options.z_loss:
+            log_sum = log_norm + highest
+            loss += options.z_loss * log_sum.square()
+            share = share + 2 * options.z_loss * log_sum
+
+        scale = self._scale(index, at_target - log_norm)
+        loss *= scale
+        loss.masked_fill_(ignored, 0)
+        if any(options.wanted):
+            logits *= share * scale / norm
+            logits.scatter_(1, place, logits.gather(1, place) - of_class * scale)
+            if of_all is not None:
+                torch.addr(logits, scale[:, 0], of_all, alpha=-1, out=logits)
+            if slope is not None:
+                logits *= slope
+            if self.num_ignored is None:
+                logits.masked_fill_(ignored, 0)
+        return loss[:, 0]
+
+    def _class_shares(self, targets: Tensor, kept: float) -> tuple[Tensor, Tensor | None]:
+        """Return the weight of each target's loss, and of all classes' if labels are smoothed."""
+        classes = self.weight.shape[0]
+        exact = self.buffer.dtype
+        of_class = self.class_weights
+        if of_class is None:
+            of_class = torch.ones((), dtype=exact, device=targets.device).expand(classes)
+        of_all = None if kept == 1 else of_class * ((1 - kept) / classes)
+        return of_class[targets][:, None] * kept, of_all
+
+    def _scale(self, index: Tensor, log_probability: Tensor) -> Tensor:
+        """Return the factor of each token's loss."""
+        scale = torch.ones_like(log_probability)
+        if self.options.weighted_by_probability:
+            scale = log_probability.exp()
+        if self.given.token_weights is not None:
+            scale = scale * self.given.token_weights[index].to(scale)[:, None]
+        return scale
+
+    def _add_gradients(self, logits_gradient: Tensor, index: Tensor, rows: Tensor) -> None:
+        """Add a chunk's gradients with the two products of a plain backward.
+
+        The gradients of weight and bias are accumulated in float32 or float64.
+        """
+        inputs_gradient, weight_gradient, bias_gradient = self.gradients
+        if bias_gradient is not None:
+            bias_gradient += logits_gradient.sum(0)
+        if self.rounded is not None:
+            logits_gradient = self.rounded[: len(index)].copy_(logits_gradient)
+        if weight_gradient is not None and weight_gradient.dtype == rows.dtype:
+            torch.addmm(weight_gradient, logits_gradient.t(), rows, out=weight_gradient)
+        elif weight_gradient is not None:
+            weight_gradient += logits_gradient.t() @ rows
+        if inputs_gradient is not None:
+            # The rows are needed no longer.
+            torch.mm(logits_gradient, self.weight, out=rows)
+            inputs_gradient.index_copy_(0, index, rows.to(inputs_gradient.dtype))
+
+    def divisor(self) -> Tensor:
+        """Return what a mean divides by: the counted tokens, or the weights of their classes."""
+        counted = ~self.ignored
+        if self.class_weights is None:
+            return counted.sum().to(self.losses.dtype)
+        targets = self.given.targets.masked_fill(self.ignored, 0)
+        return (self.class_weights[targets] * counted).sum()
+
+
+def _cap(logits: Tensor, options: ChunkOptions) -> Tensor | None:
+    """Limit the logits in place, and return the slope if gradients are wanted."""
+    if options.softcap is None:
+        return None
+    logits.div_(options.softcap).tanh_()
+    slope = logits.square().neg_().add_(1) if any(options.wanted) else None
+    logits *= options.softcap
+    return slope
+
+
+def _read(ignored: Tensor) -> int | None:
+    """Return the number of ignored tokens, or None where values can't be read."""
+    if type(ignored) is not Tensor or ignored.is_meta:
+        return None
+    if ignored.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return int(ignored.sum())
+
+
+def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return the loss, the divisor of the gradients, and the gradients of the summed loss."""
+    with torch.no_grad(), without_autocast(given.inputs.device.type):
+        chunks = _Pass(given, options)
+        for start in range(0, chunks.num_rows, options.chunk_tokens):
+            stop = min(start + options.chunk_tokens, chunks.num_rows)
+            chunks.chunk(chunks.order[start:stop])
+        if options.reduction == "none":
+            return chunks.losses, torch.ones_like(chunks.losses), chunks.gradients
+        total = chunks.losses.sum()
+        if options.reduction == "sum":
+            return total, torch.ones_like(total), chunks.gradients
+        divisor = chunks.divisor()
+        return total / divisor, divisor.where(divisor != 0, 1), chunks.gradients
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        options: ChunkOptions,
-    ) -> Any:
-        loss, divisor, gradients = _run(inputs, weight, bias, targets, options)
-        ctx.save_for_backward(divisor, *gradients)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *tensors, options = arguments
+        given = Given(*tensors)
+        ctx.dtypes = [None if source is None else source.dtype for source in given.sources]
         # As many elements as a chunk's logits have.
-        ctx.block = options.chunk_tokens * weight.shape[0]
-        ctx.dtypes = [None if source is None else source.dtype for source in (inputs, weight, bias)]
+        ctx.block = options.chunk_tokens * given.weight.shape[0]
+        ctx.options = options
+        if options.reduction == "none":
+            ctx.save_for_backward(*tensors)
+            return _run(given, replace(options, wanted=(False, False, False)))[0]
+        loss, divisor, gradients = _run(given, options)
+        ctx.save_for_backward(divisor, *gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_second_derivative()
-        divisor, *saved = ctx.saved_tensors
-        factor = gradient / divisor
         in_place = not graph_is_kept()
+        if ctx.options.reduction == "none":
+            factor, unscaled = _again(Given(*ctx.saved_tensors), ctx.options, gradient)
+            in_place = True
+        else:
+            divisor, *unscaled = ctx.saved_tensors
+            factor = gradient / divisor
         scaled = [
             None
-            if unscaled is None
-            else _scaled(unscaled, factor, dtype, in_place=in_place, block=ctx.block)
-            for unscaled, dtype in zip(saved, ctx.dtypes, strict=True)
+            if source is None
+            else _scaled(source, factor, dtype, in_place=in_place, block=ctx.block)
+            for source, dtype in zip(unscaled, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None
+        return *scaled, None, None, None, None
+
+
+def _again(
+    given: Given, options: ChunkOptions, gradient: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Compute the gradients of losses per token, divided by the returned factor.
+
+    The largest incoming gradient is the factor, so that half precision does not overflow.
+    """
+    least = gradient.new_full((1,), torch.finfo(gradient.dtype).tiny)
+    factor = torch.cat((gradient.abs(), least)).amax()
+    weights = gradient / factor
+    if given.token_weights is not None:
+        weights = weights * given.token_weights.to(weights)
+    gradients = _run(replace(given, token_weights=weights), replace(options, reduction="sum"))[2]
+    return factor, gradients
 
 
 def _scaled(
