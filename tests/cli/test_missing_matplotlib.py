@@ -120,9 +120,9 @@ def test_it_is_told_before_the_work(missing, monkeypatch, command):
     ],
 )
 def test_it_hides_nothing_that_is_wrong_with_the_call(missing, command, wrong, message):
-    told = call(command, *COMMANDS[command][0], *wrong.split(" "))
-    assert message in told
-    assert "matplotlib" not in told
+    output = call(command, *COMMANDS[command][0], *wrong.split(" "))
+    assert message in output
+    assert "matplotlib" not in output
 
 
 def test_a_run_that_is_not_there_is_told_first(missing):

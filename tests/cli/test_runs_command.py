@@ -324,8 +324,8 @@ def test_show_tells_the_story_of_the_attempts(tmp_path):
         "  step 10, skip: positions 40 to 47 of the data",
     ]
     assert lines[-1] == "  and 2 more of warning"
-    told = json.loads((tmp_path / "facts.json").read_text())["attempts"]
-    found = [(row["began"], row["from_step"], len(row["events"])) for row in told]
+    attempts = json.loads((tmp_path / "facts.json").read_text())["attempts"]
+    found = [(row["began"], row["from_step"], len(row["events"])) for row in attempts]
     assert found == [("start", 0, 1), ("rollback", 10, 9)]
 
 

@@ -191,14 +191,18 @@ def test_nested_configurations_are_compared_leaf_by_leaf():
 def test_code_and_environment_that_differ_are_named(tmp_path):
     for name, more in (("one", {}), ("two", {"dirty": True, "changes": "0f"})):
         (tmp_path / name).mkdir()
-        told = facts()
-        told["code"] |= more
+        new_facts = facts()
+        new_facts["code"] |= more
         if name == "two":
-            told["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
-            told["environment"]["packages"] = {"torch": "2.11.0", "numpy": "2.0.0", "xxhash": "3.4"}
-            told["command"] = "python train.py"
+            new_facts["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
+            new_facts["environment"]["packages"] = {
+                "torch": "2.11.0",
+                "numpy": "2.0.0",
+                "xxhash": "3.4",
+            }
+            new_facts["command"] = "python train.py"
         with Journal(tmp_path / name, clock=clock()) as journal:
-            journal.start(facts=told)
+            journal.start(facts=new_facts)
     found = compare(tmp_path / "one", tmp_path / "two")
     assert [(change.name, change.b) for change in found.code] == [
         ("dirty", True),

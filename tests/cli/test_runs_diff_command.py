@@ -23,10 +23,10 @@ def run(monkeypatch, tmp_path):
 def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_path):
     plant(tmp_path / "runs/first", last=30)
     (tmp_path / "runs/second").mkdir()
-    told = facts(steps=40)
-    told["environment"]["world_size"] = 2
+    new_facts = facts(steps=40)
+    new_facts["environment"]["world_size"] = 2
     with Journal(tmp_path / "runs/second") as journal:
-        journal.resume(20, from_run="first", facts=told)
+        journal.resume(20, from_run="first", facts=new_facts)
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
@@ -60,12 +60,12 @@ def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_
 
 
 def test_what_a_change_of_memory_saved_and_cost_is_told(run, tmp_path):
-    told = facts()
-    told["environment"]["device"] = "NVIDIA H100"
+    new_facts = facts()
+    new_facts["environment"]["device"] = "NVIDIA H100"
     for name, factor in (("plain", 1.0), ("recompute", 0.25)):
         (tmp_path / "runs" / name).mkdir(parents=True)
         with Journal(tmp_path / "runs" / name) as journal:
-            journal.start(facts=told)
+            journal.start(facts=new_facts)
             for step in range(1, 6):
                 peak, slow = int(factor * 2**32) + step - 5, 60.0 if step == 1 else 1.5 - factor
                 journal.step(step, loss=1.0, learning_rate=1e-3, seconds=slow, peak_bytes=peak)

@@ -147,10 +147,10 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGTERM, error
-    told = out.splitlines()[-2:]
-    assert told[0].startswith("stopped by SIGTERM after step ")
-    assert told[1] == "go on with --resume run-001"
-    step = int(told[0].split()[5].strip(","))
+    lines = out.splitlines()[-2:]
+    assert lines[0].startswith("stopped by SIGTERM after step ")
+    assert lines[1] == "go on with --resume run-001"
+    step = int(lines[0].split()[5].strip(","))
     status, out, error = command(*TINY, "--resume", "run-001", f"steps={step + 2}", cwd=tmp_path)
     assert status == 0, error
     assert f"from step {step}\n" in out

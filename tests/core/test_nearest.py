@@ -102,8 +102,8 @@ def test_gates_and_techniques_are_refused_in_the_same_words(tmp_path):
 
 
 def test_scaffold_finds_it_without_torch(pytestconfig):
-    told = "import sys, curry_train.core.wording; print('torch' in sys.modules)"
+    program = "import sys, curry_train.core.wording; print('torch' in sys.modules)"
     ran = subprocess.run(
-        [sys.executable, "-c", told], cwd=pytestconfig.rootpath / "template", capture_output=True
+        [sys.executable, "-c", program], cwd=pytestconfig.rootpath / "template", capture_output=True
     )
     assert (ran.returncode, ran.stdout) == (0, b"False\n"), ran.stderr

@@ -22,8 +22,10 @@ ALL_RIGHT = REPORTING.format(passed=9999, status=0)
 
 
 def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    told = os.environ | environment
-    return subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=60)
+    variables = os.environ | environment
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_an_older_python_is_refused_in_one_line(tmp_path):
@@ -49,8 +51,8 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
 def test_every_target_of_make_is_told_in_its_help():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
-    told = [line.split()[0] for line in run(["make", "help"], ROOT).stdout.splitlines()]
-    assert sorted(told) == sorted(phony.split()[1:])
+    targets = [line.split()[0] for line in run(["make", "help"], ROOT).stdout.splitlines()]
+    assert sorted(targets) == sorted(phony.split()[1:])
 
 
 @pytest.mark.parametrize(

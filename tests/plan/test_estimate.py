@@ -63,9 +63,9 @@ def measured(
 
 def check(sketch, real, size, **options):
     found = sketch.step(size, **options)
-    told = found.timeline
-    assert (told.after, told.peak.bytes_alive) == (real.after, real.peak.bytes_alive)
-    assert (told.peak.phase, told.peak.owners) == (real.peak.phase, real.peak.owners)
+    estimated = found.timeline
+    assert (estimated.after, estimated.peak.bytes_alive) == (real.after, real.peak.bytes_alive)
+    assert (estimated.peak.phase, estimated.peak.owners) == (real.peak.phase, real.peak.owners)
     return found
 
 

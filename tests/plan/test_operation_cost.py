@@ -44,7 +44,7 @@ def test_a_step_has_the_flops_of_its_products():
 
 def test_a_view_that_costs_is_caught(monkeypatch):
     """And a product that costs nothing: both would move every predicted time."""
-    for wrong in (lambda *told: (0, 1), lambda *told: (0, 0)):
+    for wrong in (lambda *arguments: (0, 1), lambda *arguments: (0, 0)):
         monkeypatch.setitem(globals(), "operation_cost", wrong)
         with pytest.raises(AssertionError):
             test_what_an_operation_costs()

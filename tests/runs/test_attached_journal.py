@@ -137,11 +137,11 @@ def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
     held = torch.ones(2**28, dtype=torch.uint8)
-    told = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=True
     )
     assert held.nbytes < peak_bytes(torch.device("cpu"))
-    assert 2**20 < int(told.stdout) < peak_bytes(torch.device("cpu"))
+    assert 2**20 < int(child.stdout) < peak_bytes(torch.device("cpu"))
 
 
 def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):

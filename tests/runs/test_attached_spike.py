@@ -124,8 +124,8 @@ def test_it_goes_back_and_on_equal_to_the_bit_to_a_run_that_never_saw_the_batche
 
 def test_the_journal_tells_of_it(tmp_path):
     started_again(tmp_path / "run")
-    told = events(tmp_path / "run")
-    assert [event["kind"] for event in told] == [
+    recorded = events(tmp_path / "run")
+    assert [event["kind"] for event in recorded] == [
         "start",
         "spike",
         "rollback",
@@ -134,8 +134,10 @@ def test_the_journal_tells_of_it(tmp_path):
         "resume",
         "stop",
     ]
-    spike, rollback, skip = told[1:4]
-    assert read_history(f"{tmp_path}/run@1").steps.step[-1] == 93  # the step itself is told before
+    spike, rollback, skip = recorded[1:4]
+    assert (
+        read_history(f"{tmp_path}/run@1").steps.step[-1] == 93
+    )  # the step itself is recorded before
     assert (spike["step"], spike["first"]) == (93, 91)
     assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
         80,
@@ -143,7 +145,7 @@ def test_the_journal_tells_of_it(tmp_path):
         "rollback/step-00000080.dcp",
     )
     assert (skip["start"], skip["stop"]) == (88, 95)
-    assert [event["reason"] for event in told if event["kind"] == "stop"] == ["spike", "closed"]
+    assert [event["reason"] for event in recorded if event["kind"] == "stop"] == ["spike", "closed"]
 
 
 def test_what_the_shell_shows_says_what_to_do(tmp_path, caplog):
@@ -280,5 +282,5 @@ def test_two_ranks_go_back_together_and_one_writes_the_journal(tmp_path):
     first, second = run_on_ranks(f"{__file__}:on_a_rank", folder=str(tmp_path / "run"), timeout=120)
     assert first == second
     assert first[0] == [75]
-    told = [event["kind"] for event in events(tmp_path / "run")]
-    assert told == ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]
+    kinds = [event["kind"] for event in events(tmp_path / "run")]
+    assert kinds == ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]

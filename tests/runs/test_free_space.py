@@ -76,5 +76,5 @@ def test_bytes_are_those_that_a_save_writes(tmp_path):
     for kind, metric in (("rollback", None), ("best-k", ("loss", 0.5))):
         with Store(tmp_path) as store:
             written = store.save(kind, 1, state, metric=metric).num_bytes
-        told = bytes_to_write(state.snapshot(), model_only=kind == "best-k")
-        assert told <= written < told + FREE_SPACE_MARGIN_BYTES
+        predicted = bytes_to_write(state.snapshot(), model_only=kind == "best-k")
+        assert predicted <= written < predicted + FREE_SPACE_MARGIN_BYTES

@@ -300,9 +300,9 @@ def test_a_full_disk_loses_events_says_so_and_lets_the_training_go_on(
         ("start", 0), ("step", 1), ("warning", 5), ("step", 5), ("step", 6),
     ]  # fmt: skip
     assert reading.num_damaged == 1
-    told = [
+    warnings = [
         json.loads(line)
         for line in (tmp_path / "journal.jsonl").read_bytes().splitlines()
         if b"could not" in line
     ]
-    assert told[0]["reason"] == "3 events could not be written: No space left on device"
+    assert warnings[0]["reason"] == "3 events could not be written: No space left on device"

@@ -72,13 +72,13 @@ def test_a_line_takes_figures_of_torch_and_numpy_and_nothing_that_is_no_json():
         "step", {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3)}, **AT
     )
     assert parse_event(line, line=1).facts == {"loss": "nan", "a": 2.0, "n": 3}
-    for wrong, told in (
+    for wrong, message in (
         ({"x": object()}, "contains a object"),
         ({"x": {(1, 2): 3}}, "keys must be"),
     ):
         with pytest.raises(
             ValueError,
-            match=f"step of step 3 can't be written as JSON .*{told}.*pass numbers, text",
+            match=f"step of step 3 can't be written as JSON .*{message}.*pass numbers, text",
         ):
             encode_event("step", wrong, **AT)
     loop = []
@@ -204,12 +204,12 @@ def test_where_no_journal_is_is_said(tmp_path):
     plant(tmp_path / "runs/run-001")
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd/journal.jsonl").mkdir(parents=True)
-    for path, told in (
+    for path, message in (
         ("none", "there is no"),
         ("empty", "has no journal.jsonl"),
         ("odd", "is not a file"),
     ):
-        with pytest.raises(JournalError, match=told):
+        with pytest.raises(JournalError, match=message):
             JournalReading(tmp_path / path)
     root = tmp_path / "runs"
     assert find_journal("run-001", root=root) == str(root / "run-001")

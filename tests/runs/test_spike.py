@@ -170,13 +170,13 @@ def told_on_ranks():
 
     watchdog = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD)
     rank = dist.get_rank()
-    told = []
+    spikes = []
     for step in range(1, 61):
         loss = 2.0 + 0.01 * math.sin(step * (rank + 1)) + (5.0 if rank == 1 and step > 50 else 0)
         spike = watchdog.observe(step, loss)
         if spike:
-            told.append([spike.first, spike.step, spike.loss])
-    return told
+            spikes.append([spike.first, spike.step, spike.loss])
+    return spikes
 
 
 def test_ranks_with_losses_of_their_own_judge_their_mean_alike():

@@ -59,10 +59,10 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
     except subprocess.TimeoutExpired:
         raise Unavailable(f"npm did not bring {spec} within {seconds:.0f} s") from None
     except subprocess.CalledProcessError as error:
-        told = re.findall(r"npm error (?:code )?(.+)", error.stderr) or [
+        reasons = re.findall(r"npm error (?:code )?(.+)", error.stderr) or [
             f"status {error.returncode}"
         ]
-        raise Unavailable(f"npm did not bring {spec}: {told[0]}") from None
+        raise Unavailable(f"npm did not bring {spec}: {reasons[0]}") from None
     except OSError as error:
         raise Unavailable(
             f"{spec} can't be kept in {folder.parent}: {error.strerror}; set CURRY_CLIENTS_DIR"

@@ -94,21 +94,21 @@ def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "message"),
     [
         ("echo npm error code ENOTFOUND >&2; exit 1", "npm did not bring skills@1: ENOTFOUND"),
         ("exec sleep 20", "npm did not bring skills@1 within 1 s"),
     ],
 )
 def test_a_package_that_does_not_come_is_named_and_nothing_is_left(
-    tmp_path, monkeypatch, program, told
+    tmp_path, monkeypatch, program, message
 ):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/npm").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "bin/npm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CURRY_CLIENTS_DIR", str(tmp_path / "kept"))
-    with pytest.raises(Unavailable, match=re.escape(told)):
+    with pytest.raises(Unavailable, match=re.escape(message)):
         package("skills@1", seconds=1)
     assert list((tmp_path / "kept").iterdir()) == []
 

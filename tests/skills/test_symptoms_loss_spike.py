@@ -5,7 +5,7 @@ python -m pytest tests/skills/test_symptoms_loss_spike.py
 
 import pytest
 from symptoms import rows_of, rows_with_a_test, symptom
-from test_spike_watch import BAD, told, trained
+from test_spike_watch import BAD, events_of, trained
 
 import spike_runs
 from curry_train.runs import SpikeNotRecovered
@@ -24,7 +24,7 @@ def test_what_is_not_the_data_is_not_helped_by_skipping_more_of_them(tmp_path):
         with pytest.raises(SpikeNotRecovered, match=f"came back after {attempts} rollbacks"):
             trained(tmp_path / str(attempts), f"spike.attempts={attempts}", KEPT, steps=FOREVER)
     where = tmp_path / "2" / "run-001"
-    assert [line["number"] for line in told(where, "rollback")] == [1, 2]
+    assert [line["number"] for line in events_of(where, "rollback")] == [1, 2]
     sound = trained(
         tmp_path / "2",
         KEPT,
@@ -54,5 +54,5 @@ def test_one_high_loss_of_small_batches_is_no_spike_with_patience(tmp_path):
         spike_runs.first_alarm([*noisy, *[1e4] * 3], patience=3) is not None
     )  # and a real one is still found
     assert (
-        told(trained(tmp_path, "spike.action=none").folder, "spike") == []
+        events_of(trained(tmp_path, "spike.action=none").folder, "spike") == []
     )  # none finds nothing at all

@@ -90,19 +90,23 @@ def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
 
 
 def test_dev_loss_saves_and_hooks_come_when_they_are_due():
-    told, saves, dev = [], [], iter(range(100))
+    reports, saves, dev = [], [], iter(range(100))
     run(
         *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3,
-        save=saves.append, save_every=2, after_step=[told.append],
+        save=saves.append, save_every=2, after_step=[reports.append],
     )  # fmt: skip
     assert saves == [2, 4, 6, 7]
-    assert [(report.step, report.dev_loss) for report in told if report.dev_loss is not None] == [
+    assert [
+        (report.step, report.dev_loss) for report in reports if report.dev_loss is not None
+    ] == [
         (3, 0),
         (6, 1),
         (7, 2),
     ]
-    assert [report.step for report in told] == list(range(1, 8))
-    assert all(report.num_terms == 2 and report.seconds > 0 and report.stepped for report in told)
+    assert [report.step for report in reports] == list(range(1, 8))
+    assert all(
+        report.num_terms == 2 and report.seconds > 0 and report.stepped for report in reports
+    )
 
 
 def test_state_is_saved_once_where_no_cadence_was_asked_for():
@@ -176,12 +180,12 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
 
 def test_a_scaler_skips_what_overflows_and_the_run_goes_on():
     module, optimizer = parts(1e-6)
-    scaler, told = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
+    scaler, reports = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
     large = lambda module, batch: 1024 * CASE.workload.loss(module, batch)  # noqa: E731
     report = run_training_steps(
-        module, optimizer, batches(), large, steps=30, scaler=scaler, after_step=[told.append]
+        module, optimizer, batches(), large, steps=30, scaler=scaler, after_step=[reports.append]
     )
-    assert not told[0].stepped
+    assert not reports[0].stepped
     assert report.last.stepped
 
 

@@ -66,7 +66,7 @@ def trained(runs, *words, resume=None, steps=BAD, at_step=None, planted=True):
         return train_run(run, watch=[watch])
 
 
-def told(folder, *kinds):
+def events_of(folder, *kinds):
     return [line for line in lines_of(folder) if line["kind"] in kinds]
 
 
@@ -81,7 +81,7 @@ def recovered(tmp_path_factory):
 
 
 def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
-    spike, rollback, skip = told(recovered, "spike", "rollback", "skip")
+    spike, rollback, skip = events_of(recovered, "spike", "rollback", "skip")
     assert (spike["first"], spike["step"]) == (34, 36)
     assert spike["loss"] > spike["limit"] > spike["baseline"]
     assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
@@ -92,7 +92,7 @@ def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
     assert (skip["start"], skip["stop"], skip["num_samples"]) == (31 * 4, 38 * 4, 28)
     assert len(set(skip["samples"])) == 28
     assert [line["attempt"] for line in (spike, rollback, skip)] == [1, 2, 2]
-    steps = [line["step"] for line in told(recovered, "step")]
+    steps = [line["step"] for line in events_of(recovered, "step")]
     assert steps == [*range(1, 37), *range(31, 49)]
     assert lines_of(recovered)[-1]["reason"] == "steps"
     assert json.loads((recovered / RECOVERIES_FILE_NAME).read_text())[0] | {"attempt": 1} == {
@@ -103,7 +103,7 @@ def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
 
 def test_the_steps_before_the_samples_are_done_again_to_the_bit(recovered):
     losses = {}
-    for line in told(recovered, "step"):
+    for line in events_of(recovered, "step"):
         losses.setdefault(line["step"], []).append(line["loss"])
     assert len(losses[31]) == 2
     assert losses[31][0] == losses[31][1]
@@ -149,14 +149,14 @@ def test_stopped_and_resumed_it_is_the_same_to_the_bit(recovered, tmp_path, stop
     second = trained(tmp_path, resume="latest")
     assert second.report.finished
     assert equal(recovered, second.folder)
-    assert len(told(second.folder, "rollback")) == 1
+    assert len(events_of(second.folder, "rollback")) == 1
 
 
 def test_a_loss_that_is_not_finite_is_gone_back_from_at_once(tmp_path):
     with open_named_run(load_config(None, [*WORDS, f"runs={tmp_path}"])) as run:
         plant(run, (34, 34), float("nan"))
         folder = train_run(run).folder
-    spike, rollback = told(folder, "spike", "rollback")
+    spike, rollback = events_of(folder, "spike", "rollback")
     assert (spike["step"], spike["first"], rollback["step"]) == (34, 34, 30)
     assert "not finite: microbatch 0, 1 of 2" in spike["reason"]
     assert lines_of(folder)[-1]["reason"] == "steps"
@@ -174,15 +174,15 @@ def test_without_rollback_it_ends_the_run_as_before(tmp_path):
 def test_warn_says_so_and_trains_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         folder = trained(tmp_path, "spike.action=warn").folder
-    assert len(told(folder, "spike")) == 1
-    assert told(folder, "rollback") == []
-    assert [line["step"] for line in told(folder, "step")] == list(range(1, 49))
+    assert len(events_of(folder, "spike")) == 1
+    assert events_of(folder, "rollback") == []
+    assert [line["step"] for line in events_of(folder, "step")] == list(range(1, 49))
     assert "with spike.action=rollback the run rolls back" in caplog.text
 
 
 def test_none_does_not_watch(tmp_path):
     folder = trained(tmp_path, "spike.action=none").folder
-    assert told(folder, "spike", "rollback") == []
+    assert events_of(folder, "spike", "rollback") == []
 
 
 def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
@@ -191,12 +191,12 @@ def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
             tmp_path, "spike.attempts=2", "checkpoint.retention.rollback_keep=9", steps=(34, 400)
         )
     folder = tmp_path / "run-001"
-    assert len(told(folder, "rollback")) == 2
+    assert len(events_of(folder, "rollback")) == 2
     words = str(raised.value)
     assert "it came back after 2 rollbacks, which skipped the samples at positions 124 to" in words
     assert "--resume run-001@before-" in words
     assert lines_of(folder)[-1]["reason"].startswith("SpikeNotRecovered: ")
-    skips = [(line["start"], line["stop"]) for line in told(folder, "skip")]
+    skips = [(line["start"], line["stop"]) for line in events_of(folder, "skip")]
     assert skips[1][0] < skips[0][0]  # each attempt reaches further back
     where = words.rsplit(" ", 1)[1]
     again = trained(tmp_path, "steps=33", resume=where, planted=False)
@@ -211,7 +211,7 @@ def test_a_spike_before_anything_was_saved_says_what_to_set(tmp_path):
 def test_the_learning_rate_is_lower_for_a_while(tmp_path):
     slower = ("spike.lower_rate=0.5", "spike.lower_rate_steps=6")
     folder = trained(tmp_path, *slower, "schedule.shape=constant").folder
-    rates = {line["step"]: line["learning_rate"] for line in told(folder, "step")}
+    rates = {line["step"]: line["learning_rate"] for line in events_of(folder, "step")}
     assert [rates[step] for step in (30, 31, 42, 43)] == pytest.approx([1e-3, 5e-4, 5e-4, 1e-3])
 
 
@@ -227,12 +227,12 @@ def on_ranks(runs, parallel):
             yield lambda report: losses.append(report.loss)
 
         trained = train_run(run, watch=[watch])
-        told = [
+        recoveries = [
             [one.spike, one.back_to, one.start, one.stop] for one in run.attached.recoveries.done
         ]
         return {
             "step": trained.report.step,
-            "told": told,
+            "recoveries": recoveries,
             "skipped": list(run.stream.skipped),
         }
 
@@ -241,8 +241,8 @@ def on_ranks(runs, parallel):
 def test_two_ranks_recover_alike(tmp_path, parallel):
     first, second = run_on_ranks("test_spike_watch:on_ranks", runs=str(tmp_path), parallel=parallel)
     assert first == second
-    assert first == {"step": 48, "told": [[36, 30, 124, 152]], "skipped": [[124, 152]]}
-    steps = [line["step"] for line in told(tmp_path / "run-001", "step")]
+    assert first == {"step": 48, "recoveries": [[36, 30, 124, 152]], "skipped": [[124, 152]]}
+    steps = [line["step"] for line in events_of(tmp_path / "run-001", "step")]
     assert steps == [*range(1, 37), *range(31, 49)]
 
 

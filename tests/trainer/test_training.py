@@ -29,17 +29,17 @@ TINY = (
 
 def losses(runs, *words, resume=None, stop_after=None):
     """The loss of each step, and how the run ended."""
-    told = []
+    found = []
 
     def hook(report):
-        told.append(report.loss)
+        found.append(report.loss)
         if report.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
     config = load_config(None, [f"runs={runs}", "device=cpu", *TINY, *words])
     with open_named_run(config, resume=resume) as run:
         trained = train_run(run, watch=[lambda run: _hooked(hook)])
-    return told, trained
+    return found, trained
 
 
 class _hooked:  # noqa: N801
@@ -158,8 +158,8 @@ def on_ranks(runs, kinds, saved):
     with open_named_run(load_config(None, [f"runs={runs}", *TINY, "parallel=ddp"])):
         drawn = torch.rand(4).tolist()
     answers = {
-        kind: {"losses": told, "folder": str(trained.folder)}
-        for kind, (told, trained) in found.items()
+        kind: {"losses": step_losses, "folder": str(trained.folder)}
+        for kind, (step_losses, trained) in found.items()
     }
     return answers | {"drawn": drawn}
 
