@@ -203,8 +203,8 @@ def _repeated(module: nn.Module) -> list[str]:
             continue
         children = dict(container.named_children())
         trained = {name: child for name, child in children.items() if _has_parameters_inside(child)}
-        kinds = Counter(map(_kind, trained.values()))
-        names = [name for name, child in trained.items() if kinds[_kind(child)] > 1]
+        kinds = Counter(map(kind_of, trained.values()))
+        names = [name for name, child in trained.items() if kinds[kind_of(child)] > 1]
         blocks = [name for name in names if not _is_own_layer(children[name])]
         found += [f"{prefix}.{name}".lstrip(".") for name in blocks]
         # A child without parameters between them, such as an activation, makes them more than
@@ -237,10 +237,10 @@ def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
     )
 
 
-def _kind(module: nn.Module) -> tuple[object, ...]:
+def kind_of(module: nn.Module) -> tuple[object, ...]:
     """Return a key of the original class; containers also compare the kinds of their children."""
     children = module.children() if isinstance(module, CONTAINER_TYPES) else ()
-    return (class_as_written(module), *(_kind(child) for child in children))
+    return (class_as_written(module), *(kind_of(child) for child in children))
 
 
 def _is_own_layer(module: nn.Module) -> bool:

@@ -1,0 +1,556 @@
+"""Find the blocks of a model by what one forward runs, and the bytes that it saves there.
+
+    choice = choose_blocks(model, batch, loss)
+    recompute_blocks(model, blocks=choice.blocks)
+
+Modules in a container may never run themselves (a `ModuleList` of pairs), or hold all of the bytes
+at once (a stage). So one forward is recorded, and the blocks are a cut through its calls.
+
+Proof: `python -m pytest tests/primitives/test_running_blocks.py`.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ..core.blocks import NoBlocks, find_blocks, kind_of, refuse
+from ..core.measure import Loss, as_trained
+from ..core.measure_compiled import holds_compiled_code
+from ..core.rerun import buffers_kept, seeded
+
+# Blocks that run: record one forward, and choose among the modules that it calls.
+
+# The fewest and largest blocks are taken whose peak is at most this much above the lowest one.
+MOST_ABOVE_LOWEST_PEAK = 1.25
+# The blocks that the model's containers give may also have this share of the saved bytes more.
+CONTAINERS_MARGIN = 0.1
+# The most of the saved bytes that may be alive at the peak for blocks to be worth changing.
+MOST_PEAK_SHARE = 0.9
+# Kinds of modules that would free less than this share of the saved bytes are no blocks.
+LEAST_GAIN_SHARE = 0.01
+# Kinds of modules that change neither the peak nor the coverage by this share are left out.
+SMALL_SHARE = 0.05
+# Below this share of the saved bytes, the modules that hold the rest are listed.
+ENOUGH_COVERAGE = 0.7
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module in a recorded forward."""
+
+    name: str
+    caller: "ModuleCall | None"
+
+    # The range of `ForwardRecord.log` that lists what the call saves.
+    start: int
+    end: int = -1
+
+    # Storages that it is given, and whether it writes to one of them.
+    inputs: frozenset[int] = frozenset()
+    writes_input: bool = False
+
+    # Whether it runs in training mode and with gradients, so that recompute is on.
+    trains: bool = True
+
+    # Whether modules with parameters run without gradients inside, as in a reversible network,
+    # which recomputes by itself.
+    hides: bool = False
+
+    called: list["ModuleCall"] = field(default_factory=list)
+
+    def hide(self) -> None:
+        """Mark this call and those around it as having parameters that get no gradient."""
+        call: ModuleCall | None = self
+        while call is not None:
+            call.hides = True
+            call = call.caller
+
+    def is_inside(self, names: Collection[str]) -> bool:
+        """Return whether a call of one of these modules encloses this one."""
+        caller = self.caller
+        while caller is not None:
+            if caller.name in names:
+                return True
+            caller = caller.caller
+        return False
+
+
+class ValuesNeeded(RuntimeError):
+    """Raised if forward itself runs a backward, which needs the saved tensors."""
+
+
+class ForwardRecord:
+    """The calls of one forward, and the storages that autograd saves in each.
+
+    Use it as a context manager around the forward. Storages have numbers, so that no tensor stays
+    alive. Without `with_values` no backward can run inside the forward: it raises `ValuesNeeded`.
+    """
+
+    def __init__(self, model: nn.Module, *, with_values: bool = False) -> None:
+        named = dict(model.named_modules())
+        self.kinds = {name: kind_of(module) for name, module in named.items()}
+        self.refused = {name for name, module in named.items() if name and _cannot_change(module)}
+        self.calls: dict[str, list[ModuleCall]] = {}
+        # Numbers of the saved storages in order, and the bytes of each storage.
+        self.log: list[int] = []
+        self.sizes: list[int] = []
+        self.root = ModuleCall("", None, 0)
+        self._current = self.root
+        self._named = named
+        self._with_values = with_values
+        self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
+        self._stack = contextlib.ExitStack()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._number(tensor, is_own=True)
+
+    def __enter__(self) -> "ForwardRecord":
+        with contextlib.ExitStack() as stack:
+            if holds_compiled_code(self._named[""]):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+            for name, module in self._named.items():
+                if name and not isinstance(module, torch.jit.ScriptModule):
+                    # As recompute does, and without hooks, which a direct call would skip.
+                    stack.callback(_set_forward, module, module.__dict__.get("forward"))
+                    _set_forward(module, self._recorded(name, module, module.forward))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
+        self.root.end = len(self.log)
+
+    def total_bytes(self) -> int:
+        return self.bytes_of(set(self.log))
+
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        return sum(self.sizes[number] for number in numbers)
+
+    def saved_in(self, call: ModuleCall) -> set[int]:
+        return set(self.log[call.start : call.end])
+
+    def _recorded(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            versions = [(tensor, tensor._version) for tensor in _given_tensors((args, kwargs))]
+            numbers = frozenset(
+                number for tensor, _ in versions if (number := self._number(tensor)) is not None
+            )
+            trains = module.training and torch.is_grad_enabled()
+            call = ModuleCall(name, self._current, len(self.log), inputs=numbers, trains=trains)
+            self._current.called.append(call)
+            if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
+                self._current.hide()
+            self.calls.setdefault(name, []).append(call)
+            self._current = call
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                assert call.caller is not None
+                self._current = call.caller
+                call.end = len(self.log)
+                call.writes_input = any(tensor._version != before for tensor, before in versions)
+
+        return run
+
+    def _pack(self, tensor: Tensor) -> Any:
+        number = self._number(tensor)
+        if number is not None:
+            self.log.append(number)
+        return tensor if self._with_values else None
+
+    def _unpack(self, packed: Any) -> Any:
+        if packed is None:
+            raise ValuesNeeded("the forward runs a backward")
+        return packed
+
+    def _number(self, tensor: Tensor, *, is_own: bool = False) -> int | None:
+        """Return the number of a tensor's storage; None for parameters and buffers."""
+        try:
+            storage: Any = tensor.untyped_storage()
+            key = storage._cdata
+            num_bytes = storage.nbytes()
+        except (NotImplementedError, RuntimeError):
+            # Sparse and nested tensors have several storages.
+            storage = tensor
+            key = -id(tensor)
+            num_bytes = int(tensor.numel()) * tensor.element_size()
+        known = self._known.get(key)
+        # A new storage may have the address of one that was freed.
+        if known is None or known[0]() is None:
+            known = weakref.ref(storage), None if is_own else len(self.sizes)
+            self._known[key] = known
+            if not is_own:
+                self.sizes.append(num_bytes)
+        return known[1]
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+
+def _cannot_change(module: nn.Module) -> bool:
+    """Return whether a module is compiled, scripted or wrapped, so that no technique changes it."""
+    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        return True
+    try:
+        refuse(module)
+    except ValueError:
+        return True
+    return False
+
+
+def _given_tensors(given: Any, depth: int = 2) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, also those in attributes of plain objects."""
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, Tensor):
+            if not leaf.is_inference():
+                yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not (isinstance(leaf, type) or callable(leaf)):
+            yield from _given_tensors(list(vars(leaf).values()), depth - 1)
+
+
+# Choose the cut through the calls with the fewest blocks whose peak is near the lowest one.
+
+
+@dataclass(frozen=True)
+class PeakEstimate:
+    """Bytes of a step, if each of some blocks is recomputed from its inputs."""
+
+    peak_bytes: int
+    covered_bytes: int  # saved inside the blocks
+
+    # Bytes that stay saved outside of the blocks, by the module that saves them.
+    outside: Mapping[str, int]
+
+
+def estimate_peak(record: ForwardRecord, names: Iterable[str]) -> PeakEstimate:
+    """Estimate the most saved bytes alive: blocks' inputs, what is outside, and one block."""
+    chosen = set(names)
+    calls = [
+        call
+        for name in chosen
+        for call in record.calls.get(name, ())
+        if call.trains and not call.is_inside(chosen)
+    ]
+    kept = set[int]()
+    covered = set[int]()
+    held = peak = position = 0
+    for call in sorted(calls, key=lambda call: call.start):
+        new = (set(record.log[position : call.start]) | call.inputs) - kept
+        kept |= new
+        held += record.bytes_of(new)
+        inside = record.saved_in(call)
+        covered |= inside
+        peak = max(peak, held + record.bytes_of(inside - kept))
+        position = max(position, call.end)
+    held += record.bytes_of(set(record.log[position:]) - kept)
+    outside = _saved_outside(record, chosen, covered)
+    return PeakEstimate(max(peak, held), record.bytes_of(covered), outside)
+
+
+def _saved_outside(
+    record: ForwardRecord, chosen: Collection[str], covered: Collection[int]
+) -> dict[str, int]:
+    found = Counter[str]()
+    seen = set(covered)
+    waiting = [record.root]
+    while waiting:
+        call = waiting.pop()
+        if call.name in chosen and call.trains:
+            continue
+        waiting += call.called
+        inner = [number for other in call.called for number in record.log[other.start : other.end]]
+        # What the modules that it calls save is theirs.
+        own = set(record.log[call.start : call.end]) - set(inner) - seen
+        seen |= own
+        found[call.name] += record.bytes_of(own)
+    return {name: num_bytes for name, num_bytes in found.most_common() if num_bytes}
+
+
+class _Cuts:
+    """Sets of blocks through the tree of calls, from the model's children downwards."""
+
+    def __init__(self, record: ForwardRecord) -> None:
+        self.record = record
+        self.total = record.total_bytes()
+        self._inside = dict[str, int]()
+        self._gain = dict[str, int]()
+        for name, calls in record.calls.items():
+            inside = [record.saved_in(call) for call in calls]
+            self._inside[name] = max(
+                record.bytes_of(saved - call.inputs)
+                for saved, call in zip(inside, calls, strict=True)
+            )
+            self._gain[name] = sum(map(record.bytes_of, inside)) - sum(
+                record.bytes_of(call.inputs) for call in calls
+            )
+
+    def can_be_block(self, name: str) -> bool:
+        """Return whether a module can recompute: it trains, saves, and leaves its inputs alone."""
+        calls = self.record.calls.get(name, ())
+        refused = (name == other or name.startswith(f"{other}.") for other in self.record.refused)
+        return (
+            any(call.trains and call.end > call.start for call in calls)
+            and not any(call.writes_input or call.hides for call in calls)
+            and not self._runs_inside(name, {name})
+            and not any(refused)
+        )
+
+    def lowest(self) -> tuple[list[str], float]:
+        """Return the first cut near the lowest peak, and the most that containers' may have."""
+        split = set[Any]()
+        cuts: list[tuple[int, list[str]]] = []
+        while names := self._worthwhile(self._outermost(split)):
+            cuts.append((estimate_peak(self.record, names).peak_bytes, names))
+            largest = max(names, key=lambda name: self._inside[name])
+            split.add(self.record.kinds[largest])
+        lowest = min((peak for peak, _ in cuts), default=self.total)
+        limit = min(lowest * MOST_ABOVE_LOWEST_PEAK, self.total * MOST_PEAK_SHARE)
+        names = next((names for peak, names in cuts if peak <= limit), [])
+        most = max(limit, lowest + CONTAINERS_MARGIN * self.total)
+        return self._with_idle(self._needed(names)), most
+
+    def _outermost(self, split: Collection[Any]) -> list[str]:
+        """Return the first modules on each path of calls that can be blocks and are not split."""
+        found: dict[str, None] = {}
+        waiting = [self.record.root]
+        while waiting:
+            call = waiting.pop()
+            is_split = self.record.kinds[call.name] in split
+            if call.name and not is_split and self.can_be_block(call.name):
+                found[call.name] = None
+            else:
+                waiting.extend(reversed(call.called))
+        apart = [name for name in found if not self._runs_inside(name, found.keys() - {name})]
+        return [name for name in apart if not _is_below(name, apart)]
+
+    def _runs_inside(self, name: str, others: Collection[str]) -> bool:
+        return any(call.is_inside(others) for call in self.record.calls[name])
+
+    def _worthwhile(self, names: list[str]) -> list[str]:
+        """Leave out the kinds that save hardly more than the inputs that they would keep."""
+        gain = Counter[Any]()
+        for name in names:
+            gain[self.record.kinds[name]] += self._gain[name]
+        return [
+            name for name in names if gain[self.record.kinds[name]] > LEAST_GAIN_SHARE * self.total
+        ]
+
+    def _needed(self, names: list[str]) -> list[str]:
+        """Leave out kinds that cover little and do not lower the peak, such as norms."""
+        with_all = estimate_peak(self.record, names)
+        most_peak = with_all.peak_bytes * (1 + SMALL_SHARE)
+        least_covered = with_all.covered_bytes - SMALL_SHARE * self.total
+        for kind in dict.fromkeys(map(self.record.kinds.__getitem__, names)):
+            fewer = [name for name in names if self.record.kinds[name] != kind]
+            without = estimate_peak(self.record, fewer)
+            if without.peak_bytes <= most_peak and without.covered_bytes >= least_covered:
+                names = fewer
+        return names
+
+    def _with_idle(self, names: list[str]) -> list[str]:
+        """Add modules of these kinds that did not run this time, such as a dropped layer."""
+        kinds = {self.record.kinds[name] for name in names}
+        return [
+            name
+            for name, kind in self.record.kinds.items()
+            if name in names
+            or (kind in kinds and name not in self.record.calls and not _is_below(name, names))
+        ]
+
+
+def _is_below(name: str, others: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
+
+
+# The choice, with what it covers and why.
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """The blocks of a model, and how far they cover what a forward saves."""
+
+    names: tuple[str, ...]
+
+    # What a technique takes as `blocks`: None where the containers give these blocks anyway.
+    blocks: str | tuple[str, ...] | None
+
+    # Share of the saved bytes that are saved inside the blocks; None where nothing was recorded.
+    coverage: float | None
+
+    # Sentences on what the user would not expect of the blocks.
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Describe the blocks in a line: how many, which, and what they hold."""
+        if not self.names:
+            return "no blocks"
+        ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
+        count = "1 block" if len(self.names) == 1 else f"{len(self.names)} blocks"
+        if self.coverage is None:
+            return f"{count}, {ends}"
+        holds = "holds" if len(self.names) == 1 else "hold"
+        return f"{count}, {ends}, {holds} {self.coverage:.0%} of what forward saves"
+
+
+def choose_blocks(
+    model: nn.Module, batch: Any, loss: Loss, *, blocks: str | Sequence[str] | None = None
+) -> BlockChoice:
+    """Choose the blocks of a model by what one forward runs and saves.
+
+    The blocks that the model's containers give are kept where each runs and none other would have a
+    much lower peak. With `blocks`, names or globs, nothing is chosen and the notes are on these.
+    Raises `NoBlocks` if there are none.
+    """
+    record = record_forward(model, batch, loss)
+    if blocks is not None:
+        names = list(find_blocks(model, blocks))
+        notes = _notes_on(record, names)
+        return BlockChoice(tuple(names), _given(blocks), _coverage(record, names), notes)
+    cuts = _Cuts(record)
+    best, limit = cuts.lowest()
+    try:
+        static = list(find_blocks(model))
+    except NoBlocks:
+        if not best:
+            raise
+        static = []
+    why = _why_not(record, cuts, static, best, limit)
+    if static and (not best or not why):
+        return BlockChoice(
+            tuple(static), None, _coverage(record, static), _notes_on(record, static)
+        )
+    notes = (*why, *_notes_on(record, best))
+    return BlockChoice(tuple(best), tuple(best), _coverage(record, best), notes)
+
+
+def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
+    """Record one forward, after which buffers and random generators are as before."""
+    with as_trained(model), buffers_kept(model), seeded(0):
+        try:
+            with ForwardRecord(model) as record:
+                loss(model, batch)
+        except ValuesNeeded:
+            with ForwardRecord(model, with_values=True) as record:
+                loss(model, batch)
+    return record
+
+
+def _given(blocks: str | Sequence[str]) -> str | tuple[str, ...]:
+    return blocks if isinstance(blocks, str) else tuple(blocks)
+
+
+def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
+    return estimate_peak(record, names).covered_bytes / max(1, record.total_bytes())
+
+
+def _why_not(
+    record: ForwardRecord, cuts: _Cuts, static: list[str], best: list[str], limit: float
+) -> tuple[str, ...]:
+    """Explain why the blocks that the containers give are not taken; empty if they are."""
+    if not static or not best:
+        return ()
+    if idle := _never_called(record, static):
+        return (f"the containers give {listed(idle)}, of which none is called",)
+    broken = [name for name in static if name in record.calls and not cuts.can_be_block(name)]
+    if broken:
+        is_compiled = any(name in record.refused for name in broken)
+        if is_compiled and _coverage(record, best) < _coverage(record, static):
+            return ()
+        return (f"the containers give {listed(broken)}, which can't be recomputed",)
+    peak = estimate_peak(record, static).peak_bytes
+    if peak <= limit:
+        return ()
+    total = record.total_bytes()
+    better = estimate_peak(record, best).peak_bytes
+    return (
+        f"chosen by bytes: the {len(static)} blocks that the containers give leave "
+        f"{peak / total:.0%} of the saved bytes at the peak, these {better / total:.0%}",
+    )
+
+
+def _notes_on(record: ForwardRecord, names: Sequence[str]) -> tuple[str, ...]:
+    """Return what a user would not expect of these blocks."""
+    idle = _never_called(record, names)
+    running = [name for name in names if name in record.calls]
+    off: list[str] = []
+    several: list[str] = []
+    writing: list[str] = []
+    most_calls = 0
+    for name in running:
+        calls = record.calls[name]
+        most_calls = max(most_calls, len(calls))
+        if not any(call.trains for call in calls):
+            off.append(name)
+        if len(calls) > 1:
+            several.append(name)
+        if any(call.writes_input for call in calls):
+            writing.append(name)
+    refused = [name for name in names if name in record.refused]
+    sentences = (
+        (
+            idle,
+            "is never called|are never called",
+            "a technique on such a module does nothing: name those that run with --blocks",
+        ),
+        (off, "runs|run", "in eval mode or without gradients, where recompute is off"),
+        (several, "runs|run", f"up to {most_calls} times a step"),
+        (
+            writing,
+            "writes to its own input|write to their own input",
+            "as an in-place activation at the start does, and can't recompute: set inplace=False",
+        ),
+        (
+            refused,
+            "is compiled, scripted or wrapped|are compiled, scripted or wrapped",
+            "already: apply techniques before that",
+        ),
+    )
+    notes = []
+    for found, verbs, rest in sentences:
+        if found:
+            verb = verbs.split("|")[len(found) > 1]
+            comma = "," if found in (idle, writing) else ""
+            notes.append(f"{listed(found)} {verb}{comma} {rest}")
+    return (*notes, *_on_the_rest(record, names))
+
+
+def _on_the_rest(record: ForwardRecord, names: Sequence[str]) -> list[str]:
+    """List the modules that hold most bytes outside of the blocks, where these cover little."""
+    estimate = estimate_peak(record, names)
+    total = max(1, record.total_bytes())
+    if estimate.covered_bytes >= ENOUGH_COVERAGE * total:
+        return []
+    most = list(estimate.outside.items())[:3]
+    rest = ", ".join(f"{name or 'the model itself'} {size / total:.0%}" for name, size in most)
+    return [f"outside of the blocks: {rest}"] if rest else []
+
+
+def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:
+    """Return the blocks that did not run, unless others of their kind did."""
+    running_kinds = {record.kinds[name] for name in names if name in record.calls}
+    return [
+        name
+        for name in names
+        if name not in record.calls and record.kinds[name] not in running_kinds
+    ]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write one name, two names, or the first and the last of more."""
+    if len(names) < 3:
+        return " and ".join(names)
+    return f"{names[0]} to {names[-1]}"

@@ -1,0 +1,383 @@
+"""Blocks are modules that run, in models whose containers are never called or hold it all.
+
+python -m pytest tests/primitives/test_running_blocks.py
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.core.blocks import NoBlocks, find_blocks
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.core.rerun import seeded
+from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.running_blocks import ForwardRecord, choose_blocks
+
+WIDTH = 16
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return self.out((q @ k.transpose(-2, -1)).softmax(-1) @ v)
+
+
+class PairsInLists(nn.Module):
+    """A transformer whose layers are lists of two, as in many vision libraries."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([Attention(), FeedForward()]) for _ in range(depth)
+        )
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        for attend, feed in self.layers:
+            x = x + attend(x)
+            x = x + feed(x)
+        return self.head(x.mean(1))
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.attend = Attention(width)
+        self.feed = FeedForward(width)
+
+    def forward(self, x):
+        x = x + self.attend(x)
+        return x + self.feed(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Stages(nn.Module):
+    """Two stages in a container, one of which holds most of the bytes, as in Swin."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Stage(6), Stage(2)])
+
+    def forward(self, x):
+        for stage in self.layers:
+            x = stage(x)
+        return x
+
+
+class DoubleConv(nn.Sequential):
+    def __init__(self, inside, outside):
+        super().__init__(
+            nn.Conv2d(inside, outside, 3, padding=1),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outside, outside, 3, padding=1),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+        )
+
+
+class UNet(nn.Module):
+    """No container holds two modules of a kind, and skips go around the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = DoubleConv(3, 8)
+        self.down = nn.Sequential(nn.MaxPool2d(2), DoubleConv(8, 16))
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.last = DoubleConv(16, 8)
+        self.out = nn.Conv2d(8, 1, 1)
+
+    def forward(self, x):
+        wide = self.first(x)
+        deep = self.down(wide)
+        return self.out(self.last(torch.cat([wide, self.up(deep)], 1)))
+
+
+class Iterated(nn.Module):
+    """One block that refines its own output several times, as in RAFT."""
+
+    def __init__(self, times=6):
+        super().__init__()
+        self.encode = nn.Linear(WIDTH, WIDTH)
+        self.update = FeedForward()
+        self.times = times
+
+    def forward(self, x):
+        x = self.encode(x)
+        for _ in range(self.times):
+            x = x + self.update(x)
+        return x
+
+
+class Towers(nn.Module):
+    """Two encoders of different depth and width."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.ModuleList(Block() for _ in range(2))
+        self.squeeze = nn.Linear(WIDTH, 8)
+        self.image = nn.ModuleList(Block(8) for _ in range(3))
+
+    def forward(self, x):
+        words = x
+        for block in self.words:
+            words = block(words)
+        image = self.squeeze(x)
+        for block in self.image:
+            image = block(image)
+        return words.mean() + image.mean()
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def batch_for(model):
+    shape = (4, 3, 32, 32) if isinstance(model, UNet) else (4, 24, WIDTH)
+    with seeded(7):
+        return torch.randn(shape)
+
+
+def made(kind):
+    with seeded(0):
+        return kind().train()
+
+
+def chosen(model, **given):
+    return choose_blocks(model, batch_for(model), mean_square, **given)
+
+
+PAIRS = tuple(f"layers.{layer}.{place}" for layer in range(4) for place in range(2))
+IN_STAGES = (*(f"layers.0.blocks.{n}" for n in range(6)), "layers.1.blocks.0", "layers.1.blocks.1")
+EXPECTED = {
+    PairsInLists: PAIRS,
+    Stages: IN_STAGES,
+    UNet: ("first", "down", "last"),
+    Iterated: ("update",),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_blocks_that_run_lower_the_peak_with_equal_bits(kind):
+    choice = chosen(made(kind))
+    assert choice.blocks == choice.names == EXPECTED[kind]
+    assert choice.coverage >= 0.9
+    batch = batch_for(made(kind))
+    plain = measure_memory(made(kind), batch, mean_square)
+    changed = made(kind)
+    assert recompute_blocks(changed, blocks=choice.blocks) == list(choice.names)
+    assert measure_memory(changed, batch, mean_square).peak_bytes <= 0.7 * plain.peak_bytes
+    equal = compare(
+        record_step(made(kind), batch, mean_square), record_step(changed, batch, mean_square)
+    )
+    assert equal.bit_equal, equal.describe()
+
+
+@pytest.mark.parametrize("kind", [Towers, lambda: nn.Sequential(Block(), Block(), Block())])
+def test_blocks_that_the_containers_give_stay_where_they_serve(kind):
+    model = made(kind)
+    choice = chosen(model)
+    assert choice.blocks is None
+    assert list(choice.names) == list(find_blocks(model))
+    assert not choice.notes
+
+
+def test_the_notes_give_the_reason_and_the_line_what_the_blocks_hold():
+    assert chosen(made(PairsInLists)).notes == (
+        "the containers give layers.0 to layers.3, of which none is called",
+    )
+    choice = chosen(made(Stages))
+    assert choice.notes == (
+        "chosen by bytes: the 2 blocks that the containers give leave 74% of the saved bytes at "
+        "the peak, these 17%",
+    )
+    assert choice.describe() == (
+        "8 blocks, layers.0.blocks.0 to layers.1.blocks.1, hold 99% of what forward saves"
+    )
+    assert chosen(made(Iterated)).notes == ("update runs up to 6 times a step",)
+
+
+def test_of_named_blocks_the_notes_say_which_never_run():
+    choice = chosen(made(PairsInLists), blocks="layers.*")
+    assert choice.blocks == "layers.*"
+    assert choice.coverage == 0
+    assert choice.notes[0].startswith("layers.0 to layers.3 are never called, a technique on such")
+    assert choice.notes[1].startswith("outside of the blocks: layers.")
+
+
+def test_modules_that_hold_the_rest_are_named():
+    choice = chosen(made(PairsInLists), blocks=["layers.0.0", "layers.0.1"])
+    assert 0.2 < choice.coverage < 0.3
+    assert choice.notes[0].startswith("outside of the blocks: layers.")
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(Block(), Block(), Block())
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.head(self.body.eval()(x))
+
+
+def test_blocks_in_eval_mode_are_reported():
+    choice = chosen(made(Frozen))
+    assert list(choice.names) == ["body.0", "body.1", "body.2"]
+    assert any("body.0 to body.2 run in eval mode" in note for note in choice.notes)
+
+
+class OpensInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.inner = FeedForward()
+
+    def forward(self, x):
+        return self.inner(self.act(x))
+
+
+def test_blocks_that_write_to_their_input_are_left_out():
+    model = made(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(OpensInPlace() for _ in "123")))
+    choice = chosen(model)
+    assert list(choice.names) == [f"{n}.inner" for n in (1, 2, 3)]
+    assert choice.notes[0] == "the containers give 1 to 3, which can't be recomputed"
+    named = chosen(model, blocks="[123]")
+    assert "1 to 3 write to their own input, as an" in named.notes[0]
+
+
+class RunsInsideBackward(torch.autograd.Function):
+    """Runs the layer again in backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.x = x.detach()
+        ctx.layer = layer
+        return layer(x.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = FeedForward()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = RunsInsideBackward.apply(x, layer)
+        return x
+
+
+def test_modules_that_recompute_by_themselves_are_no_blocks():
+    choice = chosen(made(Reversible))
+    assert choice.blocks is None
+    assert any("run in eval mode or without gradients" in note for note in choice.notes)
+
+
+def test_a_model_with_nothing_to_gain_has_no_blocks():
+    model = made(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(NoBlocks):
+        chosen(model)
+
+
+class DropsLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Block()]) for _ in range(5))
+
+    def forward(self, x):
+        for number, (layer,) in enumerate(self.layers):
+            if number != 2 or not self.training:
+                x = layer(x)
+        return x
+
+
+def test_a_layer_that_is_dropped_this_time_is_a_block_too():
+    assert chosen(made(DropsLayers)).names == tuple(f"layers.{n}.0" for n in range(5))
+
+
+def test_a_loss_with_derivatives_is_recorded_too():
+    model = made(PairsInLists)
+
+    def force(model, batch):
+        batch = batch.clone().requires_grad_()
+        energy = model(batch).sum()
+        (gradient,) = torch.autograd.grad(energy, batch, create_graph=True)
+        return gradient.square().sum()
+
+    assert choose_blocks(model, batch_for(model), force).names == PAIRS
+
+
+def test_the_models_own_checkpointing_leaves_nothing_to_choose():
+    class Checkpointing(PairsInLists):
+        def forward(self, x):
+            for attend, feed in self.layers:
+                x = x + checkpoint(attend, x, use_reentrant=False)
+                x = x + checkpoint(feed, x, use_reentrant=False)
+            return self.head(x.mean(1))
+
+    choice = chosen(made(Checkpointing))
+    assert choice.blocks is None
+    assert "never called" in choice.notes[0]
+
+
+def test_compiled_blocks_are_not_replaced_by_what_is_left():
+    model = made(lambda: nn.Sequential(Block(), Block(), Block()))
+    for block in model:
+        block.compile(backend="eager")
+    choice = chosen(model)
+    assert choice.blocks is None
+    assert "compiled, scripted or wrapped" in choice.notes[0]
+
+
+def test_recording_leaves_the_model_as_it_was_and_keeps_no_activation():
+    model = made(UNet)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    chosen(model)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with ForwardRecord(model) as record:
+        output = model(batch_for(model))
+    assert record.total_bytes() > 20 * output.nbytes
+    alive = {number for reference, number in record._known.values() if reference() is not None}
+    assert record.bytes_of(alive - {None}) <= 2 * output.nbytes
