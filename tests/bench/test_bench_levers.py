@@ -1,4 +1,4 @@
-"""Levers by name do what their function does, can be joined, and misspellings are named.
+"""Levers do what their names promise, can be joined, and misspelled names get a suggestion.
 
 python -m pytest tests/bench/test_bench_levers.py
 """
@@ -24,7 +24,7 @@ def test_every_registered_strategy_is_a_lever(name):
     assert name in list_levers()
 
 
-def test_levers_do_what_they_are_called():
+def test_a_lever_applies_the_technique_that_its_name_promises():
     case = Case(SMALL)
     assert TrainingStep(case, find_lever("full")).changed == ["layers.0", "layers.1"]
     assert TrainingStep(case, find_lever("sac:save_matmuls")).changed == ["layers.0", "layers.1"]
@@ -78,7 +78,7 @@ def test_a_plan_from_a_file_is_a_lever(tmp_path):
         ("plan", "plan= is not a file"),
     ],
 )
-def test_what_is_typed_wrong_is_told(text, message):
+def test_a_misspelled_lever_raises_an_error_that_suggests_the_right_one(text, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         find_lever(text)
 
@@ -97,6 +97,6 @@ def test_what_is_typed_wrong_is_told(text, message):
         (Case(mlp()), "timesteps", "has no method unroll"),
     ],
 )
-def test_what_does_not_apply_says_why(case, lever, message):
+def test_a_lever_that_does_not_apply_raises_an_error_with_the_reason(case, lever, message):
     with pytest.raises(ValueError, match=message):
         TrainingStep(case, find_lever(lever))

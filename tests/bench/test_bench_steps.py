@@ -1,4 +1,4 @@
-"""A benchmark's bytes, FLOPs and utilisation, and its rows for what does not fit.
+"""A benchmark's bytes, FLOPs and utilisation, and its rows for setups that fail.
 
 python -m pytest tests/bench/test_bench_steps.py
 """
@@ -49,7 +49,7 @@ def changed(name, change):
 # Bytes.
 
 
-def test_peak_of_a_step_is_what_is_there_and_what_it_adds():
+def test_peak_of_a_step_counts_existing_tensors_and_those_that_it_adds():
     there = [torch.zeros(100), torch.zeros(50)]
 
     def step():
@@ -58,12 +58,12 @@ def test_peak_of_a_step_is_what_is_there_and_what_it_adds():
         del first
         return second + there[0].sum()
 
-    assert bytes_on_device([*there, there[0][:3]], CPU) == 600  # a view is no storage more
+    assert bytes_on_device([*there, there[0][:3]], CPU) == 600  # a view adds no storage
     assert peak_of_step(step, there, CPU) == 600 + 4 * (1000 + 1000 + 1)
 
 
 def test_peak_of_a_chain_is_counted_by_hand():
-    """Count the peak by hand, which is in backward.
+    """Count by hand the peak, which is in backward.
 
     It holds the input of each layer, GELU's input, two gradients of a layer's output and the
     weights' gradients so far; AdamW holds two moments a weight and a number a tensor.
@@ -74,7 +74,7 @@ def test_peak_of_a_chain_is_counted_by_hand():
     assert step.peak_bytes() >= 3 * weights + 4 * 4 + 4 * 8 * 16
     beside = TrainingStep(Case(ROWS, batch_size=8))
     beside()
-    assert step.peak_bytes() == beside.peak_bytes()  # whoever else is alive
+    assert step.peak_bytes() == beside.peak_bytes()  # another step that is alive changes nothing
 
 
 def test_accumulation_lowers_the_peak_and_does_the_same_work():
@@ -89,7 +89,7 @@ def test_accumulation_lowers_the_peak_and_does_the_same_work():
     assert cut.loss == pytest.approx(plain.loss, rel=1e-6)
 
 
-def test_microbatches_of_a_batch_that_does_not_divide_are_uneven_and_none_is_left_out():
+def test_a_batch_that_does_not_divide_has_uneven_microbatches_without_a_sample_lost():
     step = TrainingStep(Case(SMALL, batch_size=5), find_lever("accumulate=3"))
     assert [len(each["tokens"]) for each in step.window] == [2, 2, 1]
     assert step.num_terms == 5 * 16
@@ -109,11 +109,11 @@ def test_steps_share_weights_and_moments_and_leave_them():
     assert all(map(torch.equal, before, plain.model.parameters()))
     half = TrainingStep(
         Case(SMALL), find_lever("bf16"), like=plain
-    )  # of another type: nothing to share
+    )  # a different dtype shares nothing
     assert not half.optimizer.state
 
 
-def test_the_unit_is_what_the_batch_tells():
+def test_the_unit_follows_from_the_batch():
     assert TrainingStep(Case(SMALL)).unit == "tokens"
     assert TrainingStep(Case(mlp())).unit == "samples"
     assert TrainingStep(Case(replace(ROWS, count=lambda batch: batch.numel()))).unit == "terms"
@@ -143,13 +143,15 @@ def card(monkeypatch):
 
 @pytest.mark.parametrize(
     ("named", "dtype", "tera"),
-    [  # as the data sheets have them
+    [  # from the data sheets
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
     ],
 )
-def test_the_rate_is_the_data_sheets_peak_and_not_what_products_reach(card, named, dtype, tera):
+def test_the_peak_rate_is_that_of_the_data_sheet_not_the_one_that_products_reach(
+    card, named, dtype, tera
+):
     card(named)
     found = peak_rate.peak_rate(CUDA, dtype)
     assert found.flops_per_second == pytest.approx(tera * 1e12)
@@ -157,7 +159,7 @@ def test_the_rate_is_the_data_sheets_peak_and_not_what_products_reach(card, name
     assert peak_rate.peak_rate(CUDA, dtype, given="measured") == found
 
 
-def test_a_rate_that_is_not_known_says_why(card, monkeypatch):
+def test_an_unknown_peak_rate_has_its_reason(card, monkeypatch):
     card("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     found = peak_rate.peak_rate(CUDA, torch.bfloat16)
     assert found.flops_per_second is None
@@ -169,7 +171,7 @@ def test_a_rate_that_is_not_known_says_why(card, monkeypatch):
     assert "no peak of this processor" in peak_rate.peak_rate(CPU, torch.float32).source
 
 
-def test_a_rate_that_is_given_or_measured_is_taken(monkeypatch):
+def test_a_given_or_measured_peak_rate_is_used(monkeypatch):
     assert peak_rate.peak_rate(CPU, torch.float32, given=5e12) == peak_rate.PeakRate(
         5e12, "as given"
     )
@@ -186,12 +188,12 @@ def test_a_rate_that_is_given_or_measured_is_taken(monkeypatch):
 
 
 def ticking(*seconds):
-    """A clock that is read twice a step, and says that the steps took these times."""
+    """A clock that is read twice per step, and makes the steps take these times."""
     times = itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
     return lambda: next(times)
 
 
-def test_utilisation_counts_the_models_work_once_and_what_ran_beside_it():
+def test_mfu_counts_the_models_flops_once_and_hfu_all_that_ran():
     found = figures(Case(SMALL), "full", peak=1e9, clock=ticking(0.5))
     plain, full = found.rows
     assert plain.mfu == plain.hfu == plain.model_flops / 0.5 / 1e9
@@ -214,7 +216,7 @@ def outgrow(model, sample):
 
 
 def outgrow_later(model, sample):
-    """As a device whose memory is in pieces after a while."""
+    """Run out of memory in a later step, as on a device with fragmented memory."""
     calls = itertools.count()
 
     def fail(*_):
@@ -256,7 +258,7 @@ def skip_a_block(model, sample):
         (blow_up, REFUSED_OUTCOME, "not finite: microbatch 0 of 1"),
     ],
 )
-def test_what_does_not_work_is_a_row_and_the_others_are_measured(change, outcome, message):
+def test_a_setup_that_fails_gets_a_row_and_the_others_are_measured(change, outcome, message):
     levers = [changed("planted", change), find_lever("full")]
     rows = measure_levers(Case(SMALL), levers, rounds=6, warmup=0).rows
     assert [row.outcome for row in rows] == [MEASURED_OUTCOME, outcome, MEASURED_OUTCOME]
@@ -268,7 +270,7 @@ def test_what_does_not_work_is_a_row_and_the_others_are_measured(change, outcome
 @pytest.mark.parametrize(
     ("change", "message"), [(outgrow, "does not fit"), (blow_up, "not finite")]
 )
-def test_a_plain_step_that_does_not_work_is_an_error(change, message, monkeypatch):
+def test_a_plain_step_that_fails_is_an_error(change, message, monkeypatch):
     build = SMALL.build
 
     def built():
@@ -280,7 +282,7 @@ def test_a_plain_step_that_does_not_work_is_an_error(change, message, monkeypatc
         measure_levers(Case(replace(SMALL, build=built)), rounds=1, warmup=0)
 
 
-def test_a_lever_that_leaves_something_out_is_told_by_its_loss():
+def test_a_lever_that_skips_work_is_found_by_its_loss():
     rows = measure_levers(
         Case(SMALL), [changed("fast", skip_a_block), find_lever("full")], rounds=1, warmup=0
     ).rows
@@ -289,11 +291,11 @@ def test_a_lever_that_leaves_something_out_is_told_by_its_loss():
     assert rows[2].notes == []
 
 
-def test_a_lever_that_changes_nothing_is_told():
+def test_a_lever_that_changes_nothing_gets_a_note():
     assert "changes nothing here" in figures(Case(SMALL), "none").rows[1].notes[0]
 
 
-def test_seconds_that_say_little_are_told():
+def test_unreliable_times_get_a_note():
     found = figures(Case(ROWS), "full", rounds=6, clock=ticking(1.0))
     assert found.notes == [note for note in found.notes if note.startswith("other processes")]
     spread = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 2.0, 3.0))
@@ -308,20 +310,20 @@ def test_seconds_that_say_little_are_told():
 # Another model.
 
 
-def test_another_model_takes_the_same_batch_and_is_held_against_the_first():
+def test_two_models_are_compared_on_the_same_batch():
     wider = replace(transformer(depth=2, dim=64, length=16, vocabulary=64), name="wider")
     plain, other = measure_levers(Case(SMALL), against=[wider], rounds=1, warmup=0).rows
     assert other.name == "wider"
     assert other.num_terms == plain.num_terms
     assert other.model_flops == other.executed_flops > plain.model_flops
-    assert other.notes == []  # another model has another loss
+    assert other.notes == []  # no note: another model may have another loss
     with pytest.raises(
         WorkloadError, match=r"mlp can't take the batch of transformer, on which both are compared"
     ):
         measure_levers(Case(SMALL), against=[mlp()], rounds=1, warmup=0)
 
 
-def test_random_numbers_are_the_same_for_all_and_are_put_back():
+def test_every_setup_draws_the_same_random_numbers_and_generators_are_restored():
     dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
     with seeded(5):
         before = torch.get_rng_state()
@@ -338,7 +340,7 @@ def test_rounds_are_checked_before_anything_runs(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_cuda_bytes_are_the_allocators_and_times_are_waited_for():
+def test_on_cuda_bytes_come_from_the_allocator_and_the_clock_waits_for_the_device():
     plain, full = measure_levers(Case(SMALL, device=CUDA), [find_lever("full")], rounds=6).rows
     assert full.peak_bytes < plain.peak_bytes
     assert plain.step.median > 0

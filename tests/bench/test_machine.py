@@ -28,7 +28,7 @@ def watched(*readings, device=CPU):
     return machine
 
 
-def test_a_machine_says_how_many_cores_others_took():
+def test_cores_taken_by_other_processes_get_a_note():
     machine = watched(
         Reading(0.0, 100.0, 10.0), Reading(10.0, 119.0, 19.0)
     )  # 1.9 cores in use, 0.9 of them ours
@@ -39,17 +39,17 @@ def test_a_machine_says_how_many_cores_others_took():
 @pytest.mark.parametrize(
     "end",
     [
-        Reading(10.0, 120.0, 30.0),  # all of it was ours
-        Reading(10.0, 105.0, 10.0),  # others took half a core, and nobody wanted the rest
-        Reading(10.0, None, 20.0),  # it can't be known
-        Reading(0.0, 100.0, 10.0),  # nothing has passed
+        Reading(10.0, 120.0, 30.0),  # all of the load is ours
+        Reading(10.0, 105.0, 10.0),  # others use half a core, and the rest is idle
+        Reading(10.0, None, 20.0),  # no reading of the machine's load
+        Reading(0.0, 100.0, 10.0),  # no time has passed
     ],
 )
-def test_a_machine_that_has_cores_left_says_nothing(end):
+def test_a_machine_with_idle_cores_gets_no_note(end):
     assert watched(Reading(0.0, 100.0, 10.0), end).remarks() == []
 
 
-def test_a_machine_whose_gpu_slows_down_says_so():
+def test_a_gpu_whose_clock_falls_gets_a_note():
     machine = watched(
         Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1410), device=torch.device("cuda")
     )
@@ -57,7 +57,7 @@ def test_a_machine_whose_gpu_slows_down_says_so():
     assert watched(Reading(0.0, None, 0.0, 1980), Reading(1.0, None, 0.0, 1965)).remarks() == []
 
 
-def test_a_machine_is_read_as_it_is():
+def test_the_real_machine_is_read():
     with Machine(CPU) as machine:
         time.sleep(1.5 * report.SHORTEST_SECONDS)
     assert machine.others is None or machine.others >= 0
@@ -65,14 +65,14 @@ def test_a_machine_is_read_as_it_is():
         assert machine.others is not None
 
 
-def test_a_machine_without_its_figures_is_read_as_unknown(monkeypatch, tmp_path):
+def test_missing_figures_of_a_machine_are_none(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "CPU_STAT_FILE", tmp_path / "absent")
     with Machine(CPU) as machine:
         pass
     assert machine.others is None
 
 
-def test_what_is_too_short_for_the_clock_of_the_kernel_says_nothing_of_others():
+def test_a_time_below_the_kernels_clock_gets_no_note_on_other_processes():
     readings = iter([Reading(0.0, 5.0, 0.0), Reading(1e-4, 5.01, 1e-4)])
     with Machine(torch.device("cpu"), read=lambda: next(readings), cores=2) as machine:
         pass
@@ -80,7 +80,7 @@ def test_what_is_too_short_for_the_clock_of_the_kernel_says_nothing_of_others():
     assert machine.remarks() == []
 
 
-def test_a_machine_whose_gpu_does_not_tell_its_clock_says_nothing_of_it(monkeypatch):
+def test_a_gpu_without_a_readable_clock_gets_no_note(monkeypatch):
     class Refused(Exception):
         pass
 

@@ -43,7 +43,7 @@ RECOMPUTE = ["full", "sequential", "selective"]
 
 
 def chain(depth=4, width=16):
-    """Blocks of two linears with a GELU between."""
+    """Blocks of two linear layers with a GELU between them."""
     return Workload(
         "chain",
         lambda: nn.Sequential(
@@ -62,7 +62,7 @@ def register(monkeypatch, name, apply):
 
 
 def detach(model, sample):
-    """Cuts the gradient in the middle."""
+    """Cut the gradient in the middle."""
     model[2].register_forward_pre_hook(lambda module, args: (args[0].detach(),))
     return ["2"]
 
@@ -142,7 +142,7 @@ def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch)
     assert rows[0].strategy == "none"
     assert rows[-1].modules == ["0", "1"]
     refused = {row.strategy for row in rows if row.outcome != MEASURED_OUTCOME}
-    # No loop over time, no attention, and nothing that is large enough to move.
+    # No loop over time, no attention, and no tensor that is large enough to offload.
     assert refused == {"timesteps", "timesteps_nested", "sac_attention", "offload"}
     assert all(
         row.held_bytes <= rows[0].held_bytes for row in rows if row.outcome == MEASURED_OUTCOME
@@ -181,7 +181,7 @@ def test_batch_norm_and_dropout_are_still_bit_equal():
         (detach, "measured", "", True),
     ],
 )
-def test_a_strategy_that_does_not_work_is_a_row_that_says_so(
+def test_a_strategy_that_fails_gets_a_row_with_the_reason(
     monkeypatch, strategy, outcome, message, wrong
 ):
     register(monkeypatch, "planted", strategy)
@@ -190,7 +190,7 @@ def test_a_strategy_that_does_not_work_is_a_row_that_says_so(
     assert row.parity.startswith("differs: gradient 0.0.weight") == (strategy is detach)
 
 
-def test_a_model_that_cannot_take_a_plain_step_is_said():
+def test_a_model_whose_plain_step_fails_is_an_error():
     norm = Workload(
         "norm",
         lambda: nn.BatchNorm1d(4),
@@ -212,7 +212,9 @@ def test_a_model_that_cannot_take_a_plain_step_is_said():
     st.integers(1, 64),
     st.booleans(),
 )
-def test_largest_is_measured_on_both_sides_for_any_bytes_that_grow(fixed, slopes, start, close):
+def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
+    fixed, slopes, start, close
+):
     tried = []
 
     def bytes_of(size):
@@ -229,7 +231,7 @@ def test_largest_is_measured_on_both_sides_for_any_bytes_that_grow(fixed, slopes
     assert max(tried) <= max(2 * start, 2 * found, 2)
 
 
-def test_largest_takes_few_steps_where_bytes_grow_evenly():
+def test_the_largest_batch_is_found_in_few_steps_when_bytes_grow_evenly():
     tried = []
 
     def bytes_of(size):
@@ -237,13 +239,15 @@ def test_largest_takes_few_steps_where_bytes_grow_evenly():
         return 1000 + 7 * size
 
     assert search(bytes_of, 1_000_000, start=8) == 142714
-    assert len(tried) <= 18  # 15 doublings, then where the line meets the limit, and one above
+    assert (
+        len(tried) <= 18
+    )  # 15 doublings, then the size at which the line meets the limit, and one above
     tried.clear()
     assert search(bytes_of, 1_000_000, start=142714, close=True) == 142714
     assert tried == [142714, 142715]
 
 
-def test_largest_of_what_does_not_grow_is_an_error():
+def test_the_largest_batch_of_bytes_that_do_not_grow_is_an_error():
     with pytest.raises(ValueError, match="memory does not grow with the batch"):
         search(lambda size: 10, 1000, start=4)
 
@@ -310,13 +314,13 @@ def test_table_fits_80_columns_with_large_numbers_and_long_names(monkeypatch):
     assert " fits" not in savings_table(rows).splitlines()[1]
 
 
-def test_pareto_front_leaves_out_what_another_point_beats():
+def test_pareto_front_omits_points_that_another_one_beats():
     points = [(1.0, 9.0), (1.2, 5.0), (1.3, 5.0), (1.1, 9.5), (1.4, 4.0), (1.4, 4.5), (1.0, 9.0)]
     assert pareto(points) == [(1.0, 9.0), (1.2, 5.0), (1.4, 4.0)]
     assert pareto([]) == []
 
 
-def test_of_many_cases_the_last_of_each_workload_is_drawn():
+def test_the_plot_shows_the_last_case_of_each_workload():
     rows = [
         made_row("none", workload=name, batch_size=size)
         for name in ("a", "b")
@@ -447,7 +451,7 @@ def test_command_takes_a_hugging_face_model(run, tmp_path):
     assert rows[1]["parity"] == "bit-equal"
 
 
-def test_command_says_what_repeats_nothing_and_goes_on(run, tmp_path):
+def test_a_model_without_blocks_is_reported_and_the_others_are_measured(run, tmp_path):
     (tmp_path / "their_layer.py").write_text(
         "from torch import nn\ndef build(): return nn.Linear(4, 4)\n"
     )
@@ -457,7 +461,7 @@ def test_command_says_what_repeats_nothing_and_goes_on(run, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", [detach, break_later])
-def test_another_training_ends_with_1(run, monkeypatch, strategy):
+def test_a_strategy_that_changes_the_training_ends_with_status_1(run, monkeypatch, strategy):
     register(monkeypatch, "planted", strategy)
     monkeypatch.setattr(command, "load_with_depth", lambda spec, depth: chain())
     ended = run("--strategy", "planted")
@@ -495,5 +499,5 @@ def test_wrong_usage_is_one_line_before_anything_is_measured(run, tmp_path, argu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_ends_with_3(run):
+def test_a_missing_device_ends_with_status_3(run):
     assert run("--device", "cuda").exit_code == 3

@@ -10,7 +10,7 @@ from grad_flow_overhead import measure_costs, measure_counting, measure_held
 CASE = Case(transformer(depth=2, dim=32, length=16, vocabulary=64), batch_size=2)
 
 
-def test_a_step_between_has_the_operations_of_the_plain_one_and_a_probed_one_has_more():
+def test_only_probed_steps_run_more_operations_than_the_plain_one():
     costs = measure_costs(CASE, repeats=1)
     assert costs["between"]["operations"] == costs["plain"]["operations"]
     assert (

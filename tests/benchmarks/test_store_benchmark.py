@@ -11,7 +11,7 @@ from cadence_benchmark import main as cadence_main
 from store_benchmark import main
 
 
-def test_both_ratios_are_recorded_and_nothing_is_left(tmp_path, capsys):
+def test_both_ratios_are_recorded_and_no_file_is_left_behind(tmp_path, capsys):
     main(
         [
             "--mib",
@@ -33,7 +33,7 @@ def test_both_ratios_are_recorded_and_nothing_is_left(tmp_path, capsys):
     assert capsys.readouterr().out.count("of plain, at most") == 2
 
 
-def test_a_cadence_is_measured_with_its_bound_and_nothing_is_left(tmp_path, capsys):
+def test_a_cadence_is_measured_with_its_bound_and_no_file_is_left_behind(tmp_path, capsys):
     words = ["--mib", "12", "--seconds", "2", "--overhead", "0.9", "--folder", str(tmp_path)]
     cadence_main([*words, "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())

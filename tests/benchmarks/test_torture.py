@@ -26,7 +26,7 @@ OTHER_COMMANDS = {"estimate", "plot", "resume-check", "spike-check"}
 
 
 def run(*words):
-    """Run a module in its own process: it forks, and therefore has one thread."""
+    """Run a module in its own process with one thread, because it forks."""
     paths = os.pathsep.join(
         [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
     )
@@ -91,8 +91,8 @@ def test_every_command_that_reads_a_checkpoint_is_tried():
     assert set(runs_command.list_commands(None)) == {*COMMANDS, *OTHER_COMMANDS}
 
 
-def test_a_kill_while_the_note_of_a_rollback_is_written_does_not_end_all_rollbacks(tmp_path):
-    """A half-written file of the killed process once stopped every later rollback."""
+def test_a_kill_while_a_rollback_is_noted_does_not_stop_later_rollbacks(tmp_path):
+    """Guard against a half-written file of the killed process, which once stopped all rollbacks."""
     state = new_state()
     often = PolicyConfig(rollback_every=1)
     with Store(tmp_path) as store, SavingPolicy(store, often) as policy:

@@ -12,8 +12,8 @@ from curry_train.runs.policy_config import PolicyConfig, Retention
 from torture_retention import KINDS_OF_EVENT, histories, run_history, with_rules
 
 
-def test_some_hundred_histories():
-    """The recorded run has ten thousand."""
+def test_the_rules_agree_with_the_simple_model_on_some_hundred_histories():
+    """Run some hundred random histories; the recorded run has ten thousand."""
     found = histories(300)
     assert found["wrong"] == []
     assert found["histories"] == 300
@@ -46,7 +46,7 @@ def guards_nothing(every, config, *, protected=(), **options):
 
 
 def removes_one_by_one(store, folders):
-    """Without a note: a crash leaves a part."""
+    """Delete without a note first, so that a crash leaves some of it behind."""
     for folder in sorted(folders):
         store.discard(folder)
 
@@ -72,8 +72,8 @@ def test_a_wrong_rule_is_caught(name):
     assert found["wrong"] != [], f"not in {found['histories']} histories"
 
 
-def test_a_damaged_state_that_is_saved_again_before_a_crash_is_whole_again():
-    """The older one below it may go then."""
+def test_a_damaged_state_that_is_saved_again_counts_as_intact():
+    """Check that the older one may then be deleted."""
     config = PolicyConfig(rollback_every=1, recovery_every=5, best_k=0, retention=Retention(1, 1))
     sound = [("train", (number, None, True)) for number in (1, 4)]
     run_history(

@@ -212,7 +212,7 @@ def test_wrong_usage_ends_with_2_and_one_message(run, toys, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_ends_with_3(run):
+def test_a_missing_device_ends_with_status_3(run):
     assert run("--model", "mlp", "--device", "cuda").exit_code == 3
 
 

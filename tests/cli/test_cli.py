@@ -224,7 +224,7 @@ def test_wrong_usage_is_one_line(run, arguments, status, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_ends_with_3(run):
+def test_a_missing_device_ends_with_status_3(run):
     ended = run("--device", "cuda")
     assert ended.exit_code == 3
     assert "no CUDA device" in ended.output

@@ -38,18 +38,18 @@ def test_eager_bytes_and_flops_are_those_that_the_dispatch_modes_count(name, rec
     if recomputed:
         recompute_blocks(
             model, preserve_rng_state=False
-        )  # the modes don't see the kept state of a generator
+        )  # the modes don't see the saved state of a generator
     expected, found = (
         measure_memory(model, batch, mean_loss),
         measure_allocated(model, batch, mean_loss),
     )
-    # Convolutions use workspace that no operation returns; autograd wraps a number in eight bytes.
+    # Convolutions use workspace that no operation returns; autograd wraps a number in 8 bytes.
     assert 0 <= found.held_bytes - expected.held_bytes <= 2 * KIB
     assert 0 <= found.peak_bytes - expected.peak_bytes <= 0.002 * expected.peak_bytes + 2 * KIB
     assert count_executed_flops(model, batch, mean_loss) == count_flops(model, batch, mean_loss)
 
 
-def test_bytes_are_the_same_each_time_and_nothing_is_left_behind(capfd):
+def test_bytes_are_the_same_in_each_measurement_and_the_model_is_unchanged(capfd):
     case = Case(load_workload("resnet"))
     model, batch = case.build(), case.batch()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -64,10 +64,10 @@ def test_bytes_are_the_same_each_time_and_nothing_is_left_behind(capfd):
     assert capfd.readouterr() == (
         "",
         "",
-    )  # the profiler's own lines would get into a command's output
+    )  # the profiler's own lines would appear in a command's output
 
 
-def test_what_compiled_code_holds_and_computes_is_that_of_what_ran():
+def test_bytes_and_flops_of_compiled_code_are_those_that_ran():
     block, batch = block_class(), rows()
     plain, product = build(block), 2 * ROWS * WIDTH * 2 * WIDTH
     eager = measure_allocated(plain, batch, loss)
@@ -83,10 +83,10 @@ def test_what_compiled_code_holds_and_computes_is_that_of_what_ran():
     assert again.forward == flops.forward
     assert (
         again.backward - flops.backward == 2 * product
-    )  # of each block the first product; early stop for the second
+    )  # the first product of each block; early stop skips the second
 
 
-def test_saved_bytes_are_those_of_activations_alone_each_storage_once():
+def test_saved_bytes_count_each_activation_storage_once_and_nothing_else():
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     batch = torch.ones(64, 16)
     assert saved_bytes(model, batch, lambda module, batch: module(batch).sum()) == 64 * 16 * 4
@@ -131,13 +131,13 @@ def compiled_forward(model):
         lambda model: nn.Sequential(compiled_whole(model)),
     ],
 )
-def test_a_module_that_holds_compiled_code_is_known(make):
+def test_a_module_with_compiled_code_inside_is_recognised(make):
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     assert not holds_compiled_code(model)
     assert holds_compiled_code(make(model))
 
 
-def test_a_function_with_its_own_code_is_compiled_again():
+def test_a_copied_function_is_compiled_separately():
     graphs = []
 
     def backend(graph, inputs):

@@ -53,12 +53,12 @@ def test_blocks_of_hugging_face_models():
     assert list(find_blocks(gpt2)) == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_blocks_in_blocks_are_the_outer_ones():
+def test_nested_repeats_give_the_outer_blocks():
     stages = nn.Sequential(*[nn.Sequential(*[Residual() for _ in range(3)]) for _ in range(2)])
     assert list(find_blocks(stages)) == ["0", "1"]
 
 
-def test_stages_of_different_depth_are_taken_apart():
+def test_stages_of_different_depth_give_the_blocks_inside():
     stages = nn.Sequential(
         nn.Sequential(Residual(), Residual()), nn.Sequential(Residual(), Residual(), Residual())
     )
@@ -72,7 +72,7 @@ def test_encoder_and_decoder_are_both_found():
     assert list(find_blocks(model)) == ["encoder.0", "encoder.1", "decoder.a", "decoder.b"]
 
 
-def test_what_stands_once_is_no_block():
+def test_a_module_that_occurs_once_is_not_a_block():
     model = nn.Sequential(nn.Linear(4, 4), Residual(), Residual(), nn.Linear(4, 2))
     assert list(find_blocks(model)) == ["1", "2"]
 
@@ -86,7 +86,7 @@ def test_what_stands_once_is_no_block():
     ],
     ids=["leaf", "one block", "no parameters"],
 )
-def test_a_model_that_repeats_nothing_says_what_to_name(model):
+def test_a_model_without_repeats_raises_an_error_that_lists_modules_to_name(model):
     with pytest.raises(
         ValueError,
         match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks",
@@ -101,7 +101,7 @@ def test_recurrent_layers_are_blocks_since_they_keep_every_step(layer):
     assert list(find_blocks(model)) == ["layers.0", "layers.1"]
 
 
-def test_lone_layers_are_no_blocks_and_the_reason_is_said():
+def test_single_layers_are_not_blocks_and_the_message_gives_the_reason():
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     with pytest.raises(
@@ -118,7 +118,7 @@ def test_lone_layers_are_no_blocks_and_the_reason_is_said():
     assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
 
 
-def test_a_pattern_takes_what_it_names_and_the_outermost_of_it():
+def test_a_pattern_selects_the_outermost_matching_modules():
     module = load_workload("transformer").build()
     assert list(find_blocks(module, "layers.[12]")) == ["layers.1", "layers.2"]
     assert list(find_blocks(module, "layers.*.feed_forward")) == [
@@ -131,13 +131,13 @@ def test_a_pattern_takes_what_it_names_and_the_outermost_of_it():
     ]
 
 
-def test_blocks_10_and_1_are_not_one_inside_the_other():
+def test_block_10_is_not_inside_block_1():
     model = nn.Sequential(*[Residual() for _ in range(11)])
     assert list(find_blocks(model)) == [str(index) for index in range(11)]
     assert list(find_blocks(model, "1*")) == ["1", "10"]
 
 
-def test_a_pattern_that_takes_nothing_is_an_error_that_lists_what_there_is():
+def test_a_pattern_without_a_match_raises_an_error_that_lists_the_names():
     module = load_workload("snn").build()
     with pytest.raises(
         ValueError, match=r"the pattern 'blocks\.\*' matches no module; there are layers, layers\.0"
@@ -156,8 +156,8 @@ def test_match_names_shortens_a_long_list_and_names_the_option():
         match_names(names, "x", option="--blocks")
 
 
-def test_blocks_stay_blocks_where_some_of_them_recompute():
-    """A plan that recomputes one block of four leaves it a block, which FSDP2 shards by itself."""
+def test_blocks_are_still_found_when_some_of_them_recompute():
+    """Find all four blocks after a plan made one of them recompute, as FSDP2 shards each one."""
     model = load_workload("transformer").build()
     before = list(find_blocks(model))
     recompute_blocks(model, blocks=["layers.1"])

@@ -17,13 +17,13 @@ class Node:
     others: list[Any] = field(default_factory=list)
 
 
-def test_tensors_of_containers_and_dataclasses_come_in_their_order():
+def test_tensors_in_containers_and_dataclasses_are_found_in_order():
     a, b, c, d = (torch.tensor(float(number)) for number in range(4))
     found = list(tensors_in((a, {"inner": Node(b, [Node(c)])}, [d], "text", None, Node)))
     assert [float(tensor) for tensor in found] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_dataclasses_that_hold_each_other_are_gone_through_once():
+def test_dataclasses_that_refer_to_each_other_are_visited_once():
     first, second = Node(torch.ones(1)), Node(torch.zeros(1))
     first.others, second.others = [second], [first, second]
     assert len(list(tensors_in(first))) == 2

@@ -13,7 +13,7 @@ from tree import ROOT
 from curry_train import primitives
 
 
-def test_names_are_handed_on_and_listed():
+def test_lazy_names_are_importable_and_listed():
     from curry_train.primitives import GradientAccumulation
 
     assert GradientAccumulation.__module__ == "curry_train.primitives.grad_accum"
@@ -21,7 +21,7 @@ def test_names_are_handed_on_and_listed():
     assert primitives.grad_accum.GradientAccumulation is GradientAccumulation
 
 
-def test_a_name_that_nobody_promised_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(
         AttributeError, match=r"module 'curry_train.primitives' has no attribute 'Nothing'"
     ):
@@ -30,7 +30,7 @@ def test_a_name_that_nobody_promised_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("room", ["core", "gates", "plan", "primitives", "runs", "workloads"])
-def test_every_public_name_is_in_the_module_that_is_said_to_have_it(room):
+def test_every_lazy_name_exists_in_the_module_of_its_table(room):
     package = importlib.import_module(f"curry_train.{room}")
     assert package.__all__
     missing = [name for name in package.__all__ if not hasattr(package, name)]

@@ -30,7 +30,7 @@ def test_held_and_peak_bytes_of_two_layers_by_hand():
     module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
     memory = measure_memory(module, torch.randn(4, 8), square_sum)
     matrix, loss = 4 * 16 * 4, 4
-    # Held: the sigmoid's output, its square while the sum needs it no longer, the loss.
+    # Held: the sigmoid's output and the loss; the square is freed after the sum.
     assert memory.held_bytes == matrix + loss
     gradient_of_weight = 8 * 16 * 4
     assert memory.peak_bytes >= memory.held_bytes + matrix + gradient_of_weight
@@ -61,7 +61,7 @@ def test_bytes_do_not_vary_between_runs(name):
     )
 
 
-def test_what_was_there_before_does_not_count_and_views_count_once():
+def test_earlier_tensors_do_not_count_and_views_count_once():
     before = torch.ones(1000)
     with LiveStorages() as storages:
         view = before.view(10, 100)
@@ -85,7 +85,7 @@ def test_a_module_that_runs_twice_is_counted_twice():
 
 
 @pytest.mark.parametrize("measure", [measure_memory, count_flops])
-def test_measuring_leaves_nothing_behind(measure):
+def test_measuring_leaves_no_gradient_or_hook_behind(measure):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     buffers = [buffer.clone() for buffer in module.buffers()]
     state = torch.get_rng_state()
@@ -121,7 +121,7 @@ def test_attention_with_fewer_key_heads_is_counted_by_its_query_heads():
     assert (forward.flops, backward.flops) == (2 * one_product, 5 * one_product)
 
 
-def test_recomputed_flops_are_the_forward_again():
+def test_recomputed_flops_equal_those_of_the_forward():
     module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
     plain = count_flops(module, torch.randn(4, 8), square_sum)
     flops = count_flops(

@@ -36,7 +36,7 @@ from curry_train.workloads.workload import WorkloadError
         ("", None),
     ],
 )
-def test_the_nearest_name_in_any_case_and_with_any_dash(name, meant):
+def test_the_nearest_name_ignores_case_and_dashes(name, meant):
     known = ("mlp", "transformer", "resnet", "grad-accum", "memory_budget")
     assert nearest(name, known) == meant
     message = did_you_mean(name, known)
@@ -80,7 +80,7 @@ def test_the_nearest_gate(pattern, meant):
         (lambda: make_policy("save_matmul"), "save_matmuls"),
     ],
 )
-def test_a_name_that_is_none_is_refused_with_the_one_that_was_meant(refuse, meant):
+def test_a_misspelled_name_is_refused_with_a_suggestion(refuse, meant):
     with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
         refuse()
 
@@ -101,7 +101,7 @@ def test_gates_and_techniques_are_refused_in_the_same_words(tmp_path):
         find_bundle().find("grad-acum")
 
 
-def test_scaffold_finds_it_without_torch(pytestconfig):
+def test_suggestions_need_no_torch(pytestconfig):
     program = "import sys, curry_train.core.wording; print('torch' in sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=pytestconfig.rootpath / "template", capture_output=True

@@ -1,4 +1,4 @@
-"""Parity names what differs, and nothing that differs goes unnamed.
+"""Parity names every difference between two steps.
 
 python -m pytest tests/core/test_parity.py
 """
@@ -84,7 +84,7 @@ def test_one_bit_is_enough_without_a_tolerance(step):
     ],
     ids=["none", "missing", "shape", "dtype", "nan", "extra", "zeros for none"],
 )
-def test_gradients_of_another_kind_differ_at_any_tolerance(step, change):
+def test_a_missing_or_malformed_gradient_differs_at_any_tolerance(step, change):
     parity = compare(step, replace(step, gradients=change(dict(step.gradients))), tolerance=1e9)
     assert len(parity.differences) == 1
     assert "differs in kind" in parity.describe()
@@ -104,7 +104,7 @@ def test_a_buffer_updated_twice_is_named(step):
     ("name", "draw"),
     [("torch", lambda: torch.rand(1)), ("python", random.random), ("numpy", numpy.random.rand)],
 )
-def test_one_more_random_number_is_named(name, draw):
+def test_an_extra_random_number_is_named(name, draw):
     def run(extra):
         with seeded(0):
             model = Model()
@@ -117,8 +117,8 @@ def test_one_more_random_number_is_named(name, draw):
     assert [str(found) for found in parity.differences] == [f"generator {name}: differs in kind"]
 
 
-def test_rounding_of_a_gradient_that_is_zero_is_no_difference(step):
-    # A bias before BatchNorm has no gradient in exact arithmetic: what is there is rounding.
+def test_rounding_of_a_gradient_that_is_zero_is_not_a_difference(step):
+    # The exact gradient of a bias before BatchNorm is zero, so the computed one is rounding.
     noise = step.gradients["first.bias"]
     assert noise.abs().max() < 1e-5
     off = dict(step.gradients) | {"first.bias": -noise}
@@ -127,7 +127,7 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference(step):
     assert not compare(step, replace(step, gradients=wrong), tolerance=1e-4).holds
 
 
-def test_a_frozen_parameter_is_not_missing_a_gradient():
+def test_a_frozen_parameter_without_a_gradient_is_not_a_difference():
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
     step = record_step(model, torch.ones(1, 2), lambda model, batch: model(batch).sum())
     assert compare(step, step).without_gradient == ()

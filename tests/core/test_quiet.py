@@ -1,4 +1,4 @@
-"""Loggers that are silent for a while. `python -m pytest tests/core/test_quiet.py`."""
+"""Silence loggers for a while. `python -m pytest tests/core/test_quiet.py`."""
 
 import logging
 
@@ -7,7 +7,7 @@ import pytest
 from curry_train.core.wording import unheard
 
 
-def test_only_the_named_ones_are_silent_and_only_inside(caplog):
+def test_only_the_named_loggers_are_silent_and_only_inside_the_context(caplog):
     first, second = logging.getLogger("quiet.first"), logging.getLogger("quiet.second")
 
     def fails():
@@ -22,7 +22,7 @@ def test_only_the_named_ones_are_silent_and_only_inside(caplog):
     assert [record.message for record in caplog.records] == ["heard", "heard again"]
 
 
-def test_one_that_was_silent_stays_so():
+def test_a_logger_that_was_silent_before_stays_silent():
     logger = logging.getLogger("quiet.third")
     logger.disabled = True
     with unheard("quiet.third"):

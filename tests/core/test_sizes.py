@@ -1,4 +1,4 @@
-"""Sizes of memory: what is understood, and what a wrong one is told.
+"""Parse sizes of memory, and refuse wrong ones with a message.
 
 python -m pytest tests/core/test_sizes.py
 """
@@ -47,7 +47,7 @@ def test_sizes_are_read(text, size):
         ("24GiBs", "has the unit 'GiBs'"),
     ],
 )
-def test_what_is_no_size_is_said_in_one_line(text, message):
+def test_an_invalid_size_is_refused_in_one_line(text, message):
     with pytest.raises(ValueError, match=message) as raised:
         parse_bytes(text)
     assert "\n" not in str(raised.value)
@@ -75,5 +75,5 @@ def test_whole_numbers_of_a_unit_are_exact(number, unit):
 
 
 @given(st.integers(1, 2**50))
-def test_what_is_written_is_read_back_to_the_digits_shown(size):
+def test_a_printed_size_parses_to_the_digits_shown(size):
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.006)

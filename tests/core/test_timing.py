@@ -29,7 +29,7 @@ from curry_train.core.timing import (
 
 
 class Clock:
-    """Time that passes only where something is said to take it."""
+    """A clock that moves only when `take` is called."""
 
     def __init__(self):
         self.now = 0.0
@@ -45,7 +45,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("num_ways", range(1, 9))
-def test_every_way_stands_at_every_place_and_follows_every_other_one_equally_often(num_ways):
+def test_every_setup_has_every_position_and_every_predecessor_equally_often(num_ways):
     rounds = list(itertools.islice(order_of_rounds(num_ways), 2 * num_ways))
     assert all(sorted(row) == list(range(num_ways)) for row in rounds)
     for place in range(num_ways):
@@ -56,7 +56,7 @@ def test_every_way_stands_at_every_place_and_follows_every_other_one_equally_oft
     for row, back in zip(rounds[::2], rounds[1::2], strict=True):
         assert (
             back == row[::-1]
-        )  # a machine that slows down evenly slows all of them equally over two rounds
+        )  # an even slowdown of the machine affects all ways equally over two rounds
 
 
 def test_only_the_step_is_timed_and_warm_up_is_left_out():
@@ -74,8 +74,8 @@ def test_only_the_step_is_timed_and_warm_up_is_left_out():
     assert [turn for turn, _ in turns] == [-2, -2, -1, -1, 0, 0, 1, 1, 2, 2]
 
 
-def test_a_device_that_works_on_is_waited_for_and_what_was_queued_before_is_not_charged():
-    clock, queue = Clock(), [7.0]  # something is on its way already
+def test_the_clock_waits_for_the_device_and_excludes_work_queued_before():
+    clock, queue = Clock(), [7.0]  # work that was queued before
 
     def wait():
         clock.take(sum(queue))
@@ -87,7 +87,7 @@ def test_a_device_that_works_on_is_waited_for_and_what_was_queued_before_is_not_
         [2.0, 2.0],
     ]
     unwaited = time_in_turns(ways, rounds=2, warmup=0, clock=clock)
-    assert unwaited == [[0.0, 0.0], [0.0, 0.0]]  # what a benchmark without waiting says
+    assert unwaited == [[0.0, 0.0], [0.0, 0.0]]  # the result of a benchmark that does not wait
 
 
 @pytest.mark.parametrize(("rounds", "warmup"), [(0, 0), (1, -1)])
@@ -105,7 +105,7 @@ def test_a_stall_moves_neither_median_nor_tenths():
     assert spread_of([2.0]).relative == 0.0
 
 
-def test_drift_that_doubles_every_step_leaves_the_ratio_alone():
+def test_drift_that_doubles_every_step_does_not_change_the_ratio():
     plain = [2.0**turn for turn in range(10)]
     found = paired_ratio([1.25 * seconds for seconds in plain], plain)
     assert (found.median, found.lower, found.upper, found.verdict) == (
@@ -118,7 +118,7 @@ def test_drift_that_doubles_every_step_leaves_the_ratio_alone():
 
 @pytest.mark.parametrize(
     ("rounds", "rank", "coverage"),
-    # Of the binomial distribution with one half: the ranks that tables of the sign test give.
+    # Ranks from tables of the sign test: the binomial distribution with probability one half.
     [
         (6, 0, 0.96875),
         (8, 0, 0.9921875),
@@ -146,7 +146,7 @@ def test_five_rounds_are_too_few_for_an_interval():
         ((0.99, 1.01), NO_DIFFERENCE_VERDICT),
     ],
 )
-def test_a_difference_is_seen_where_the_interval_leaves_one_out(bounds, verdict):
+def test_a_difference_is_seen_when_the_interval_excludes_one(bounds, verdict):
     assert Ratio(1.0, *bounds, 0.95).verdict == verdict
 
 
@@ -161,7 +161,7 @@ def test_the_interval_holds_the_true_ratio_in_95_of_100_runs_whatever_the_noise(
         both = [seconds * (8 if draw.random() < 0.1 else 1) for seconds in plain]
         found = paired_ratio([true_ratio * seconds for seconds in stalled], both)
         held += found.lower <= true_ratio <= found.upper
-    assert 930 <= held <= 985  # 95.9% by rank, within three standard errors and what a tie may add
+    assert 930 <= held <= 985  # 95.9% by rank; the bound allows three standard errors and ties
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=40), st.floats(0.1, 10))
@@ -179,7 +179,7 @@ def test_a_ratio_without_noise_is_exact_for_any_times(plain, factor):
         ([1.0], [0.0], "give it more to do"),
     ],
 )
-def test_timings_that_do_not_belong_together_are_an_error(ours, theirs, message):
+def test_timings_of_different_rounds_are_an_error(ours, theirs, message):
     with pytest.raises(ValueError, match=message):
         paired_ratio(ours, theirs)
     with pytest.raises(ValueError, match="no timings"):

@@ -1,4 +1,4 @@
-"""Generators are put back, those of CUDA too where tensors without values stand for its own.
+"""Restore generators, also CUDA's where CUDA tensors are simulated without values.
 
 python -m pytest tests/core/test_untouched.py
 """
@@ -19,7 +19,7 @@ from curry_train.workloads.models import transformer
 
 @pytest.fixture
 def cuda_generators(monkeypatch):
-    """Two generators of CUDA, each a number, which are found as `torch.cuda` finds them."""
+    """Simulate two CUDA generators, each a number, behind the functions of `torch.cuda`."""
     states = [3, 5]
 
     def index_of(device):
@@ -40,7 +40,7 @@ def cuda_generators(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", [None, *KERNEL_DEVICES])
-def test_generators_of_cuda_are_put_back_also_where_cuda_stands_for_the_cpu(
+def test_cuda_generators_are_restored_also_where_cuda_is_mapped_to_the_cpu(
     kernels, cuda_generators
 ):
     with pretended(kernels=kernels) if kernels else contextlib.nullcontext():
@@ -49,7 +49,7 @@ def test_generators_of_cuda_are_put_back_also_where_cuda_stands_for_the_cpu(
             if kernels:
                 assert (
                     torch.empty(1, device="cuda").device.type == "cpu"
-                )  # CUDA is the CPU, as before
+                )  # CUDA is still mapped to the CPU
         assert cuda_generators == [3, 5]
         with contextlib.suppress(KeyError), generators_kept():
             cuda_generators[1] = 9
@@ -57,7 +57,7 @@ def test_generators_of_cuda_are_put_back_also_where_cuda_stands_for_the_cpu(
         assert cuda_generators == [3, 5]
 
 
-def test_a_module_draws_from_no_generator_of_cuda_where_cuda_stands_for_the_cpu(cuda_generators):
+def test_a_module_uses_no_cuda_generator_where_cuda_is_mapped_to_the_cpu(cuda_generators):
     with pretended():
         assert len(generator_states(nn.Linear(2, 2, device="cuda"))) == 1
 

@@ -72,7 +72,7 @@ def test_a_container_keeps_its_type_and_is_cut_by_samples(batch):
     assert all(torch.equal(tensor - tensor[0, 0], INPUTS[1:3] - INPUTS[1, 0]) for tensor in found)
 
 
-def test_what_can_not_be_cut_is_refused_with_its_type():
+def test_a_batch_that_can_not_be_cut_is_refused_with_its_type():
     with pytest.raises(IndivisibleBatch, match="a Movable can't be divided into samples"):
         take(Movable(INPUTS), slice(0, 1))
 

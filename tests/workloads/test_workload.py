@@ -86,7 +86,7 @@ def test_masking_leaves_uneven_counts_and_no_empty_row():
     assert counts == [2, 23, 43, 64]
 
 
-def test_a_batch_is_cut_without_losing_samples():
+def test_cutting_a_batch_loses_no_sample():
     batch = {
         "x": torch.arange(6),
         "pair": (torch.arange(12).view(6, 2), "flag"),
@@ -207,7 +207,7 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
         ("built = 1", "has no callable 'build'"),
     ],
 )
-def test_what_can_not_be_trained_is_said_in_one_line(factory, source, message):
+def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, message):
     with pytest.raises(WorkloadError) as raised:
         load_workload(factory(source))
     assert message in str(raised.value)
@@ -227,13 +227,16 @@ def build():
     ("source", "line"),
     [
         ("def build():\n    raise RuntimeError('no weights here')", 4),
-        (NESTED, 6),  # the user's own line, and not the one in torch that raised
+        (NESTED, 6),  # the user's own line, not the line in torch that raised
         (
             "class Net(nn.Linear):\n    def forward(self, x): return x @ x\n"
             "def build(): return Net(4, 1)",
             4,
         ),
-        ("def build(size): return nn.Linear(4, 1)", 3),  # where it begins, since it never ran
+        (
+            "def build(size): return nn.Linear(4, 1)",
+            3,
+        ),  # the first line of the factory, because it never ran
         ("built = nn.Linear('wide', 3)", 3),  # while it is imported
         ("def build(: pass", 3),
     ],
@@ -266,7 +269,7 @@ def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkey
         ("absent_module:build", "can't import absent_module. Run from the folder that holds it"),
     ],
 )
-def test_a_name_that_is_none_is_said(spec, message):
+def test_an_unknown_model_name_is_reported(spec, message):
     with pytest.raises(WorkloadError, match=message):
         load_workload(spec)
 
@@ -287,9 +290,11 @@ def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
     assert load_workload("by_file_project/models/own.py:build").name == "build"
 
 
-def test_a_file_is_never_taken_for_another_of_its_name(tmp_path, monkeypatch):
+def test_a_file_is_not_confused_with_a_module_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "shlex.py").write_text(OWN_FILE)  # the standard library's is there already
+    (tmp_path / "shlex.py").write_text(
+        OWN_FILE
+    )  # the standard library's module is imported already
     with pytest.raises(
         WorkloadError,
         match=r"another module shlex is already imported, .*: give the file another name",
@@ -299,6 +304,6 @@ def test_a_file_is_never_taken_for_another_of_its_name(tmp_path, monkeypatch):
         load_workload(f"{tmp_path / 'absent.py'}:build")
 
 
-def test_a_batch_size_of_none_is_refused():
+def test_a_batch_size_below_one_is_refused():
     with pytest.raises(WorkloadError, match="batch size must be at least 1, got 0"):
         Case(load_workload("mlp"), batch_size=0)
