@@ -103,7 +103,7 @@ def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cac
 
 
 def test_it_is_said_once(caplog):
-    checkpointed._warned.clear()
+    checkpointed._warn_once.cache_clear()
     model = built("llama")
     recompute_blocks(model)
     with caplog.at_level(logging.WARNING):

@@ -3,12 +3,14 @@
 Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_blocks.py`.
 """
 
+import contextlib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
@@ -20,19 +22,18 @@ class Derived(nn.Module):
     """Base of mixins that `derive` and `become` put before a module's own class."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        mixin, original = _parts(type(self))
         # The derived class can't be imported by name, so pickle rebuilds it from its two bases.
-        return _rebuild, (mixin, original), self.__getstate__()
+        return _rebuild, _parts(type(self)), self.__getstate__()
 
 
 def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
-    """Return a module of a class led by `mixin`, sharing parameters, submodules and hooks.
+    """Return a module of a class led by `mixin` that shares all its state with `module`.
 
-    Buffers are shared too. `attributes` are set on the new module only.
+    What is set on one later, also by `eval()`, is set on both. `attributes` go to the new class.
     """
     refuse(module)
-    new: Any = object.__new__(_derived_class(mixin, type(module)))
-    object.__setattr__(new, "__dict__", {**module.__dict__, **attributes})
+    new: Any = object.__new__(_derived_class(mixin, type(module), tuple(attributes.items())))
+    object.__setattr__(new, "__dict__", module.__dict__)
     return new
 
 
@@ -90,7 +91,27 @@ def is_changed(module: nn.Module) -> bool:
 # Set on modules whose loop over time is recomputed.
 TIMESTEPS_ATTRIBUTE = "_timesteps"
 
-_classes: dict[tuple[type, type], Any] = {}
+Parts = tuple[type, type, tuple[tuple[str, Any], ...]]
+_classes: dict[Parts, Any] = {}
+
+# Whether forwards run changed blocks as the original ones.
+runs_plain: list[bool] = [False]
+
+
+@contextlib.contextmanager
+def plain_blocks() -> Iterator[None]:
+    """Run changed blocks as the original ones in forwards inside the context."""
+    before = runs_plain[0]
+    runs_plain[0] = True
+    try:
+        yield
+    finally:
+        runs_plain[0] = before
+
+
+def is_active(module: nn.Module | None = None) -> bool:
+    """Return whether a changed block works now: in training, with grad mode."""
+    return (module is None or module.training) and torch.is_grad_enabled() and not runs_plain[0]
 
 
 def class_as_written(module: nn.Module) -> type:
@@ -101,23 +122,23 @@ def class_as_written(module: nn.Module) -> type:
     return kind
 
 
-def _derived_class(mixin: type, original: type) -> Any:
-    key = mixin, original
+def _derived_class(mixin: type, original: type, given: tuple[tuple[str, Any], ...] = ()) -> Any:
+    key = mixin, original, given
     if key not in _classes:
         space = {"__module__": original.__module__, "__doc__": original.__doc__, "_parts": key}
-        _classes[key] = type(f"{mixin.__name__}{original.__name__}", key, space)
+        name = f"{mixin.__name__}{original.__name__}"
+        _classes[key] = type(name, (mixin, original), space | dict(given))
     return _classes[key]
 
 
-def _parts(derived: Any) -> tuple[type, type]:
-    """Return the mixin and the original class, also if `fully_shard` subclassed the result."""
-    ours: Any = next(kind for kind in derived.__mro__ if "_parts" in vars(kind))
-    mixin_and_original: tuple[type, type] = ours._parts
-    return mixin_and_original
+def _parts(derived: Any) -> Parts:
+    """Return mixin, original class and attributes, also if `fully_shard` subclassed the result."""
+    parts: Parts = next(vars(kind)["_parts"] for kind in derived.__mro__ if "_parts" in vars(kind))
+    return parts
 
 
-def _rebuild(mixin: type, original: type) -> Any:
-    return object.__new__(_derived_class(mixin, original))
+def _rebuild(*parts: Any) -> Any:
+    return object.__new__(_derived_class(*parts))
 
 
 # Repeated blocks of a model, found in its containers or selected by name patterns.
@@ -254,15 +275,12 @@ def _is_own_layer(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not has_children
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors of nested containers and dataclasses, which may refer to each other."""
-    return _tensors_in(value, set())
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    seen = set() if seen is None else seen
     for leaf in tree_iter(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
             seen.add(id(leaf))
-            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)

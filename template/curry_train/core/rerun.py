@@ -189,15 +189,12 @@ def autocast_now() -> Autocast:
 @contextlib.contextmanager
 def autocast_as(state: Autocast) -> Iterator[None]:
     """Set autocast to a recorded state inside the context."""
-    now = autocast_now()
-    if now == state:
-        yield
-        return
+    now = dict(autocast_now())
+    wanted = dict(state)
     with contextlib.ExitStack() as stack:
-        for kind, _ in now:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        for kind, dtype in state:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        for kind in now | wanted:
+            if now.get(kind) != wanted.get(kind):
+                stack.enter_context(torch.autocast(kind, wanted.get(kind), kind in wanted))
         yield
 
 

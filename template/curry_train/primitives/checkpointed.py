@@ -18,11 +18,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ..core.blocks import runs_plain
 from ..core.rerun import (
     function_modes,
     function_modes_as,
@@ -44,7 +45,7 @@ _written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class BlockState:
-    """Parameters, buffers, plain attributes and training mode of modules at their first call.
+    """Parameters, buffers, attributes, generators and mode of modules at their first call.
 
     Call `begin` before and `end` after it; inside `with state:` the modules have that state again,
     and what a second call writes is dropped: statistics, counters and histories advance once.
@@ -56,11 +57,14 @@ class BlockState:
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = roots
         self.states: dict[int, SimpleNamespace] = {}
-        self.outside: list[list[tuple[dict[str, Any], ...]]] = []
+        # The block's own generators, and those it was called with, with their states.
+        self.generators: list[tuple[Generator, Tensor]] = []
+        self.outside: list[Any] = []
 
-    def begin(self) -> None:
+    def begin(self, arguments: Iterable[Any] = ()) -> None:
         """Record the state before the first call."""
         self.states = {}
+        self.generators = [(one, one.get_state()) for one in arguments if type(one) is Generator]
         modules: list[Any] = list(self.roots)
         while modules:
             module = modules.pop()
@@ -82,6 +86,8 @@ class BlockState:
                 value = state.attributes[name]
                 if isinstance(value, Tensor):
                     may_be_written[name] = value
+                elif type(value) is Generator:
+                    self.generators.append((value, value.get_state()))
                 elif type(value) in COPIED_CONTAINERS and len(value) <= LONGEST_COPIED:
                     state.containers[name] = value.copy()
             # What a module writes is not known before its first call.
@@ -127,10 +133,18 @@ class BlockState:
                 attributes[name] = value.copy()
             for name, value in state.clones.items():
                 (buffers if name in state.buffers else attributes)[name] = value.clone()
-        self.outside.append(outside)
+        generators = [(one, one.get_state()) for one, _ in self.generators]
+        self.outside.append((outside, generators, runs_plain[0]))
+        # Blocks inside of what runs again are changed as they were.
+        runs_plain[0] = False
+        for generator, drawn in self.generators:
+            generator.set_state(drawn)
 
     def __exit__(self, *_: object) -> None:
-        for state, before in zip(self.states.values(), self.outside.pop(), strict=False):
+        outside, generators, runs_plain[0] = self.outside.pop()
+        for generator, drawn in generators:
+            generator.set_state(drawn)
+        for state, before in zip(self.states.values(), outside, strict=False):
             if [*map(id, state.module._parameters.values())] != [*map(id, before[0].values())]:
                 _put_back(state.module._parameters, before[0])
             state.module._buffers.update(before[1])
@@ -173,6 +187,8 @@ def _put_back(parameters: dict[str, Any], values: dict[str, Any]) -> None:
 
 # Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.
 
+Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+NO_CONTEXTS: Pair = contextlib.nullcontext(), contextlib.nullcontext()
 # Placeholder for a tensor that was taken out.
 TENSOR_PLACEHOLDER = object()
 NO_CONTAINERS = {Tensor, Parameter, type(None), bool, int, float, str}
@@ -187,10 +203,18 @@ class FlatCall:
     """
 
     def __init__(
-        self, state: BlockState, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+        self,
+        state: BlockState,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        contexts: Callable[[], Pair] | None = None,
     ) -> None:
         self.run = run
         self.state = state
+        # Not given to torch: it takes no contexts together with `debug`.
+        self.first, self.second = contexts() if contexts else NO_CONTEXTS
+        self.function_modes = function_modes()
         self.names = tuple(kwargs)
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.leaves: list[Any] = [*args, *kwargs.values()]
@@ -218,8 +242,9 @@ class FlatCall:
         if self.inputs is not None:
             args, kwargs = self.inputs
             self.inputs = None
-            self.state.begin()
-            output = self.run(*args, **kwargs)
+            self.state.begin(self.leaves)
+            with self.first:
+                output = self.run(*args, **kwargs)
             self.state.end()
             return output
 
@@ -228,7 +253,14 @@ class FlatCall:
         if self.shape is not None:
             values = tree_unflatten(values, self.shape)
         num_args = len(values) - len(self.names)
-        return self.run(*values[:num_args], **dict(zip(self.names, values[num_args:], strict=True)))
+        kwargs = dict(zip(self.names, values[num_args:], strict=True))
+        with (
+            self.state,
+            statistics_kept(self.state.roots),
+            function_modes_as(self.function_modes),
+            self.second,
+        ):
+            return self.run(*values[:num_args], **kwargs)
 
 
 def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
@@ -246,7 +278,6 @@ def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
 
 # Activation checkpointing of one call, on top of `torch.utils.checkpoint`.
 
-Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 DETERMINISM_CHECKS = ("default", "none")
 
 
@@ -256,21 +287,32 @@ class RecomputeOptions:
 
     # Recompute in training; if False, the module runs as without recompute.
     enabled: bool = True
-    # Passed to `torch.utils.checkpoint`, as are the following two.
+    # Passed to `torch.utils.checkpoint`, as are the others that follow.
     use_reentrant: bool = False
     # Restore torch's generators for the recomputed forward, so that dropout draws the same mask.
     preserve_rng_state: bool = True
     # "default" compares shapes, dtypes and devices of saved tensors with the recomputed ones.
     determinism_check: str = "default"
+    # Returns the contexts of the first and of the recomputed forward.
+    context_fn: Callable[[], Pair] | None = None
+    # Errors about a recomputed forward that differs list the operations of both.
+    debug: bool = False
+    # End the recomputed forward at the last tensor that backward needs.
+    early_stop: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "use_reentrant", "preserve_rng_state"):
+        for name in ("enabled", "use_reentrant", "preserve_rng_state", "debug", "early_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.determinism_check not in DETERMINISM_CHECKS:
             raise ValueError(
                 f"determinism_check must be one of {DETERMINISM_CHECKS}, "
                 f"got {self.determinism_check!r}"
+            )
+        if self.use_reentrant and (self.debug or self.context_fn is not None):
+            raise ValueError(
+                "reentrant checkpointing takes no context_fn and no debug: leave use_reentrant at "
+                "False"
             )
 
 
@@ -288,109 +330,53 @@ def run_checkpointed(
     `contexts` returns the contexts of the first and the recomputed forward, like the `context_fn`
     of `torch.utils.checkpoint`.
     """
-    if options.use_reentrant and not _gradients_flow(modules[0], args, kwargs):
+    if options.use_reentrant and not _gradients_flow(run, modules, args, kwargs):
         # No gradient is needed, so nothing would be saved for backward.
         return run(*args, **kwargs)
 
-    context_option: dict[str, Any] = {}
-    if not torch.compiler.is_compiling():
-        if modules:
-            args, kwargs = leave_out_caches(modules[0], args, kwargs)
-        state = BlockState(modules)
-        run = FlatCall(state, run, args, kwargs)
-        args = tuple(run.take_tensors())
-        context_option["context_fn"] = functools.partial(_contexts, state, contexts)
-    else:
-        # Compiled code needs no FlatCall: it saves every tensor, and raises an error if one was
-        # changed in place. Keywords are bound here, because `checkpoint` has some of its own, such
-        # as `debug`.
+    contexts = contexts or options.context_fn
+    names = ["use_reentrant", "preserve_rng_state"]
+    if not options.use_reentrant:
+        names += ["determinism_check", "debug", "early_stop"]
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    if torch.compiler.is_compiling():
+        # Compiled code saves every tensor, and notices changes in place. Keywords are bound here,
+        # because `checkpoint` has some of its own, such as `debug`.
         if kwargs:
             run = functools.partial(run, **kwargs)
         if contexts is not None:
-            context_option["context_fn"] = contexts
+            settings["context_fn"] = contexts
+        return checkpoint(run, *args, **settings)
 
-    if options.use_reentrant:
-        return checkpoint(
-            _once_in_two(run),
-            *args,
-            use_reentrant=True,
-            preserve_rng_state=options.preserve_rng_state,
-        )
-    output = checkpoint(
-        run,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=options.preserve_rng_state,
-        determinism_check=options.determinism_check,
-        **context_option,
-    )
-    if not torch.compiler.is_compiling():
+    if modules:
+        args, kwargs = leave_out_caches(modules[0], args, kwargs)
+    call = FlatCall(BlockState(modules), run, args, kwargs, contexts)
+    output = checkpoint(call, *call.take_tensors(), **settings)
+    if not options.use_reentrant:
         mark_returned_once(output)
     return output
 
 
-def _contexts(state: BlockState, contexts: Callable[[], Pair] | None) -> Pair:
-    if contexts is None:
-        return contextlib.nullcontext(), _EachRecompute(state)
-    first, second = contexts()
-    return first, _EachRecompute(state, inside=second)
-
-
-class _EachRecompute(contextlib.AbstractContextManager[None]):
-    """Context of recomputed forwards that can be entered several times.
-
-    With `create_graph=True` the same forward is recomputed twice.
-    """
-
-    def __init__(
-        self, state: BlockState, *, inside: contextlib.AbstractContextManager[Any] | None = None
-    ):
-        self.state = state
-        self.inside = inside
-        self.function_modes = function_modes()
-        self.entered: list[contextlib.ExitStack] = []
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.state)
-            stack.enter_context(statistics_kept(self.state.roots))
-            stack.enter_context(function_modes_as(self.function_modes))
-            if self.inside is not None:
-                stack.enter_context(self.inside)
-            self.entered.append(stack.pop_all())
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self.entered.pop().__exit__(*raised)
-
-
-def _once_in_two(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Give the second call of a reentrant checkpoint the state of the first."""
-
-    def run_or_recompute(*args: Any) -> Any:
-        if not isinstance(run, FlatCall) or run.inputs is not None:
-            return run(*args)
-        with run.state, statistics_kept(run.state.roots):
-            return run(*args)
-
-    return run_or_recompute
-
-
-def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _gradients_flow(
+    run: Any, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Return whether an input requires grad; refuse reentrant calls that would lose gradients.
 
     Reentrant checkpointing runs backward only through positional tensors.
     """
+    called = type(modules[0]).__name__ if modules else getattr(run, "__name__", str(run))
     nested = tree_leaves(([value for value in args if not isinstance(value, Tensor)], kwargs))
     if any(isinstance(value, Tensor) and value.requires_grad for value in nested):
         raise ValueError(
-            f"{type(module).__name__} gets a tensor that requires grad by keyword or inside a "
+            f"{called} gets a tensor that requires grad by keyword or inside a "
             "container, and with use_reentrant=True its gradient would be lost; leave "
             "use_reentrant at False"
         )
     requires_grad = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-    if not requires_grad and any(parameter.requires_grad for parameter in module.parameters()):
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    if not requires_grad and any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            f"no input of {type(module).__name__} requires grad, and with use_reentrant=True its "
+            f"no input of {called} requires grad, and with use_reentrant=True its "
             "parameters would get no gradient at all; leave use_reentrant at False, or call "
             "enable_input_require_grads() or a similar method"
         )
@@ -401,7 +387,6 @@ def _gradients_flow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 logger = logging.getLogger(__name__)
 _left_out: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
-_warned: list[bool] = []
 
 
 def leave_out_caches(
@@ -473,11 +458,9 @@ def _is_filled(layer: Any) -> bool:
     return any(state.values() if isinstance(state, Mapping) else [state])
 
 
+@functools.cache
 def _warn_once() -> None:
-    if not _warned:
-        _warned.append(True)
-        logger.warning(
-            "the model fills a cache of keys and values in training, and blocks that recompute "
-            "leave it out: call the model with use_cache=False, or set model.config.use_cache = "
-            "False"
-        )
+    logger.warning(
+        "the model fills a cache of keys and values in training, and blocks that recompute leave "
+        "it out: call the model with use_cache=False, or set model.config.use_cache = False"
+    )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.blocks import Derived, become, find_blocks, is_active, restore
 from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged, untouched
 from .host_memory import HostCopies, HostPool, in_binary_units
 
@@ -305,7 +305,7 @@ class Offloaded(Derived):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        if not is_active(self) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with self.__dict__[OFFLOADER_ATTRIBUTE].hooks(self, (args, kwargs)):
             return super().forward(*args, **kwargs)

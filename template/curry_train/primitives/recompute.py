@@ -9,8 +9,10 @@ attributes, copies and pickles are those of the original block.
 Proof: `python -m pytest tests/gates/test_recompute.py tests/primitives/test_recompute_contract.py`.
 """
 
+import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..core.blocks import Derived, become, derive, find_blocks, restore
+from ..core.blocks import Derived, become, derive, find_blocks, is_active, restore
+from ..core.blocks import plain_blocks as plain_blocks
 from .checkpointed import RecomputeOptions, run_checkpointed
 
 # Recompute a block's activations in backward instead of keeping them.
@@ -28,17 +31,22 @@ RECOMPUTE_ATTRIBUTE = "_recompute"
 
 
 class Recompute(Derived):
-    """A block that trains the same and keeps only its inputs for backward.
+    """A block, or a plain function, that keeps only its inputs for backward.
 
-    Nothing is recomputed in eval mode, without grad mode, or while `enabled` is False. The other
-    keywords are `use_reentrant`, `preserve_rng_state` and `determinism_check` of
-    `torch.utils.checkpoint.checkpoint`. BatchNorm statistics are updated once.
+    It trains the same. Nothing is recomputed in eval mode, without grad mode, inside
+    `plain_blocks()`, or while `enabled` is False. The other keywords are those of
+    `torch.utils.checkpoint.checkpoint`: `use_reentrant`, `preserve_rng_state`,
+    `determinism_check`, `context_fn`, `debug` and `early_stop`. BatchNorm statistics are updated
+    once. The given module stays as it was and shares all its state with the block.
     """
 
-    def __new__(cls, module: nn.Module, enabled: bool = True, **options: Any) -> Any:
-        return derive(
-            cls, module, **{RECOMPUTE_ATTRIBUTE: RecomputeOptions(enabled=enabled, **options)}
-        )
+    def __new__(
+        cls, module: nn.Module | Callable[..., Any], enabled: bool = True, **options: Any
+    ) -> Any:
+        settings = RecomputeOptions(enabled=enabled, **options)
+        if not isinstance(module, nn.Module) and callable(module):
+            return _recomputing_function(module, settings)
+        return derive(cls, module, **{RECOMPUTE_ATTRIBUTE: settings})
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""
@@ -46,9 +54,7 @@ class Recompute(Derived):
     @property
     def recomputes(self) -> bool:
         """Return whether backward would recompute a forward that runs now."""
-        return bool(
-            self.__dict__[RECOMPUTE_ATTRIBUTE].enabled and self.training and torch.is_grad_enabled()
-        )
+        return bool(getattr(self, RECOMPUTE_ATTRIBUTE).enabled and is_active(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes:
@@ -58,8 +64,39 @@ class Recompute(Derived):
             args,
             kwargs,
             modules=[self],
-            options=self.__dict__[RECOMPUTE_ATTRIBUTE],
+            options=getattr(self, RECOMPUTE_ATTRIBUTE),
         )
+
+
+def _recomputing_function(function: Callable[..., Any], options: RecomputeOptions) -> Any:
+    """Return the function, so that it recomputes whenever grad mode is on, as in torch."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not (options.enabled and is_active()):
+            return function(*args, **kwargs)
+        modules: list[nn.Module] = []
+        if not torch.compiler.is_compiling():
+            modules = [
+                value
+                for value in (*args, *kwargs.values(), *_used_by(function))
+                if isinstance(value, nn.Module)
+            ]
+        return run_checkpointed(function, args, kwargs, modules=modules, options=options)
+
+    return call
+
+
+def _used_by(function: Any) -> Iterator[Any]:
+    """Yield the objects that a function is bound to, or finds outside of its arguments."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    yield getattr(function, "__self__", None)
+    function = getattr(function, "__func__", function)
+    if inspect.isfunction(function):
+        outside = inspect.getclosurevars(function)
+        yield from (*outside.nonlocals.values(), *outside.globals.values())
 
 
 class CheckpointWrapper(Recompute):
@@ -281,7 +318,7 @@ class SegmentMember(Derived):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         segment: Segment = self.__dict__[SEGMENT_ATTRIBUTE]
-        if segment.running or not (self.training and torch.is_grad_enabled()):
+        if segment.running or not is_active(self):
             return super().__call__(*args, **kwargs)
         return segment.call(self, args, kwargs)
 

@@ -30,6 +30,7 @@ from ..core.blocks import (
     become,
     class_as_written,
     find_blocks,
+    is_active,
     match_inside,
     restore,
 )
@@ -353,7 +354,7 @@ def generator_states(module: nn.Module) -> list[torch.Tensor]:
 
 def _active(module: nn.Module) -> bool:
     """Return whether regions apply now; in compiled code the compiler recomputes by itself."""
-    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return is_active(module) and not torch.compiler.is_compiling()
 
 
 def apply_regions(

@@ -22,7 +22,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.blocks import Derived, become, find_blocks, is_active, restore
 from .checkpointed import Pair, RecomputeOptions, run_checkpointed
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
@@ -249,12 +249,7 @@ POLICY_COST_FIGURES = (
 )
 
 # Names of policies that people have written which save the cheap operations.
-BACKWARDS_POLICIES = (
-    "recompute_matmuls",
-    "save_norms",
-    "save_activations",
-    "save_pointwise",
-)
+BACKWARDS_POLICIES = ("recompute_matmuls", "save_norms", "save_activations", "save_pointwise")
 
 
 def make_policy(policy: Any) -> Policy:
@@ -305,8 +300,8 @@ class _BlockForward:
     replays: bool = False
     calls: Counter[str | None] = field(default_factory=Counter)
 
-    def contexts(self) -> Pair:
-        first, second = create_selective_checkpoint_contexts(self.decide)
+    def contexts(self, allow_mutation: bool) -> Pair:
+        first, second = create_selective_checkpoint_contexts(self.decide, allow_mutation)
         kinds: list[Any] = [type(first), type(second)]
         first.__class__, second.__class__ = map(_told, kinds)
         first.at_exit = self.check
@@ -440,7 +435,7 @@ class Sac(Derived):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if not is_active(self):
             return super().forward(*args, **kwargs)
         own = self.__dict__
         return run_checkpointed(
@@ -458,31 +453,34 @@ def apply_sac(
     policy: Any = "save_expensive",
     *,
     blocks: str | Sequence[str] | None = None,
+    allow_cache_entry_mutation: bool = False,
     **options: Any,
 ) -> list[str]:
     """Apply a policy to the blocks of a model, in place, and return the blocks' names.
 
     Each block saves the outputs that `policy` selects and recomputes the rest. A policy that saves
-    nothing of a block raises an error in the block's first forward. The options are those of
-    `Recompute`, except that reentrant checkpointing does not support policies. Call this before
-    DDP, `fully_shard` and `torch.compile`.
+    nothing of a block raises an error in the block's first forward. With
+    `allow_cache_entry_mutation` nothing checks that saved outputs are not changed in place. The
+    other options are those of `Recompute`, except `use_reentrant` and `context_fn`. Call this
+    before DDP, `fully_shard` and `torch.compile`.
     """
     chosen = make_policy(policy)
     settings = RecomputeOptions(**options)
-    if settings.use_reentrant:
+    if settings.use_reentrant or settings.context_fn is not None:
         raise PolicyError(
-            "reentrant checkpointing does not support policies: leave use_reentrant at False"
+            "reentrant checkpointing does not support policies, and a policy takes the place of "
+            "context_fn: leave both out"
         )
 
     found = find_blocks(model, blocks)
     for name, block in found.items():
-        contexts = functools.partial(_contexts, chosen, name)
+        contexts = functools.partial(_contexts, chosen, name, allow_cache_entry_mutation)
         become(Sac, block, **{SAC_ATTRIBUTE: settings, CONTEXTS_ATTRIBUTE: contexts})
     return list(found)
 
 
-def _contexts(policy: Policy, block: str) -> Pair:
-    return _BlockForward(policy, block).contexts()
+def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
+    return _BlockForward(policy, block).contexts(allow_mutation)
 
 
 def remove_sac(model: nn.Module) -> list[str]:

@@ -1,0 +1,335 @@
+"""Options of torch's checkpoint, plain functions, shared state, generators of a block.
+
+python -m pytest tests/primitives/test_recompute_options.py
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
+
+from curry_train.core.measure import measure_memory
+from curry_train.primitives import (
+    Recompute,
+    apply_regions,
+    apply_sac,
+    offload_blocks,
+    plain_blocks,
+    recompute_blocks,
+    recompute_segments,
+)
+from curry_train.primitives.sac import PolicyError
+
+LEVERS = {
+    "recompute": recompute_blocks,
+    "sac": lambda model, **options: apply_sac(model, "save_matmuls", **options),
+    "segments": lambda model: recompute_segments(model, 2),
+    "regions": apply_regions,
+    "offload": lambda model: offload_blocks(model, min_bytes=0),
+}
+CHECKPOINTED = ["recompute", "sac", "segments"]
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
+
+
+def chain(block=Block, depth=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(block() for _ in range(depth)))
+
+
+def gradients(model, run=None):
+    model.zero_grad()
+    (run or model)(X).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def equal(one, other):
+    return all(map(torch.equal, one, other))
+
+
+def held(model, run=None):
+    return measure_memory(
+        model, X, lambda module, batch: (run or module)(batch).square().sum()
+    ).held_bytes
+
+
+# Options of `torch.utils.checkpoint.checkpoint`.
+
+
+@pytest.fixture
+def records_of_operations(monkeypatch):
+    """Keep torch's records from pytest, which would format them as text.
+
+    Torch switches propagation off for good, and pytest then listens to that logger itself.
+    """
+    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
+
+
+@pytest.mark.usefixtures("records_of_operations")
+@pytest.mark.parametrize("lever", CHECKPOINTED)
+def test_torchs_debug_mode_works_in_our_blocks(lever):
+    plain = chain()
+    model = copy.deepcopy(plain)
+    LEVERS[lever](model)
+    with set_checkpoint_debug_enabled(True):
+        found = gradients(model)
+    assert equal(found, gradients(plain))
+
+
+class Changing(Block):
+    calls = 0
+
+    def forward(self, x):
+        Changing.calls += 1
+        return super().forward(x) if Changing.calls % 2 else super().forward(x[:3])
+
+
+@pytest.mark.usefixtures("records_of_operations")
+def test_debug_lists_the_operations_of_both_runs():
+    model = Recompute(Changing(), debug=True)
+    with pytest.raises(CheckpointError, match=r"(?s)aten\.addmm.*Operations executed during rec"):
+        model(X).sum().backward()
+
+
+def test_context_fn_gives_the_contexts_of_the_two_runs():
+    entered = []
+
+    @contextlib.contextmanager
+    def note(name):
+        entered.append(name)
+        yield
+
+    plain = chain()
+    model = copy.deepcopy(plain)
+    recompute_blocks(model, blocks="0", context_fn=lambda: (note("first"), note("second")))
+    assert equal(gradients(model), gradients(plain))
+    assert entered == ["first", "second"]
+
+
+class Counting(Block):
+    def forward(self, x):
+        out = super().forward(x)
+        ENDS.append(1)
+        return out
+
+
+ENDS: list[int] = []
+
+
+@pytest.mark.parametrize(("early_stop", "expected"), [(True, 1), (False, 2)])
+def test_early_stop_ends_the_second_run_or_lets_it_finish(early_stop, expected):
+    ENDS.clear()
+    Recompute(Counting(), early_stop=early_stop)(X).sum().backward()
+    assert len(ENDS) == expected
+
+
+@pytest.mark.parametrize("option", [{"debug": True}, {"context_fn": contextlib.nullcontext}])
+def test_reentrant_takes_no_contexts_and_policies_take_the_place_of_them(option):
+    with pytest.raises(ValueError, match="takes no context_fn and no debug"):
+        Recompute(Block(), use_reentrant=True, **option)
+    if "context_fn" in option:
+        with pytest.raises(PolicyError, match="a policy takes the place of context_fn"):
+            apply_sac(chain(), **option)
+
+
+class Overwriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.last(self.first(x).add_(1))
+
+
+def test_a_changed_kept_output_is_an_error_unless_it_is_allowed():
+    refused = chain(Overwriting)
+    apply_sac(refused, "save_matmuls")
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        refused(X).sum().backward()
+    allowed = chain(Overwriting)
+    apply_sac(allowed, "save_matmuls", allow_cache_entry_mutation=True)
+    allowed(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in allowed.parameters())
+
+
+# Plain functions.
+
+
+def test_a_function_recomputes_and_updates_the_statistics_of_its_modules_once():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
+    model = copy.deepcopy(plain)
+    run = Recompute(lambda x: model(x), preserve_rng_state=False)
+    assert held(model, run) < held(plain)
+    assert int(model[1].num_batches_tracked) == int(plain[1].num_batches_tracked) == 0
+    assert equal(gradients(model, run), gradients(plain))
+    assert int(model[1].num_batches_tracked) == 1
+    assert torch.equal(model[1].running_mean, plain[1].running_mean)
+
+
+class Methods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def compute(self, x, power=1):
+        return self.inner(x).sin() ** power
+
+    @Recompute
+    def decorated(self, x, power=1):
+        return self.compute(x, power)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: Recompute(model.compute),
+        lambda model: model.decorated,
+        lambda model: functools.partial(model.decorated),
+        lambda model: Recompute(functools.partial(model.compute)),
+        lambda model: Recompute(functools.partial(Methods.compute, model), use_reentrant=False),
+    ],
+    ids=["method", "decorated", "partial", "of a partial", "of a function"],
+)
+def test_methods_partials_and_decorated_functions_recompute(make):
+    plain = Methods()
+    model = copy.deepcopy(plain)
+    found = gradients(model, lambda x: make(model)(x, power=2))
+    assert equal(found, gradients(plain, lambda x: plain.compute(x, 2)))
+    assert int(model.inner[1].num_batches_tracked) == 1
+    with torch.no_grad():
+        assert torch.equal(model.decorated(X), model.compute(X))
+
+
+def test_a_function_without_modules_is_the_same_function_by_name():
+    @Recompute
+    def scaled(x, weight, *, debug):
+        """Multiply."""
+        return (x * weight).sin() * debug
+
+    weight = torch.ones(8, requires_grad=True)
+    scaled(X, weight, debug=2).sum().backward()
+    assert torch.equal(weight.grad, ((X).cos() * X * 2).sum(0))
+    assert (scaled.__name__, scaled.__doc__) == ("scaled", "Multiply.")
+    reentrant = Recompute(scaled.__wrapped__, use_reentrant=True)
+    with pytest.raises(ValueError, match="scaled gets a tensor that requires grad by keyword"):
+        reentrant(X, weight=weight, debug=2)
+
+
+# Without any lever for a while.
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_plain_blocks_runs_the_blocks_as_they_were(lever):
+    plain = chain()
+    model = copy.deepcopy(plain)
+    LEVERS[lever](model)
+
+    def without(x):
+        with plain_blocks():
+            return model(x)
+
+    assert held(model, without) == held(plain)
+    assert held(model) < held(plain)
+
+
+def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
+    plain = chain(depth=2)
+    model = copy.deepcopy(plain)
+    model = Recompute(nn.Sequential(Recompute(model[0]), Recompute(model[1])))
+    loss = model(X).square().sum()
+    with plain_blocks():
+        loss.backward()
+        assert not model.recomputes
+    assert model.recomputes
+    assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
+
+
+# A block and the module that it was made of.
+
+
+def test_what_is_set_on_the_module_later_reaches_the_block_and_back():
+    module = Block()
+    block = Recompute(module)
+    module.eval()
+    assert not block.training
+    assert not block.recomputes
+    module.linear = nn.Linear(8, 4)
+    module.label = "set later"
+    assert block.linear.out_features == 4
+    assert block.label == "set later"
+    block.train()
+    assert module.training
+    assert not isinstance(module, Recompute)
+    assert "_recompute" not in vars(block)
+
+
+def test_two_blocks_of_one_module_have_their_own_options():
+    module = Block()
+    one = Recompute(module)
+    other = Recompute(module, enabled=False)
+    assert one.recomputes
+    assert not other.recomputes
+    for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert not copied.recomputes
+        assert isinstance(copied, Recompute)
+
+
+# Generators of a block's own.
+
+
+class Noisy(Block):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x, generator=None):
+        mask = torch.rand(x.shape, generator=generator or self.generator) > 0.5
+        return super().forward(x * mask) * mask
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_generator_of_the_block_draws_the_same_again_and_moves_once(lever):
+    plain = chain(Noisy)
+    model = copy.deepcopy(plain)
+    LEVERS[lever](model)
+    assert equal(gradients(model), gradients(plain))
+    for one, other in zip(plain, model, strict=True):
+        assert torch.equal(one.generator.get_state(), other.generator.get_state())
+    assert equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("place", ["by keyword", "in a list"])
+def test_a_generator_that_is_given_to_the_block_draws_the_same_again(place):
+    def run(block):
+        generator = torch.Generator().manual_seed(5)
+        block.zero_grad()
+        given = generator if place == "by keyword" else [generator]
+        block(X, generator=given).square().sum().backward()
+        return [*(parameter.grad for parameter in block.parameters()), generator.get_state()]
+
+    class Given(Noisy):
+        def forward(self, x, generator):
+            generator = generator[0] if isinstance(generator, list) else generator
+            return super().forward(x, generator)
+
+    torch.manual_seed(0)
+    plain = Given()
+    assert equal(run(Recompute(copy.deepcopy(plain))), run(plain))
