@@ -3,10 +3,14 @@
 python -m pytest tests/plan/test_fake_kernels.py
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from curry_train.core.measure import operation_flops
 from curry_train.plan.shapes import GROUPED_MM_OPERATION, KernelsAsTheyRun, pretended
@@ -80,3 +84,71 @@ def test_weights_that_are_drawn_until_they_fit_need_no_values():
 def test_dtypes_may_be_written_as_python_has_them(dtype):
     with pretended():
         assert not isinstance(torch.ones(2, dtype=dtype), FakeTensor)
+
+
+class NormOutputs(TorchDispatchMode):
+    """Record shape, stride and dtype of what each norm kernel returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "norm" in str(func):
+            self.made += [
+                None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+                for tensor in out
+            ]
+        return out
+
+
+def transposed(*shape):
+    """Make a tensor whose second and third dimension are swapped in memory."""
+    return torch.randn(shape[0], shape[2], shape[1], *shape[3:]).transpose(1, 2)
+
+
+NORM_INPUTS = {
+    "3d": lambda: torch.randn(4, 6, 5),
+    "3d transposed": lambda: transposed(4, 6, 5),
+    "2d transposed": lambda: torch.randn(6, 4).t(),
+    "4d": lambda: torch.randn(4, 6, 5, 3),
+    "4d transposed": lambda: transposed(4, 6, 5, 3),
+    "4d channels last": lambda: torch.randn(4, 6, 5, 3).to(memory_format=torch.channels_last),
+    "5d channels last": lambda: torch.randn(2, 6, 5, 3, 4).to(memory_format=torch.channels_last_3d),
+}
+
+
+def run_norms(make, dtype, *, affine, training):
+    """Run each norm forward and backward, with float32 parameters; return the kernels' outputs."""
+    with NormOutputs() as outputs:
+        for norm in ("batch", "group", "layer"):
+            x = make().to(dtype).requires_grad_()
+            size = x.shape[-1] if norm == "layer" else 6
+            weight = torch.ones(size, requires_grad=True) if affine else None
+            bias = torch.zeros(size, requires_grad=True) if affine else None
+            if norm == "batch":
+                stats = torch.zeros(6), torch.ones(6)
+                y = F.batch_norm(x, *stats, weight, bias, training)
+            elif norm == "group":
+                y = F.group_norm(x, 2, weight, bias)
+            else:
+                y = F.layer_norm(x, [size], weight, bias)
+            y.backward(torch.ones(y.shape, dtype=y.dtype))
+    return outputs.made
+
+
+@pytest.mark.parametrize("make", NORM_INPUTS.values(), ids=NORM_INPUTS)
+def test_norms_have_the_layout_and_dtypes_of_the_real_kernels(make):
+    """Batch norm of a transposed tensor is contiguous; statistics of half precision are float32."""
+    num_wrong = 0
+    for dtype, affine, training in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (True, False), (True, False)
+    ):
+        options = {"affine": affine, "training": training}
+        real = run_norms(make, dtype, **options)
+        with pretended():
+            assert run_norms(make, dtype, **options) == real, (dtype, options)
+        with pretended(mode=theirs()):
+            num_wrong += run_norms(make, dtype, **options) != real
+    assert num_wrong > 0, "torch states the outputs of norms correctly now: drop the correction"

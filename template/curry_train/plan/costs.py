@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 from ..core.blocks import match_inside
 from ..core.measure import LiveStorages, operation_flops, tensors_in
@@ -131,6 +131,18 @@ class BlockLives(LiveStorages):
             raise ValueError(f"{self.again} changes a buffer, and would change it a second time")
 
 
+# Whether autocast is on, its dtype, and whether it caches converted weights.
+Autocast = tuple[bool, torch.dtype, bool]
+
+
+def _autocast_now() -> Autocast:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
 @dataclass(frozen=True)
 class BlockKind:
     """A group of blocks that cost the same, with one of them to measure."""
@@ -139,6 +151,7 @@ class BlockKind:
     args: tuple[Any, ...]  # of the first call of the block
     kwargs: dict[str, Any]
     names: tuple[str, ...]  # of all blocks of the kind
+    autocast: Autocast = (False, torch.bfloat16, True)  # as the model calls the block
 
     @functools.cached_property
     def plain(self) -> tuple[Measured, list[tuple[str, int, int]]]:
@@ -165,7 +178,9 @@ class BlockKind:
                     for path in option.also:
                         handles += lives.watch(path, self.block.get_submodule(path))
                     args, kwargs = tree_map(_passed_on, leaves)
-                    output = holder[0](*args, **kwargs)
+                    enabled, dtype, cached = self.autocast
+                    with torch.autocast("cpu", dtype, enabled, cache_enabled=cached):
+                        output = holder[0](*args, **kwargs)
                     # Without a reference from here, inputs count only if the block holds them, and
                     # outputs only if the block holds them for its own backward.
                     del args, kwargs
@@ -308,19 +323,25 @@ class Operations(TorchDispatchMode):
 
 
 def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[BlockKind]:
-    """Group the blocks that are called by kind, with the inputs of their first call."""
+    """Group the blocks that are called by kind, with the inputs of their first call.
+
+    A block that did not run this time, as its model skips layers at random, joins the blocks with
+    equal parameters.
+    """
     module = sketch.build()
     batch = sketch.batch(batch_size)
     blocks = {
         name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
     }
     inputs: dict[str, tuple[Any, Any]] = {}
+    contexts: dict[str, Autocast] = {}
     record = Operations()
     handles = []
     for name, block in blocks.items():
 
         def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             inputs.setdefault(name, tree_map(_kept, (args, kwargs)))
+            contexts.setdefault(name, _autocast_now())
             record.block = name
 
         def leave(*_: Any) -> None:
@@ -338,14 +359,27 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
             handle.remove()
 
     groups: dict[Any, list[str]] = {}
-    for name, block in blocks.items():
+    for name in filter(inputs.__contains__, blocks):
         figures = step.blocks[name]
-        shapes = (_shapes(dict(block.named_parameters())), _shapes(inputs[name]))
-        key = (type(block), shapes, figures.held, figures.calls, record.made[name])
+        shapes = (_parameter_shapes(blocks[name]), _shapes(inputs[name]), contexts[name])
+        key = (type(blocks[name]), shapes, figures.held, figures.calls, record.made[name])
         groups.setdefault(repr(key), []).append(name)
+    for name in filter(lambda name: name not in inputs, blocks):
+        alike = [names for names in groups.values() if _is_alike(blocks[names[0]], blocks[name])]
+        if alike:
+            alike[0].append(name)
     return [
-        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names)) for names in groups.values()
+        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names), contexts[names[0]])
+        for names in groups.values()
     ]
+
+
+def _parameter_shapes(block: nn.Module) -> Any:
+    return _shapes(dict(block.named_parameters()))
+
+
+def _is_alike(block: nn.Module, other: nn.Module) -> bool:
+    return type(block) is type(other) and _parameter_shapes(block) == _parameter_shapes(other)
 
 
 def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
@@ -449,7 +483,13 @@ def measure_menus(
     kinds = []
     left_out = []
     for kind in large:
-        same = next(other for other in small if kind.names[0] in other.names)
+        same = next((other for other in small if {*kind.names} & {*other.names}), None)
+        if same is None:
+            left_out.append(
+                f"{kind.names[0]} did not run in every measured step, as its model skips layers "
+                "at random: it is planned as it is"
+            )
+            continue
         menu: dict[Option, tuple[Measured, ...]] = {}
         for option in candidates(kind, offload=offload, also=replayed):
             if option.kind in without and option.kind not in (NONE_KIND, FULL_KIND):
@@ -502,10 +542,11 @@ def _kept(value: Any) -> Any:
 
 
 def _shapes(value: Any) -> Any:
-    """Replace each tensor by its shape, dtype and requires_grad, and other values by their type."""
+    """Describe each tensor by shape, dtype and requires_grad, and other values by their type."""
     if isinstance(value, Mapping):
         return {key: _shapes(item) for key, item in value.items()}
-    return tree_map(_shape, value)
+    leaves, structure = tree_flatten(value)
+    return [_shape(leaf) for leaf in leaves], str(structure)
 
 
 def _shape(value: Any) -> Any:

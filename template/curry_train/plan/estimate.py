@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.measure import Life, operation_flops, tensors_in
+from ..core.measure import Life, LiveStorages, operation_flops, tensors_in
 from ..core.rerun import seeded, unwatched
 from ..core.wording import did_you_mean
 from ..workloads.models import load_workload
@@ -41,7 +41,15 @@ from .profiler import (
     PARAMETERS_GROUP,
     Timeline,
 )
-from .shapes import NEEDS_VALUES_ERRORS, NeedsValues, PretendedCase, pretended
+from .shapes import (
+    LARGEST_DRAW,
+    NEEDS_VALUES_ERRORS,
+    SMALLEST_DRAW,
+    EveryLayerRuns,
+    NeedsValues,
+    PretendedCase,
+    pretended,
+)
 from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
 
 # Trial step: check whether a training step can be estimated from shapes alone.
@@ -80,6 +88,29 @@ def needs_rehearsal(case: Case) -> bool:
         return True
     left = (storage() for storage in trial.made)
     return any(storage is not None and storage._cdata not in existing for storage in left)
+
+
+def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
+    """Choose the value of single uniform draws with which the forward holds most memory."""
+    held = {}
+    for value in (LARGEST_DRAW, SMALLEST_DRAW):
+        draws.value = value
+        module = case.build()
+        batch = case.batch(TRIAL_BATCH_SIZE)
+        with seeded(0), torch.enable_grad(), HeldStorages() as storages:
+            loss = case.workload.mean_loss(module, batch)
+            held[value] = storages.bytes_alive
+        del loss
+    draws.value = max(held, key=lambda value: held[value])
+
+
+class HeldStorages(LiveStorages):
+    """Follow storages of tensors with or without values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class StorageCheck(TorchDispatchMode):
@@ -382,6 +413,7 @@ class Sketch:
         self.kernels = kernels
         self.optimizer = optimizer
         self.why_real: str | None = None
+        self.draws = EveryLayerRuns()
         self._stack = contextlib.ExitStack()
         # None where the second step differs from the first one.
         self._optimizer_steps: OptimizerSteps | None = None
@@ -393,7 +425,10 @@ class Sketch:
             with self._stack as stack:
                 stack.enter_context(pretended(kernels=self.kernels))
                 self.case = PretendedCase(self._load(), **self._options)
+                stack.enter_context(self.draws)
                 self._optimizer_steps = None if needs_rehearsal(self.case) else OptimizerSteps()
+                if self.draws.drawn:
+                    _let_layers_run(self.case, self.draws)
                 self._stack = stack.pop_all()
         except NEEDS_VALUES_ERRORS as error:
             self.why_real = who_needs_values(error)
@@ -407,6 +442,9 @@ class Sketch:
             self._stack = contextlib.ExitStack()
             self._optimizer_steps = None
             self.case = Case(self._load(), **self._options)
+            self._stack.enter_context(self.draws)
+            if self.draws.drawn:
+                _let_layers_run(self.case, self.draws)
         return self
 
     def __exit__(self, *raised: Any) -> None:

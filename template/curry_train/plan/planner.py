@@ -52,6 +52,7 @@ DROPOUT_TYPES = (
     nn.FeatureAlphaDropout,
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
 RANK_COUNTS = (2, 4, 8, 16, 32, 64)
 
 
@@ -417,7 +418,9 @@ class Planner:
             fingerprint=blocks,
             settings=self.settings
             | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
-            why=why_it_won(best, found, plain) + what_microbatches_change(module, best),
+            why=why_it_won(best, found, plain)
+            + what_microbatches_change(module, best)
+            + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
             candidates=tuple(found),
         )
 

@@ -12,11 +12,13 @@ Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,6 +38,11 @@ from ..workloads.workload import Case, map_tensors
 # Corrections of fake tensor kernels that differ from the real ones.
 
 NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+BATCH_NORM = torch.ops.aten.native_batch_norm.default
+GROUP_NORM = torch.ops.aten.native_group_norm.default
+NORM_FORWARDS = (BATCH_NORM, GROUP_NORM, torch.ops.aten.native_layer_norm.default)
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 LIFT_OPERATION = torch.ops.aten.lift_fresh.default
 GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
 # Alignment in bytes of the rows of a grouped matrix product.
@@ -45,9 +52,12 @@ ROW_ALIGNMENT_BYTES = 16
 class KernelsAsTheyRun(FakeTensorMode):
     """Fake tensor mode with outputs like those of the real kernels.
 
-    Views of real tensors stay real, the backward of layer norm returns contiguous tensors, and
+    Views of real tensors stay real, norms return the layouts and dtypes of the real kernels, and
     grouped matrix products accept the kernel's dtypes, which on the CPU are more than bfloat16.
     """
+
+    # The device whose kernels are meant; their statistics differ in dtype.
+    kernels = "cpu"
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +74,34 @@ class KernelsAsTheyRun(FakeTensorMode):
             args = (contiguous, *args[1:])
         if func is GROUPED_MM_OPERATION and args[0].dtype is not torch.bfloat16:
             return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
-        return super().dispatch(func, types, args, kwargs)
+        out = super().dispatch(func, types, args, kwargs)
+        if func in NORM_FORWARDS:
+            return self._norm(func, args, out)
+        if func is BATCH_NORM_BACKWARD and out[0] is not None:
+            return self._like(args[1], out[0].dtype), *out[1:]
+        if func is GROUP_NORM_BACKWARD and out[0] is not None and out[0].dtype != args[1].dtype:
+            return self._like(out[0], args[1].dtype), *out[1:]
+        return out
+
+    def _norm(self, func: Any, args: Any, out: Any) -> Any:
+        """Correct the layout of a norm's output and the dtype of its statistics."""
+        output, *statistics = out
+        if func is BATCH_NORM:
+            output = self._like(args[0], output.dtype)
+        given = [value for value in args[1:] if isinstance(value, Tensor)]
+        float32 = any(value.dtype is torch.float32 for value in given)
+        if self.kernels == "cuda" and func is not GROUP_NORM:
+            float32 = args[0].dtype in HALF_PRECISION_DTYPES
+        if float32 and statistics[0].dtype is not torch.float32:
+            statistics = [self._like(value, torch.float32) for value in statistics]
+        return output, *statistics
+
+    def _like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor of this shape: contiguous, or with channels last if they are so."""
+        with self:
+            return torch.empty_like(
+                tensor, dtype=dtype, memory_format=suggest_memory_format(tensor)
+            )
 
     def _grouped(self, a: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
         """Allocate the output of a grouped matrix product, with aligned rows."""
@@ -259,6 +296,18 @@ NUMBER_FACTORIES = (
     torch.tensor,
     torch.as_tensor,
 )
+# The largest float32 below 1, and the smallest number that a uniform draw gives.
+LARGEST_DRAW = 1 - 2**-24
+SMALLEST_DRAW = 0.0
+# Functions that make a tensor of one value, with that value.
+UNIFORM_FACTORIES = {torch.ones: torch.ones(()), torch.zeros: torch.zeros(())}
+# Methods that convert a tensor, with the dtype of the result if none is given.
+CONVERSIONS = {
+    Tensor.to: torch.float32,
+    Tensor.bool: torch.bool,
+    Tensor.long: torch.int64,
+    Tensor.int: torch.int32,
+}
 # Python types that may be passed as dtype.
 DTYPE_OF_PYTHON_TYPE: dict[Any, torch.dtype] = {
     bool: torch.bool,
@@ -284,7 +333,9 @@ def pretended(
     """
     if kernels not in KERNEL_DEVICES:
         raise ValueError(f"kernels must be one of {KERNEL_DEVICES}, got {kernels!r}")
-    mode = mode or KernelsAsTheyRun(allow_non_fake_inputs=True)
+    if mode is None:
+        mode = KernelsAsTheyRun(allow_non_fake_inputs=True)
+        mode.kernels = kernels
 
     # torch logs every error that it raises for fake tensors; silence that.
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -397,10 +448,15 @@ class _Here(TorchFunctionMode):
             return FAKE_METHODS[function](*args, **kwargs)
         if getattr(function, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if function in CONVERSIONS and isinstance(args[0], FakeTensor):
+            args = (_with_value(args[0], _target_dtype(function, args, kwargs)), *args[1:])
         if _has_values(function, args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
-        return self._run(function, args, kwargs)
+        made = self._run(function, args, kwargs)
+        if function in UNIFORM_FACTORIES and isinstance(made, FakeTensor):
+            vars(made)["uniform_value"] = UNIFORM_FACTORIES[function], made._version
+        return made
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self.cuda:
@@ -409,6 +465,56 @@ class _Here(TorchFunctionMode):
                 kwargs = {name: in_float32(value) for name, value in kwargs.items()}
             function = self.stand_ins.get(function, function)
         return function(*args, **kwargs)
+
+
+def _with_value(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a real tensor of equal values in place of `torch.ones` or `torch.zeros`.
+
+    A model makes its mask this way in float32, and the code that reads the mask as booleans skips
+    it where nothing is masked. A tensor that was written to since is returned as it is.
+    """
+    value, version = vars(tensor).get("uniform_value", (None, None))
+    if value is None or tensor._version != version or dtype.is_floating_point or dtype.is_complex:
+        return tensor
+    with unset_fake_temporarily():
+        real: Tensor = value.expand(tensor.shape)
+        return real
+
+
+def _target_dtype(function: Any, args: Any, kwargs: Any) -> torch.dtype:
+    """Return the dtype that a method of `CONVERSIONS` converts to."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    return given[0] if given else CONVERSIONS[function]
+
+
+class EveryLayerRuns(TorchFunctionMode):
+    """Fix every draw of a single uniform number, so that no layer is skipped at random.
+
+    Models that drop layers compare such a number with a probability. With the same value for each
+    draw, all layers run or none: `value` is the one with which most memory is used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = LARGEST_DRAW
+        self.drawn = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.rand or _num_drawn(args, kwargs) != 1:
+            return function(*args, **kwargs)
+        self.drawn = True
+        kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        with unset_fake_temporarily():
+            return function(*args, **kwargs).fill_(self.value)
+
+
+def _num_drawn(args: Any, kwargs: Any) -> int:
+    """Return the number of elements that `torch.rand` is asked for."""
+    sizes = kwargs.get("size", args)
+    return math.prod(size for size in tree_iter(sizes) if isinstance(size, int))
 
 
 def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
@@ -475,4 +581,4 @@ FAKE_METHODS: Mapping[Any, Callable[..., Any]] = {
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
 }
-REPLACED_METHODS = {*IDENTITY_METHODS, *FAKE_METHODS}
+REPLACED_METHODS = {*IDENTITY_METHODS, *FAKE_METHODS, *CONVERSIONS}
