@@ -1,4 +1,4 @@
-"""Copies of a technique as a user owns them: its import closure, flat, in a package.
+"""Copy a technique as a user owns it: its import closure, flat, in a package.
 
 package = own(tmp_path, "sac")                     # tmp_path/owned_sac/{sac,blocks,...}.py
 own(tmp_path, "sac", faults=[("is_mutable", "is_mutable and False")], package="faulty_sac")
@@ -27,7 +27,7 @@ OWNED_TECHNIQUES = {
 }
 
 RELATIVE_IMPORT = re.compile(r"^( *)from \.+(?:\w+\.)*(\w+) import ", re.MULTILINE)
-Fault = tuple[str, str]  # text of the source, and what stands there in the faulty copy
+Fault = tuple[str, str]  # text of the source, and its replacement in the faulty copy
 
 
 def closure_of(home: Path, *, among: Path = PACKAGE_FOLDER) -> set[Path]:

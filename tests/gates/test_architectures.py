@@ -86,7 +86,7 @@ def clip():
 
 
 class Unused(torch.nn.Module):
-    """Has a parameter that eval mode does not use, as a model that masks its input in training."""
+    """A model with a parameter that eval mode does not use, as for masked inputs in training."""
 
     def __init__(self):
         super().__init__()
@@ -125,20 +125,20 @@ def verdicts(factory, *names):
         ("unused", ["grad-accum/two-ranks"]),
     ],
 )
-def test_they_hold(factory, names):
+def test_gates_hold_on_each_architecture(factory, names):
     found = verdicts(factory, *names)
     assert set(found) == set(names)
     assert {name: verdict for name, verdict in found.items() if not verdict.passed} == {}
 
 
-def test_a_loss_that_couples_samples_can_not_be_accumulated_and_no_gate_says_that_it_was():
+def test_accumulation_does_not_apply_to_a_loss_that_couples_samples():
     names = ["equal", "uneven", "short-window", "once", "two-ranks"]
     found = verdicts("clip", *[f"grad-accum/{name}" for name in names])
     assert {verdict.passed for verdict in found.values()} == {None}
     assert all("couples samples" in verdict.hint for verdict in found.values())
 
 
-def test_a_block_that_writes_over_its_outputs_is_no_matter_of_a_policy():
+def test_policies_do_not_apply_to_a_block_that_overwrites_its_outputs():
     (verdict,) = verdicts("gpt_oss", "sac/products").values()
     assert verdict.passed is None
     assert "overwrites in place an output" in verdict.hint

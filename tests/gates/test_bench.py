@@ -64,7 +64,7 @@ def test_gates_do_not_fail_on_a_model_without_products(gate):
 
 
 def without_waiting(ways, *, rounds, warmup, clock, wait, **options):
-    """Reads the clock before the device is done, so the time is charged to the next step."""
+    """Read the clock before the device is done, which charges the time to the next step."""
     return time_in_turns(ways, rounds=rounds, warmup=warmup, clock=clock)
 
 
@@ -73,7 +73,7 @@ def waiting_before_alone(ways, *, rounds, warmup, clock, wait, **options):
 
 
 def one_after_the_other(ways, *, rounds, warmup, **options):
-    """Times all steps of the first kind, then all of the second."""
+    """Time all steps of the first kind, then all of the second."""
     times = [time_in_turns([way], rounds=rounds, warmup=warmup, **options) for way in ways]
     return [seconds for (seconds,) in times]
 
@@ -91,7 +91,7 @@ def ends(seconds):
     return Spread(statistics.median(seconds), min(seconds), max(seconds))
 
 
-def test_the_planted_machine_catches_every_wrong_way_to_time():
+def test_every_wrong_way_to_time_is_caught_on_the_simulated_machine():
     case = Case(SMALL)
     for time in (without_waiting, waiting_before_alone, one_after_the_other, warmup_counted):
         verdict = bench.twice(case, time=time)
@@ -101,7 +101,7 @@ def test_the_planted_machine_catches_every_wrong_way_to_time():
 
 
 def planted(ways, *, rounds, **options):
-    """Two equally fast kinds of step, with noise and a stall."""
+    """Time two equally fast kinds of step, with noise and a stall."""
     noise = itertools.cycle([1.00, 1.02, 0.99, 1.04, 1.01, 0.97, 1.03])
     times = [list(itertools.islice(noise, rounds)) for _ in ways]
     times[0][3] = 9.0
@@ -109,7 +109,7 @@ def planted(ways, *, rounds, **options):
 
 
 def one_standard_error(ours, theirs):
-    """Too narrow: one standard error of the mean is not a 95% interval."""
+    """Return an interval that is too narrow: one standard error of the mean."""
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     middle = statistics.median(ratios)
     error = statistics.stdev(sorted(ratios)[1:-1]) / len(ratios) ** 0.5
@@ -125,13 +125,13 @@ def without_interval(ours, theirs):
 
 
 def one_sided(ours, theirs):
-    """Reports the first of a pair as slower, always."""
+    """Report the first of a pair as slower, always."""
     found = paired_ratio(ours, theirs)
     return replace(found, lower=found.median * 1.001, upper=found.median * 1.2)
 
 
 @pytest.mark.parametrize("ratio", [one_standard_error, never_certain, without_interval, one_sided])
-def test_intervals_that_say_too_much_or_nothing_are_caught(ratio):
+def test_intervals_that_are_too_narrow_too_wide_or_missing_are_caught(ratio):
     assert bench.step_against_itself(Case(SMALL), time=planted).passed
     verdict = bench.step_against_itself(Case(SMALL), time=planted, ratio=ratio)
     assert verdict.passed is False, verdict
@@ -170,7 +170,7 @@ class InEvalMode(TrainingStep):
 
 
 class Trains(TrainingStep):
-    """Times with a learning rate, so that each step starts from different weights."""
+    """Time with a learning rate, so that each step starts from different weights."""
 
     def __init__(self, case, *, learning_rate=1e-3):
         super().__init__(case, learning_rate=learning_rate)
@@ -183,12 +183,12 @@ def leaves_a_seed(case, *args, **options):
 
 
 @pytest.mark.parametrize("make", [WithoutOptimizer, GradientsKept, InEvalMode, Trains])
-def test_a_step_that_is_not_the_training_is_caught(make):
+def test_a_step_that_differs_from_the_training_is_caught(make):
     verdict = bench.whole_step(Case(DROPOUT), make=make)
     assert verdict.passed is False, verdict
 
 
-def test_a_step_of_another_loss_is_caught_by_the_loss_where_adamw_hides_it():
+def test_a_scaled_loss_that_adamw_hides_is_caught_by_its_value():
     verdict = bench.whole_step(Case(SMALL), make=SumNotMean)
     assert verdict.passed is False, verdict
     assert "loss" in verdict.measured
@@ -204,7 +204,7 @@ def test_generators_that_are_left_seeded_are_caught():
 
 
 def all_that_ran(case, *args, **options):
-    """Counts recomputed FLOPs as the model's, which raises the utilisation."""
+    """Count recomputed FLOPs as the model's, which raises the utilisation."""
     found = measure_levers(case, *args, **options)
     for row in found.rows:
         row.model_flops = row.executed_flops
@@ -219,7 +219,7 @@ def one_microbatch(case, *args, **options):
 
 
 def six_for_each_weight_and_row(case, *args, **options):
-    """The rule of thumb of 6 FLOPs per weight and row, which counts a gradient of the batch."""
+    """Count 6 FLOPs per weight and row, a rule of thumb that includes a gradient of the batch."""
     found = measure_levers(case, *args, **options)
     parameters = sum(
         parameter.numel() for parameter in case.build().parameters() if parameter.dim() > 1
@@ -252,7 +252,7 @@ def without_optimizer_state(case, *args, **options):
 
 
 def with_the_neighbours(case, *args, **options):
-    """The allocator's figure, which includes the other configurations."""
+    """Return the allocator's figure, which includes the other configurations."""
     found = measure_levers(case, *args, **options)
     beside = bytes_on_device(case.build().parameters(), case.device)
     for row in found.rows:

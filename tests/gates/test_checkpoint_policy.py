@@ -63,12 +63,12 @@ def test_a_state_too_large_to_be_written_often_is_left_out(monkeypatch):
         assert "dozens of times" in verdict.hint
 
 
-# Saboteurs of a commit: it writes into the old checkpoint, removes the old one first, or writes no
+# Saboteurs of a commit: they write into the old checkpoint, remove the old one first, or write no
 # manifest.
 
 
 def over_the_old(writing, parts):
-    """Writes into the old checkpoint, as saving to the same path again does."""
+    """Write into the old checkpoint, as saving to the same path again does."""
     for name in writing.files.names(writing.folder) if writing.step == 2 else ():
         old = writing.files.path("rollback/step-00000001.dcp") / name
         old.write_bytes((writing.files.path(writing.folder) / name).read_bytes())
@@ -76,7 +76,7 @@ def over_the_old(writing, parts):
 
 
 def old_one_first(writing, parts):
-    """Deletes the old checkpoint before the new one is complete."""
+    """Delete the old checkpoint before the new one is complete."""
     if writing.step == 2:
         writing.files.remove_folder("rollback/step-00000001.dcp")
     return Writing.commit(writing, parts)
@@ -88,7 +88,7 @@ def without_manifest(writing, parts):
     return manifest
 
 
-# Saboteurs of a state: a part of it is left out.
+# Saboteurs of a state: each leaves out one component.
 
 
 class WithoutRandom(TrainingState):
@@ -101,7 +101,7 @@ class WithoutOptimizer(TrainingState):
         return []
 
     def _compare_parts(self, values, report):
-        """Reports no difference."""
+        """Report no difference."""
 
 
 class SecondMomentAnew(TrainingState):
@@ -173,7 +173,7 @@ def unpickled_first(run, folder, state):
 
 
 def every_path(run, folder, state):
-    """Reads any path that the index names."""
+    """Read any path that the index names."""
     metadata = pickle.loads(run.files.read(f"{folder}/.metadata"))
     read_tensors(run.files, folder, metadata, state.snapshot().tensors)
 

@@ -1,6 +1,6 @@
-"""Tests of the gates of retention, fallback and coinciding cadences: faulty ones fail.
+"""Tests of the gates of retention, fallback and coinciding saves: planted faults fail.
 
-That right ones hold is in tests/gates/test_checkpoint_policy.py.
+tests/gates/test_checkpoint_policy.py tests that they hold on the right implementation.
 
 python -m pytest tests/gates/test_checkpoint_policy_retention.py
 """
@@ -29,7 +29,7 @@ from curry_train.workloads.workload import Case
 CASE = Case(transformer(dropout=0.1, depth=1))
 
 
-# The saboteurs. Of retention: text order, NaN as best, a stale higher step, NaN saved as latest,
+# Saboteurs of retention: text order, NaN as best, a stale higher step, NaN saved as latest,
 # nothing deleted.
 
 
@@ -47,7 +47,7 @@ def stale_counts(every, config, *, step, damaged=(), protected=()):
 
 
 def nan_is_best(value, step, every, config):
-    """As where `value >= worst` is False for NaN, so NaN goes in, and stays."""
+    """Accept NaN as best, as code does that rejects by `value >= worst`, False for NaN."""
     ranked = best_first(every, config)
     return config.best_k > 0 and (
         len(ranked) < config.best_k or not value >= ranked[-1].metric.value
@@ -58,7 +58,7 @@ def nothing(every, config, **_):
     return []
 
 
-# Of a resume: whatever is there, the damage not told, the first error as the end, the oldest.
+# Saboteurs of a resume: no verification, damage unreported, stop at the first error, the oldest.
 
 
 def unverified(run, state, what):
@@ -88,7 +88,7 @@ def from_nothing(run, state, what):
     )
 
 
-# Of coinciding cadences: each for itself, the shorter alone, nothing, no best.
+# Saboteurs of two kinds of saves at one step: both written, only the shorter, none, no best.
 
 
 class Each(SavingPolicy):

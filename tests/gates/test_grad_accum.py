@@ -63,7 +63,7 @@ def test_kwargs_name_the_first_and_the_last_microbatch_of_a_window():
     ]
 
 
-def test_one_step_is_no_accumulation():
+def test_a_window_of_one_microbatch_does_not_accumulate():
     accumulation = GradientAccumulation()
     assert not accumulation.enabled
     assert accumulation.is_first(5)
@@ -85,7 +85,7 @@ class Config:
     ],
     ids=["mapping", "dataclass", "namespace"],
 )
-def test_from_config_reads_what_people_keep_settings_in(config):
+def test_from_config_reads_mappings_dataclasses_and_namespaces(config):
     assert GradientAccumulation.from_config(config).steps == 4
 
 
@@ -109,13 +109,13 @@ def test_from_config_names_the_key_that_is_wrong():
 @pytest.mark.parametrize(
     "steps", [0, -1, True, 2.0, "4", None, float("nan"), torch.tensor(2.0), torch.tensor(True)]
 )
-def test_steps_that_are_no_count_are_refused(steps):
+def test_steps_that_are_not_a_positive_whole_number_are_refused(steps):
     with pytest.raises(ValueError, match="steps must be a whole number of at least 1, got"):
         GradientAccumulation(steps=steps)
 
 
 @pytest.mark.parametrize("index", [-1, 0.5, True])
-def test_an_index_that_is_none_is_refused(index):
+def test_an_index_that_is_not_a_whole_number_is_refused(index):
     with pytest.raises(ValueError, match="index must be a whole number of at least 0"):
         GradientAccumulation(2).train_step_kwargs(index)
 
@@ -141,7 +141,7 @@ def test_a_window_divides_by_its_own_valid_terms():
     assert [(window.loss_divisor, window.num_terms) for window in windows] == [(3.0, 3), (3.0, 3)]
 
 
-def test_data_that_are_empty_are_an_error():
+def test_empty_data_is_an_error():
     with pytest.raises(ValueError, match="the data are empty"):
         next(GradientAccumulation(2).windows([]))
 
@@ -154,7 +154,7 @@ def test_a_window_without_a_valid_term_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("terms", [-1, 2.5, True, None])
-def test_a_count_that_is_none_is_refused(terms):
+def test_a_count_that_is_not_a_whole_number_is_refused(terms):
     with pytest.raises(ValueError, match="count\\(microbatch\\) must be a whole number"):
         next(GradientAccumulation(2).windows([1, 2], count=lambda _: terms))
 
@@ -218,7 +218,7 @@ def test_a_loss_per_sample_is_refused():
         linear_step([torch.ones(3, 2)], loss=lambda model, batch: model(batch))
 
 
-def test_a_mean_loss_over_no_valid_term_is_told_what_to_pass():
+def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
     def mean(model, batch):
         return model(batch).square().mean()
 
@@ -455,7 +455,7 @@ def uneven_data_on_rank():
     return results
 
 
-def test_ranks_with_uneven_data_or_without_a_wrapper_are_told_instead_of_hanging():
+def test_ranks_with_uneven_data_or_without_a_wrapper_raise_instead_of_hanging():
     for results in run_on_ranks(f"{__file__}:uneven_data_on_rank", timeout=60):
         assert results[0] == 4
         assert "window 1 has" in results[1]

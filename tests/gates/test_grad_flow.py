@@ -81,7 +81,7 @@ def test_a_model_without_blocks_has_nothing_to_recompute():
 
 
 class NoOp(GradFlow):
-    """Probes nothing."""
+    """A probe that reads nothing."""
 
     def __enter__(self):
         super().__enter__()
@@ -99,7 +99,7 @@ def changed(owner, **names):
 
 
 def sabotaged(owner, **names):
-    """A probe that replaces attributes of `owner` while its context is open."""
+    """Build a probe that replaces attributes of `owner` while its context is open."""
 
     class Sabotaged(GradFlow):
         def __enter__(self):
@@ -115,14 +115,14 @@ def sabotaged(owner, **names):
 
 
 class AfterClipping(GradFlow):
-    """Reads gradients at the optimizer step."""
+    """A probe that reads gradients at the optimizer step, after clipping."""
 
     def _backward_ended(self):
         pass
 
 
 class FirstMicrobatch(GradFlow):
-    """Reads the gradients of the first backward of a window."""
+    """A probe that reads the gradients of the first backward of a window."""
 
     def _backward_ended(self):
         if not self._read_at:
@@ -130,7 +130,7 @@ class FirstMicrobatch(GradFlow):
 
 
 class Averaged(GradFlow):
-    """Counts only the last call of a layer."""
+    """A probe that counts only the last call of a layer."""
 
     def __enter__(self):
         super().__enter__()
@@ -148,7 +148,7 @@ class Averaged(GradFlow):
 
 
 class OffIsFilterless(GradFlow):
-    """`off` counts recomputed forwards, because recompute is not turned off."""
+    """A probe whose `off` counts recomputed forwards, because recompute is not turned off."""
 
     def __init__(self, *arguments, recompute="filter", **options):
         super().__init__(*arguments, **options)
@@ -166,7 +166,7 @@ class OffIsFilterless(GradFlow):
 
 
 class Draws(GradFlow):
-    """Draws random numbers, as a probe that samples elements would."""
+    """A probe that draws random numbers, as one that samples elements would."""
 
     def _read(self, where, scale):
         torch.rand(3)
@@ -174,7 +174,7 @@ class Draws(GradFlow):
 
 
 class CleansGradients(GradFlow):
-    """Changes the gradients that it reads, as a probe that cleans them would."""
+    """A probe that changes the gradients that it reads, as one that cleans them would."""
 
     def _read(self, where, scale):
         super()._read(where, scale)
@@ -184,7 +184,7 @@ class CleansGradients(GradFlow):
 
 
 class WritesOutputs(GradFlow):
-    """Changes the activation that it reads."""
+    """A probe that changes the activation that it reads."""
 
     def __enter__(self):
         super().__enter__()
@@ -203,7 +203,7 @@ class WritesOutputs(GradFlow):
 
 
 class KeepsOutputs(GradFlow):
-    """Collects activations and counts them at the end."""
+    """A probe that collects activations and counts them at the end."""
 
     def __enter__(self):
         super().__enter__()
@@ -225,7 +225,7 @@ def with_ones(tensor):
 
 
 class KeepsCopies(KeepsOutputs):
-    """Collects copies of the outputs, without their graph."""
+    """A probe that collects copies of the outputs, without their graph."""
 
     def __enter__(self):
         super().__enter__()

@@ -32,7 +32,7 @@ from curry_train.primitives.grad_accum import NonFiniteWindow
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
-# For each copied module: a model, the gates to run, and what they judge of the copy.
+# For each copied module: a model, the gates to run, and the functions that they judge.
 COPIES = {
     "primitives/grad_accum": ("mlp", ["grad-accum"], ["train_window", "GradientAccumulation"]),
     "primitives/recompute": (
@@ -148,7 +148,7 @@ def run(monkeypatch, tmp_path):
 
 
 def judged(copied, package):
-    """The options that put a copied module under its gates."""
+    """Return the options that let gates judge a copied module."""
     model, gates, names = COPIES[copied]
     stem = copied.rpartition("/")[2]
     options = ["--model", model]
@@ -188,7 +188,7 @@ def test_a_sabotaged_copy_fails(copied, number, run, tmp_path):
 
 
 def does_nothing(*args, **kwargs):
-    """An implementation that does nothing."""
+    """Do nothing, as an implementation that does not work."""
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_gate_that_judges_something_else_does_not_apply_and_judges_nothing():
             assert "--impl names apply_sac" in verdict.hint
 
 
-def test_every_technique_says_what_its_gates_judge():
+def test_every_technique_declares_what_its_gates_judge():
     num_gates = 0
     for technique in TECHNIQUES:
         judged_names = {one.name for one in judged_of(technique)}
@@ -301,7 +301,9 @@ def test_without_gates_all_that_judge_the_implementation_are_run_in_processes_to
         ("sack=my_foreign:too_few", "no gate judges 'sack'; did you mean 'sac'?"),
     ],
 )
-def test_what_can_not_be_judged_ends_with_2_and_one_line(text, message, run, tmp_path):
+def test_an_implementation_that_can_not_be_judged_ends_with_2_and_one_line(
+    text, message, run, tmp_path
+):
     (tmp_path / "my_foreign.py").write_text(FOREIGN)
     text = f"sac={text}" if "no_such_name" in text else text
     ended = run("--model", "mlp", "--gate", "sac", "--impl", text)
@@ -326,7 +328,7 @@ class NonFiniteWindowCopy(ArithmeticError):
 NonFiniteWindowCopy.__name__ = "NonFiniteWindow"
 
 
-def test_errors_of_owned_copies_are_raised_as_ours_and_others_as_they_are():
+def test_errors_of_an_owned_copy_are_raised_as_the_packages_own():
     def fail(kind):
         raise kind("microbatch 2")
 

@@ -42,8 +42,8 @@ def test_gates_hold_on_cuda():
         assert verdict.passed, verdict
 
 
-# Saboteurs of the watchdog: it never reports; its limit uses the mean of all losses; it misses NaN,
-# which is not above any limit; it reports a single high loss.
+# Saboteurs of the watchdog: never reports; uses the mean of all losses as limit; misses NaN,
+# which is not above any limit; reports a single high loss.
 
 
 class Silent(SpikeWatchdog):
@@ -52,7 +52,7 @@ class Silent(SpikeWatchdog):
 
 
 class MeanOfAll(SpikeWatchdog):
-    """Uses three standard deviations of all losses, including those of the spike."""
+    """A watchdog whose limit is three standard deviations of all losses, spikes included."""
 
     seen: list
 
@@ -81,8 +81,8 @@ def test_found_fails_on(watchdog):
     assert verdict.hint
 
 
-# Saboteurs of a recovery: it trains on the samples again; it keeps the weights; it loads the newest
-# state, from after the spike; it keeps the optimizer state; it skips one window too few.
+# Saboteurs of a recovery: trains on the samples again; keeps the weights; loads the newest
+# state, from after the spike; keeps the optimizer state; skips one window too few.
 
 
 def takes_them_again(spike, config, **facts):
@@ -124,7 +124,7 @@ def test_recovered_fails_on(fault):
     assert verdict.hint
 
 
-# Saboteurs of the state passed to the next process: the watchdog starts anew; skips are lost.
+# Saboteurs of the state passed to the next process: the watchdog starts fresh; skips are lost.
 
 
 class InMemory(Recoveries):
@@ -133,14 +133,14 @@ class InMemory(Recoveries):
 
 
 class OfThisProcess(Recoveries):
-    """Skips the right samples, but counts attempts from one in each process."""
+    """A recovery that skips the right samples, but counts attempts from one in each process."""
 
     def attempt(self, step, *, within):
         return 1
 
 
 class Unrecovered(Recoveries):
-    """Reads the file but skips nothing."""
+    """A recovery that reads the file but skips nothing."""
 
     def __init__(self, files):
         super().__init__(files)
@@ -166,7 +166,7 @@ def test_bounded_fails_on(recoveries):
 
 
 def test_a_recovery_without_an_end_is_stopped():
-    """The gate itself must stop a run that trains on bad samples again and again."""
+    """Stop, by the gate itself, a run that trains on bad samples again and again."""
     parts = SpikeComponents(recover=takes_them_again, recoveries=OfThisProcess)
     with pytest.raises(ValueError, match="the recovery does not end"):
         loss_spike.recovered(CASE, parts=parts)

@@ -41,7 +41,7 @@ def test_gates_hold_with_dropout_in_half_precision():
 
 
 def by_the_setting(set_budget):
-    """Compiles blocks with torch itself, at a budget set by `set_budget`."""
+    """Build a technique: torch itself compiles blocks, at a budget set by `set_budget`."""
 
     def apply(module, sample, budget):
         names = list(find_blocks(module, sample.blocks))
@@ -117,7 +117,7 @@ def without_compiling(module, sample, budget):
 def test_gate_catches(check, saboteur, disturb, message):
     block = block_class(*filter(None, [disturb]))
     case = Case(Workload("blocks", lambda: build(block), rows, loss), batch_size=64)
-    with functorch_config.patch(activation_memory_budget=1.0):  # put back what a saboteur leaves
+    with functorch_config.patch(activation_memory_budget=1.0):  # undo the changes of a saboteur
         verdict = check(case, apply=saboteur)
     assert verdict.passed is False, verdict
     assert message in verdict.hint, verdict

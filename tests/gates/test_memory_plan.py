@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 def targets_of(size):
-    """Masks all but one target in the first rows, and none in the last rows."""
+    """Mask all but one target in the first rows, and none in the last rows."""
     targets = torch.randint(CLASSES, (size, 8))
     return targets.masked_fill(
         torch.arange(8) > 7 * (torch.arange(size)[:, None] >= size // 2), IGNORED
@@ -105,7 +105,7 @@ def divisor(targets, reduction):
 
 
 def mean_of_means(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
-    """Divides each chunk by its own number of unmasked targets, which differ."""
+    """Divide each chunk by its own number of unmasked targets, which differ."""
     chunks = in_parts(rows, targets, chunk_tokens)
     losses = [
         chunked_cross_entropy(row, weight, target, bias=bias, **options) for row, target in chunks
@@ -125,14 +125,14 @@ def last_chunk_left_out(rows, weight, targets, *, chunk_tokens, **options):
 
 
 def chunks_kept(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
-    """Holds every chunk's logits until backward."""
+    """Hold every chunk's logits until backward."""
     chunks = in_parts(rows, targets, chunk_tokens)
     total = sum(part_loss(row, target, weight, bias) for row, target in chunks)
     return total / divisor(targets, reduction)
 
 
 def computed_again(rows, weight, targets, *, bias, chunk_tokens, reduction, **options):
-    """Recomputes chunks with plain checkpointing: correct, but the head's product runs twice."""
+    """Recompute chunks with plain checkpointing: correct, but the head's product runs twice."""
     chunks = in_parts(rows, targets, chunk_tokens)
     losses = [
         checkpoint(part_loss, row, target, weight, bias, use_reentrant=False)

@@ -75,9 +75,9 @@ def test_a_plan_fits_as_predicted_and_trains_the_same():
     assert all(verdict.passed for verdict in found), found
 
 
-def test_where_recompute_lowers_no_peak_there_is_nothing_to_plan():
+def test_a_model_whose_peak_recompute_can_not_lower_has_no_plan():
     for check in (memory_plan.fits, memory_plan.plan_parity):
-        verdict = check(CASES["mlp"])  # whose peak is the optimizer's
+        verdict = check(CASES["mlp"])  # a model whose peak is in the optimizer's step
         assert verdict.passed is None
         assert "does not lower the peak" in verdict.hint
 
@@ -106,7 +106,7 @@ def test_a_wrong_plan_does_not_fit(wrong):
 
 @dataclass(frozen=True)
 class Detaching(Plan):
-    """Cuts off the first block."""
+    """A plan that cuts the first block off the graph."""
 
     def apply(self, model):
         model.layers[0].register_forward_hook(lambda module, args, output: output.detach())
@@ -115,7 +115,7 @@ class Detaching(Plan):
 
 @dataclass(frozen=True)
 class NotApplied(Plan):
-    """Says that it changed what it did not."""
+    """A plan that reports changes without making them."""
 
     def apply(self, model):
         return list(self.options)

@@ -1,4 +1,4 @@
-"""Tests of the tests that owned techniques carry: right copies pass, faulty ones fail.
+"""Tests of the tests that `add` copies: right copies pass, faulty ones fail.
 
 All copies are tested by one run of pytest in which curry_train can't be imported.
 """

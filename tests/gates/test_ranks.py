@@ -19,7 +19,7 @@ from curry_train.gates.fixtures import GradientSyncs, load_function, run_on_rank
 
 @pytest.fixture(autouse=True)
 def new_interpreters(monkeypatch):
-    """And none that has imported torch already, as in the other tests."""
+    """Use new interpreters, not forks of one that has imported torch, as other tests do."""
     monkeypatch.setattr(fixtures, "PYTHON_EXECUTABLE", sys.executable)
 
 
@@ -29,7 +29,7 @@ def counted_syncs(scale):
         model(torch.ones(1, 4)).sum().backward()
     with GradientSyncs() as one:
         model(torch.ones(1, 4)).sum().backward()
-        dist.all_reduce(torch.ones(1))  # outside a backward: not a gradient's
+        dist.all_reduce(torch.ones(1))  # outside of backward: not counted
     return {
         "rank": dist.get_rank(),
         "scaled": scale * dist.get_rank(),
@@ -43,12 +43,12 @@ def fails_on_one_rank():
     dist.barrier()
 
 
-def test_each_rank_returns_its_own_and_syncs_are_counted():
+def test_each_rank_returns_its_result_and_syncs_are_counted():
     answers = run_on_ranks(f"{__file__}:counted_syncs", scale=3)
     assert answers == [{"rank": rank, "scaled": 3 * rank, "syncs": [0, 1]} for rank in range(2)]
 
 
-def test_a_rank_that_fails_is_told_with_its_words():
+def test_the_error_of_a_rank_is_raised_with_its_message():
     with pytest.raises(RuntimeError, match="rank 1: ValueError: rank 1 does not like it"):
         run_on_ranks(f"{__file__}:fails_on_one_rank", timeout=60)
 
@@ -69,7 +69,7 @@ def never_ends():
     time.sleep(60)
 
 
-def test_a_rank_that_dies_ends_the_others_and_its_last_line_is_told():
+def test_a_rank_that_dies_ends_the_others_and_its_last_line_is_reported():
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="out of fuel"):
         run_on_ranks(f"{__file__}:dies_without_a_word", timeout=60)

@@ -60,7 +60,7 @@ class Scale(nn.Module):
         return torch.sigmoid(x * self.scale)
 
 
-def test_flops_do_not_hold_where_there_is_nothing_to_count():
+def test_the_flops_gate_does_not_hold_without_flops():
     workload = Workload(
         "no products",
         lambda: nn.Sequential(Scale(), Scale()),
@@ -219,7 +219,7 @@ def list_of(make, call=lambda layer, x: layer(x)):
 
 
 @pytest.mark.parametrize("apply", [None, no_op], ids=["recompute", "no-op"])
-def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(apply):
+def test_gates_do_not_apply_to_blocks_of_a_single_layer(apply):
     case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="layers.*")
     for strategy in ("full", "selective"):
         verdict = recompute.recompute_parity(case, strategy=strategy, apply=apply)
@@ -244,16 +244,14 @@ def past_the_block(layer, x):
     ],
     ids=["gelu", "relu", "bypassed", "lone and bypassed"],
 )
-def test_doing_nothing_fails_wherever_something_can_be_done_or_the_block_does_not_run(
-    workload, saboteur
-):
+def test_a_no_op_fails_if_recompute_would_free_memory_or_the_block_never_runs(workload, saboteur):
     verdict = parity(Case(workload, blocks="layers.?"), apply=saboteur)
     assert verdict.passed is False, verdict
     assert "nothing ran twice or was freed" in verdict.hint
 
 
 @pytest.mark.parametrize("gate", recompute.RECOMPUTE_GATES, ids=lambda gate: gate.name)
-def test_what_a_model_of_lone_layers_repeats_is_said(gate):
+def test_the_verdict_names_the_single_layers_that_a_model_repeats(gate):
     verdict = gate.run(Case(list_of(lambda: nn.Linear(8, 8))))
     assert verdict.passed is None, verdict
     assert "lone layers" in verdict.hint or "nothing worth changing" in verdict.hint
@@ -313,7 +311,7 @@ def shorter_in_backward(block, x):
 
 
 def by_torch(model, sample):
-    """Recompute as many scripts do: torch's checkpoint around each block."""
+    """Recompute with torch's checkpoint around each block, as many scripts do."""
     found = find_blocks(model, sample.blocks)
     for block in found.values():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -321,7 +319,7 @@ def by_torch(model, sample):
 
 
 def disturbed(disturb):
-    """A workload whose second block of three is disturbed."""
+    """Build a workload whose second block of three is disturbed."""
 
     def build():
         clean = [Faulty(lambda block, x: x) for _ in range(2)]
@@ -333,7 +331,7 @@ def disturbed(disturb):
 
 
 @pytest.mark.parametrize("disturb", [growing_cache, counter, routing])
-def test_state_of_the_block_itself_is_that_of_the_first_call(disturb):
+def test_a_recomputed_block_sees_its_state_of_the_first_call(disturb):
     verdict = recompute.recompute_parity(Case(disturbed(disturb)), strategy="full")
     assert verdict.passed, verdict
 

@@ -1,4 +1,4 @@
-"""The gates of the journal hold on models, and each fails on what goes wrong in practice.
+"""Tests of the journal's gates: they hold on models and fail on common faults.
 
 python -m pytest tests/gates/test_run_journal.py
 """
@@ -32,7 +32,7 @@ def test_gates_hold_in_bfloat16(check):
 
 
 class Held(Journal):
-    """Keeps its events until it is closed."""
+    """A journal that keeps its events in memory until it is closed."""
 
     def _append(self, handle, line):
         self.held = [*getattr(self, "held", []), line]
@@ -63,7 +63,7 @@ def test_complete_fails_on(journal):
 
 
 class Plain:
-    """Lines as most people write them: appended to whatever is there."""
+    """A journal as scripts write one: lines appended to the file, whatever it holds."""
 
     def __init__(self, folder):
         self.path = folder / JOURNAL_FILE_NAME
@@ -94,7 +94,7 @@ class Plain:
 
 
 class Anew(Plain):
-    """Begins the file again when it is resumed."""
+    """A journal that empties the file when it is resumed."""
 
     def resume(self, step):
         self.path.unlink()
@@ -109,14 +109,14 @@ def test_torn_fails_on(journal):
 
 
 class OneAttempt(Journal):
-    """A rollback is an event like others."""
+    """A journal in which a rollback starts no attempt."""
 
     def rollback(self, step, **facts):
         self.write("warning", step=step, reason="rolled back")
 
 
 def first_counts(folder):
-    """A reader that takes the first loss of a step."""
+    """Read the first loss of a step instead of the last."""
     history, seen = read_history(folder), {}
     for event in JournalReading(folder):
         if event.kind == "step":

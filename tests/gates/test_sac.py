@@ -72,12 +72,12 @@ def torch_policy(policy):
 
 
 def any_policy(model, policy, *, blocks=None):
-    """`apply_sac` without its checks."""
+    """Build a technique: `apply_sac` without its checks."""
     return torch_policy(policy if callable(policy) else [aten.linear.default])(model, blocks=blocks)
 
 
 def miscounting():
-    """Counts products over all blocks, and over the first run and the recompute together."""
+    """Build a policy that counts products over all blocks, and over both runs together."""
     seen = [0]
 
     def policy(context, operation, *args, **kwargs):
@@ -111,7 +111,7 @@ def detached(model, *ignored, **also_ignored):
 
 
 def reads_changed_boundary(model, *ignored, **also_ignored):
-    """Regions whose input is overwritten, undetected, after the block has read it."""
+    """Apply regions, and overwrite the input, undetected, after the block has read it."""
     names = apply_regions(model)
 
     def write_over(module, args, output):
@@ -123,12 +123,12 @@ def reads_changed_boundary(model, *ignored, **also_ignored):
 
 
 def regions_of_everything(model, *, blocks=None):
-    """Recomputes all of a block, including its products."""
+    """Recompute all of a block, including its products."""
     return torch_policy([aten._softmax.default])(model, blocks=blocks)
 
 
 class Noisy(nn.Module):
-    """Draws before and after a product: if the first draw is saved, the second is shifted."""
+    """A block that draws before and after a product: saving the first draw shifts the second."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ NOISY = Workload(
 
 
 class ThreeProducts(nn.Module):
-    """Products of one shape, so that a saved output fits in the place of another.
+    """A block with products of one shape, so that a saved output fits in place of another.
 
     The last product is never recomputed.
     """
@@ -172,7 +172,7 @@ SQUARE = Workload(
 
 
 class Shared(nn.Module):
-    """Blocks that share one weight under autocast, which casts it once for all blocks."""
+    """A model whose blocks share a weight under autocast, which casts it once for all."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ LONE = Workload(
 
 @pytest.mark.parametrize("apply", [None, no_op], ids=["sac", "no-op"])
 @pytest.mark.parametrize("strategy", ["sac", "sac_every_second", "regions"])
-def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(strategy, apply):
+def test_gates_do_not_apply_to_blocks_of_a_single_layer(strategy, apply):
     verdict = sac.sac_parity(Case(LONE, blocks="layers.*"), strategy=strategy, apply=apply)
     assert verdict.passed is None, verdict
 
@@ -269,7 +269,7 @@ def test_a_lone_layer_has_nothing_to_recompute_which_neither_holds_nor_fails(str
     ("check", "saboteur"),
     [(sac.products, any_policy), (sac.refusals, any_policy), (sac.refusals, no_op)],
 )
-def test_policies_are_for_the_blocks_that_were_named(check, saboteur):
+def test_policies_apply_to_the_named_blocks_only(check, saboteur):
     # Without a pattern this model has no blocks, which is an error of its own.
     case = Case(LONE, blocks="layers.*")
     assert check(case).passed
@@ -285,7 +285,7 @@ def test_parity_catches_a_policy_that_counts_both_runs():
     assert "computes another value" in verdict.hint
 
 
-def test_a_policy_that_counts_both_runs_is_right_here():
+def test_torch_2_13_calls_a_policy_in_the_first_run_only():
     def apply(model, sample):
         return apply_sac(model, miscounting(), blocks=sample.blocks)
 
@@ -301,7 +301,7 @@ def test_parity_catches_a_shared_weight_under_autocast():
     assert parity(Case(SHARED), apply=None).passed
 
 
-def test_random_operations_are_replayed_though_a_policy_names_them():
+def test_random_operations_are_recomputed_even_if_a_policy_names_them():
     def apply(model, sample):
         return apply_sac(model, ["aten.mm", "aten.randn_like"], blocks=sample.blocks)
 
@@ -395,7 +395,7 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_collectives_are_kept_or_run_again_on_all_ranks():
+def test_collectives_are_kept_or_repeated_on_all_ranks_alike():
     for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
         assert calls == [2, 2, 4]
         assert equal == [True, True]

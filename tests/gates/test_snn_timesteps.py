@@ -40,7 +40,7 @@ CHECKS = {gate.name: gate.check for gate in snn_timesteps.GATES}
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_gates_hold_where_a_model_steps_through_time_and_say_where_none_does(name, check):
+def test_gates_hold_on_loops_over_time_and_do_not_apply_elsewhere(name, check):
     verdict = CHECKS[check](Case(load_workload(name)))
     assert verdict.gate == check
     assert verdict.passed is (True if name == "snn" else None), verdict
@@ -67,7 +67,7 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
         assert verdict.passed is not False, verdict
 
 
-def test_gates_take_a_model_without_blocks_and_short_loops_and_patterns_that_mean_others():
+def test_gates_hold_without_blocks_on_short_loops_and_with_other_patterns():
     lone = replace(snn(depth=1), build=lambda: SpikingNetwork(64, 1))
     for case in (
         Case(lone),
@@ -199,7 +199,7 @@ def test_gate_catches(check, saboteur, workload, in_hint):
     assert "--blocks" not in verdict.hint
 
 
-def test_parity_fails_and_does_not_say_not_applicable_where_the_model_repeats_no_block():
+def test_parity_fails_on_a_fault_in_a_model_that_repeats_no_block():
     lone = Case(replace(snn(depth=1), build=lambda: SpikingNetwork(64, 1)))
     assert parity(lone, apply=STRATEGIES["timesteps"].apply).passed
     assert parity(lone, apply=replaced(drops_the_rest)).passed is False
@@ -219,7 +219,7 @@ def names_another(step, timesteps, state):
 
 
 def looks_for_spikes_only(step, timesteps, state):
-    """Compares two runs of one step, in which the threshold is not reached yet."""
+    """Detect by two runs of one step, in which the threshold is not reached yet."""
     first, second = (step(timesteps[0], state)[0] for _ in range(2))
     if not torch.equal(first, second):
         raise HiddenState("state", "", "potential")
@@ -228,7 +228,7 @@ def looks_for_spikes_only(step, timesteps, state):
 @pytest.mark.parametrize(
     "detector", [blind, sees_it_everywhere, names_another, looks_for_spikes_only]
 )
-def test_the_gate_catches_a_detector_that_is_wrong(detector):
+def test_the_gate_catches_a_wrong_detector(detector):
     assert snn_timesteps.hidden_state(Case(snn()), check=check_step).passed
     verdict = snn_timesteps.hidden_state(Case(snn()), check=detector)
     assert verdict.passed is False, verdict
@@ -284,7 +284,7 @@ def test_chunks_around_neurons_that_keep_state_are_silently_wrong():
     model = case.build()
     whole_chunks(model, None)
     found = record_step(model, batch, loss)
-    assert torch.equal(found.loss, reference.loss)  # and nothing is raised
+    assert torch.equal(found.loss, reference.loss)  # without an error
     assert compare(reference, found).worst > 0.01
 
 

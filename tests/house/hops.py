@@ -1,4 +1,4 @@
-"""Files of the package that one call runs through, and modules that one gate loads.
+"""Count the files of the package that one call executes, and the modules that a gate loads.
 
 Both are measured in a fresh process, so that nothing that other tests imported is counted.
 `entry_calls.py` holds the calls and says what is counted. Run it for a look at the files:

@@ -45,7 +45,7 @@ from tree import (
     top_level,
 )
 
-MORE_TECHNIQUES = ("offload", "chunked-loss")  # which `add` may know beside the skills
+MORE_TECHNIQUES = ("offload", "chunked-loss")  # techniques of `add` without a skill
 OWNED_TECHNIQUES = ("checkpoint-policy", "loss-spike")  # which `add --own` copies
 SHORT_FUNCTION_LINES = 4
 SECONDS_AT_MOST = 600

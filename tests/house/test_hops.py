@@ -1,4 +1,4 @@
-"""Each public call runs through few files, and one more file on its way is counted.
+"""Each public call executes few files, and one more file is counted.
 
 Run: `python -m pytest tests/house/test_hops.py`.
 """
@@ -12,8 +12,8 @@ import pytest
 from hops import MOST_FILES, MOST_LOADED_MODULES, executed_files, loaded_modules, over_budget
 from tree import PACKAGE, ROOT, all_modules, handed_on
 
-# A planted file that the real call goes through, and the line that sends it there.
-EXTRA_MODULE = '''"""One more file on the way."""
+# A planted extra file, and the line that makes a public call execute it.
+EXTRA_MODULE = '''"""An extra file that a call executes."""
 
 GATES = ()
 
@@ -54,7 +54,7 @@ def test_a_call_executes_few_files(entry):
 
 
 @pytest.mark.parametrize("entry", MOST_FILES)
-def test_one_more_file_on_the_way_is_counted(copy, entry):
+def test_one_more_executed_file_is_counted(copy, entry):
     package, name = PUBLIC_CALLS[entry]
     known = all_modules(copy)
     home = known[handed_on(known[package])[name]]
@@ -112,7 +112,7 @@ def small_package(tmp_path, monkeypatch):
     [
         ("first", ["first.py", "second.py"]),
         ("second", ["second.py"]),
-        ("loads", ["loads.py"]),  # what is imported on the way is loading
+        ("loads", ["loads.py"]),  # an import during the call counts as loading
         ("makes", ["makes.py"]),  # a generated `__init__` has no file
         ("thread", ["second.py", "thread.py"]),
     ],
@@ -136,6 +136,6 @@ def test_a_command_that_fails_loads_too_little_to_be_counted(small_package, monk
         entry_calls.loaded_modules(["validate"])
 
 
-def test_a_child_that_fails_is_an_error():
+def test_a_failing_child_process_is_an_error():
     with pytest.raises(RuntimeError, match="KeyError: 'no_such_entry'"):
         executed_files(ROOT, "no_such_entry")

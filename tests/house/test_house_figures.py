@@ -1,4 +1,4 @@
-"""The figures of an edition are counted right on a module whose figures are known.
+"""Count the figures of an edition correctly on a module with known figures.
 
 Run: `python -m pytest tests/house/test_house_figures.py`.
 """

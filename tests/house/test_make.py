@@ -1,4 +1,4 @@
-"""`make` and `.ci/run` name what failed and end with a non-zero status.
+"""`make` and `.ci/run` name the part that failed and end with a non-zero status.
 
 The failures are an older Python, a failing part, and tests that did not run.
 Run: `python -m pytest tests/house/test_make.py`.
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tree import ROOT
 
-# Stands for pytest: leaves the report that PYTEST_ADDOPTS asks for.
+# Replaces pytest: writes the report that PYTEST_ADDOPTS names.
 REPORTING = """
 echo '<testsuite tests="{passed}" skipped="0" failures="0" errors="0"/>' \
     >"${{PYTEST_ADDOPTS#--junitxml=}}"
@@ -48,7 +48,7 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_every_target_of_make_is_told_in_its_help():
+def test_make_help_lists_every_target():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
     targets = [line.split()[0] for line in run(["make", "help"], ROOT).stdout.splitlines()]
@@ -68,7 +68,7 @@ def test_every_target_of_make_is_told_in_its_help():
         pytest.param(f"read line || exit 1\n{ALL_RIGHT}", "true", 1, id="a question is asked"),
     ],
 )
-def test_ci_fails_when_any_part_does(tmp_path, test, static, expected):
+def test_ci_fails_when_any_of_its_commands_fails(tmp_path, test, static, expected):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     (tmp_path / "test.sh").write_text(test)

@@ -1,4 +1,4 @@
-"""Every client reads its own manifest, and all of them say the same name and version.
+"""Every client reads its own manifest, and all have the same name and version.
 
 Run: `python -m pytest tests/house/test_manifests.py`.
 """
@@ -106,21 +106,21 @@ def test_the_marketplace_offers_this_folder_as_the_plugin():
     )
 
 
-def test_gemini_reads_a_context_file_that_is_there():
+def test_the_context_file_of_gemini_exists():
     found = manifest("gemini-extension.json")
     assert set(found) == {"name", "version", "description", "contextFileName"}
     assert (ROOT / found["contextFileName"]).is_file()
 
 
 @pytest.mark.parametrize("name", [name for name in PLACES if name.endswith(".json")])
-def test_each_manifest_is_a_file_of_its_own(name):
+def test_no_manifest_is_a_link(name):
     assert not (ROOT / name).is_symlink(), (
         "Claude Code's strict validation refuses a link between manifests"
     )
     assert manifest(name)["name"] == "curry-train"
 
 
-def test_no_claude_md_stands_in_the_root():
+def test_the_root_has_no_claude_md():
     assert not (ROOT / "CLAUDE.md").exists(), (
         "strict validation of a plugin refuses it: write to AGENTS.md"
     )

@@ -1,4 +1,4 @@
-"""Imports, rooms and files of a tree are read as Python and the rules mean them.
+"""Read imports, rooms and files of a tree as Python and the rules define them.
 
 Run: `python -m pytest tests/house/test_tree.py`.
 """
@@ -75,11 +75,11 @@ def test_an_import_is_read_with_its_time_and_its_target(small_tree, text, expect
         ("cli.main", "cli"),
     ],
 )
-def test_each_module_stands_in_a_room(small_tree, name, room):
+def test_each_module_belongs_to_a_room(small_tree, name, room):
     assert all_modules(small_tree)[name].room == room
 
 
-def test_packages_are_no_modules_and_hand_names_on(small_tree):
+def test_packages_are_not_modules_and_export_names(small_tree):
     known = all_modules(small_tree)
     assert set(known) - set(modules(small_tree)) == {
         *("", "core", "primitives", "runs", "plan", "gates", "cli")
@@ -93,7 +93,7 @@ def test_reached_follows_imports_to_the_end(small_tree):
     }
 
 
-def test_files_leave_out_what_is_not_ours(small_tree):
+def test_files_omit_environments_caches_and_build_output(small_tree):
     for name in (".venv/x.py", "scripts/__pycache__/x.pyc", "x.egg-info/y", "build/x", ".git/x"):
         (small_tree / name).parent.mkdir(parents=True, exist_ok=True)
         (small_tree / name).touch()

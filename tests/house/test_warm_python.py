@@ -22,7 +22,7 @@ SEES = (
 
 @pytest.fixture
 def folder(tmp_path):
-    """A program in three forms, and a module that it finds beside it."""
+    """Write a program in three forms, and a module beside it that it imports."""
     (tmp_path / "program.py").write_text(SEES.replace("; ", "\n"))
     (tmp_path / "beside.py").write_text("def say(): print('beside')\n")
     return tmp_path
@@ -31,7 +31,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "how", [["program.py"], ["-m", "program"], ["-c", SEES]], ids=lambda how: how[0]
 )
-def test_it_sees_and_says_what_a_new_interpreter_does(folder, how):
+def test_its_arguments_environment_and_output_are_those_of_a_new_interpreter(folder, how):
     options = dict(
         cwd=folder, env=os.environ | {"MINE": "1"}, input="in\n", capture_output=True, text=True
     )
@@ -92,7 +92,7 @@ def test_processes_do_not_see_each_other():
 
 
 def test_it_computes_backward():
-    """The engine's threads are those of the fork."""
+    """Run backward, whose engine needs threads of the fork itself."""
     text = (
         "import torch; x = torch.ones(3, requires_grad=True); "
         "x.square().sum().backward(); print(x.grad.tolist())"
@@ -112,7 +112,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_is_found_by_the_processes_that_it_spawns(tmp_path):
-    """Multiprocessing looks in the folder of its import, which happened before the fork."""
+    """Find the script, though multiprocessing remembers the folder from before the fork."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "spawns.py").write_text(SPAWNS)

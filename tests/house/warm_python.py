@@ -52,7 +52,7 @@ sys.exit(status)
 
 @functools.cache
 def warm_python() -> str:
-    """The path of the command, which is there until this process ends."""
+    """Return the path of the command, which exists until this process ends."""
     folder = tempfile.TemporaryDirectory(prefix="warm")  # a socket's path must be short
     place, command = Path(folder.name) / "socket", Path(folder.name) / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -62,7 +62,7 @@ def warm_python() -> str:
     )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", (
-        "what forks a python for each command did not start"
+        "the process that forks a python for each command did not start"
     )
     (Path(folder.name) / "ask.py").write_text(ASKS)
     ask = [sys.executable, "-I", "-S", f"{folder.name}/ask.py", str(place)]
@@ -80,7 +80,7 @@ def warm_python() -> str:
 
 
 class WarmPython:
-    """The same for who may never need it: the first use starts what forks."""
+    """A path like that of `warm_python`, which starts the forking process at its first use."""
 
     def __fspath__(self) -> str:
         return warm_python()
@@ -115,7 +115,7 @@ def serve(place: str) -> None:
 
 
 def _take(asked: socket.socket, place: str) -> None:
-    """One process waits and answers, the other is what was asked for."""
+    """Fork: one process waits and answers, the other runs the requested command."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked.settimeout(None)
     size, streams, _, _ = socket.recv_fds(asked, 8, 3)
@@ -131,12 +131,12 @@ def _take(asked: socket.socket, place: str) -> None:
         os.close(stream)
     os.chdir(folder)
     multiprocessing.process.ORIGINAL_DIR = (
-        folder  # from where a spawned process looks for the script
+        folder  # a spawned process looks for the script from here
     )
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = words
-    sys.executable = str(Path(place).with_name("python"))  # for what it starts in its turn
+    sys.executable = str(Path(place).with_name("python"))  # for processes that it starts
 
 
 def _answer(asked: socket.socket, process: int) -> NoReturn:
@@ -151,7 +151,7 @@ def _answer(asked: socket.socket, process: int) -> NoReturn:
 
 
 def run(words: list[str]) -> None:
-    """As the interpreter does: a file, `-m module` or `-c text`, with its arguments."""
+    """Run a file, `-m module` or `-c text` with its arguments, as the interpreter does."""
     import runpy
     import types
 
