@@ -3,6 +3,7 @@
 python -m pytest tests/primitives/test_chunked_loss.py
 """
 
+import contextlib
 import copy
 import pickle
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from curry_train.core.measure import FlopCount, LiveStorages
 from curry_train.core.parity import compare, record_step
@@ -380,6 +386,80 @@ def test_logits_are_made_for(way):
     assert use.whole, use
     if "Function" not in way and way != "__deepcopy__":
         assert use.whole == [way]
+
+
+def one_step(model, instrument=contextlib.nullcontext):
+    """Run a step under an instrument; return the instrument and the gradients."""
+    with instrument() as entered:
+        F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+    return entered, [parameter.grad for parameter in model.parameters()]
+
+
+def tracked(model):
+    """Track a step with torch's own memory tracker, and return the bytes at the peak."""
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+    return sum(place["Total"] for place in tracker.get_tracker_snapshot("peak").values())
+
+
+def test_torchs_memory_tracker_sees_the_same_step_in_less_memory():
+    plain_model = Model()
+    model = Model()
+    apply_chunked_loss(model, chunk_tokens=4)
+    whole = tracked(plain_model)
+    found = tracked(model)
+    use = chunked_loss_report(model)["head"]
+    assert str(use) == "1 loss in chunks"
+    logits = TOKENS.numel() * CLASSES * 4
+    assert found < whole - 2 * logits + 3 * 4 * CLASSES * 4
+
+
+@pytest.mark.parametrize(
+    "instrument",
+    [
+        lambda: FlopCounterMode(display=False),
+        lambda: profile(profile_memory=True, record_shapes=True, with_stack=True),
+        LiveStorages,
+        ModuleTracker,
+    ],
+    ids=["flop counter", "profiler", "live storages", "module tracker"],
+)
+def test_an_instrument_sees_the_same_step_in_chunks(instrument):
+    model = Model()
+    apply_chunked_loss(model, chunk_tokens=20)
+    _, expected = one_step(model)
+    model.zero_grad()
+    _, found = one_step(model, instrument)
+    assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
+    # The flop counter takes `silu` apart, which rounds otherwise, with whole logits too.
+    torch.testing.assert_close(found, expected)
+
+
+def test_hooks_on_the_node_of_the_logits_run_in_backward():
+    # FSDP2, module trackers and pipelines learn from them that backward has come this far.
+    model = Model()
+    apply_chunked_loss(model)
+    calls = []
+    logits = model(TOKENS)
+    register_multi_grad_hook([logits], lambda gradients: calls.append("all"))
+    logits.grad_fn.register_hook(lambda *gradients: calls.append("node"))
+    F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
+    assert sorted(calls) == ["all", "node"]
+    assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
+
+
+def test_a_hook_that_reads_the_gradient_of_the_logits_gets_it():
+    gradients = []
+    for apply in (lambda model: None, apply_chunked_loss):
+        model = Model()
+        apply(model)
+        logits = model(TOKENS)
+        logits.register_hook(gradients.append)
+        F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
+    torch.testing.assert_close(*gradients)
+    assert chunked_loss_report(model)["head"].whole == ["register_hook"]
 
 
 def test_upcast_of_half_precision_stays_in_chunks():

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
@@ -334,11 +335,11 @@ LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
 }
 _METADATA_GETTERS = (
     "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested "
-    "is_quantized is_leaf"
+    "is_quantized is_leaf grad_fn nbytes itemsize"
 )
 _METADATA_METHODS = (
     "size dim ndimension numel nelement is_floating_point is_complex get_device element_size "
-    "__len__"
+    "__len__ untyped_storage"
 )
 METADATA_FUNCTIONS = {
     *(getattr(Tensor, name).__get__ for name in _METADATA_GETTERS.split()),
@@ -348,10 +349,10 @@ METADATA_FUNCTIONS = {
 
 
 class LazyLogits(Tensor):
-    """Stand-in for `logits`, with a node of its own in the graph.
+    """Stand-in for `logits`, with a node of its own in the graph and an empty storage.
 
     The node serves callers that take tensors past `__torch_function__`, such as
-    `torch.autograd.Function.apply`.
+    `torch.autograd.Function.apply`, and hooks that observe how far backward has come.
     """
 
     logits: Logits
@@ -359,7 +360,7 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA_FUNCTIONS:
+        if func in METADATA_FUNCTIONS or _counts_arrivals(func, args):
             return super().__torch_function__(func, types, args, kwargs)
         name = _name(func)
         first = args[0] if args else None
@@ -367,7 +368,7 @@ class LazyLogits(Tensor):
             if func is F.cross_entropy:
                 options, reason = loss_options(first.logits, *args[1:], **kwargs)
                 if not reason:
-                    return first.logits.loss(args[1], options)
+                    return _Linked.apply(first.logits.loss(args[1], options), first)
                 name = f"cross_entropy with {reason}"
             elif func in LOGITS_FUNCTIONS and torch.is_grad_enabled():
                 derived = LOGITS_FUNCTIONS[func](func, first.logits, *args[1:], **kwargs)
@@ -376,7 +377,7 @@ class LazyLogits(Tensor):
                 if derived is not None:
                     derived.parent = first.logits
                     derived.step = partial(_again, func, args[1:], kwargs)
-                    return _Stand.apply(derived, *derived.product.inputs)
+                    return _Stand.apply(derived, first, *derived.product.inputs)
         args, kwargs = tree_map(partial(_plain, operation=name), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -392,25 +393,35 @@ class LazyLogits(Tensor):
 def stand_in(product: Product) -> Tensor:
     """Return a tensor that stands in for the logits of a product."""
     logits = Logits(product, product.hidden, product_dtype(product.hidden))
-    tensor: Tensor = _Stand.apply(logits, *product.inputs)
+    tensor: Tensor = _Stand.apply(logits, None, *product.inputs)
     return tensor
 
 
 class _Stand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Logits, *inputs: Tensor) -> Any:
-        ctx.logits = logits
+    def forward(ctx: Any, logits: Logits, parent: Tensor | None, *inputs: Tensor) -> Any:
+        # Chunked losses have the node in their graph too, and must not keep the head's input.
+        ctx.logits = weakref.ref(logits)
+        ctx.set_materialize_grads(False)
         make: Any = Tensor._make_wrapper_subclass
-        tensor = make(LazyLogits, logits.shape, dtype=logits.dtype, device=logits.rows.device)
+        tensor = make(
+            LazyLogits,
+            logits.shape,
+            dtype=logits.dtype,
+            device=logits.rows.device,
+            storage_size=0,
+        )
         tensor.logits = logits
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         """Compute the product again: the graph of logits computed before may be freed by now."""
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
         refuse_second_derivative()
-        logits = ctx.logits
-        needed = ctx.needs_input_grad[1:]
+        logits = ctx.logits()
+        needed = ctx.needs_input_grad[2:]
         inputs = [
             original.detach().requires_grad_(need)
             for original, need in zip(logits.product.inputs, needed, strict=True)
@@ -418,15 +429,43 @@ class _Stand(torch.autograd.Function):
         whole = logits.follow(logits.product.compute, *inputs)
         trainable = [leaf for leaf in inputs if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(whole, trainable, gradient))
-        return None, *(next(gradients) if need else None for need in needed)
+        return None, None, *(next(gradients) if need else None for need in needed)
+
+
+class _Linked(torch.autograd.Function):
+    """Pass a chunked loss on, with the node of its logits in the graph, for the node's hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Any:
+        # Neither the input itself nor a view of it: those can't be changed in place.
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
 
 
 def _again(function: Any, args: Any, kwargs: Any, whole: Tensor) -> Any:
     return function(whole, *args, **kwargs)
 
 
+def _counts_arrivals(function: Any, args: Any) -> bool:
+    """Return whether this registers a hook that may be called without a gradient.
+
+    torch's module trackers use such hooks; a chunked loss has no gradient of all logits to give.
+    """
+    if function is not Tensor.register_hook:
+        return False
+    return getattr(args[1], "__globals__", None) is register_multi_grad_hook.__globals__
+
+
 def _plain(leaf: Any, *, operation: str) -> Any:
-    return leaf.logits.read(operation) if isinstance(leaf, LazyLogits) else leaf
+    if not isinstance(leaf, LazyLogits):
+        return leaf
+    if leaf.grad_fn is not None:
+        # The operation may send its gradient to the node, which then computes the product again.
+        leaf.grad_fn.read = leaf.logits
+    return leaf.logits.read(operation)
 
 
 def _name(function: Any) -> str:
