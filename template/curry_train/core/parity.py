@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# If every weight changed by its own size, the gradient has to change the loss by this share at
+# least, and by so many units of rounding. The gradients of constant losses are below that.
+LEAST_GRADIENT_EFFECT = 1e-5
+GRADIENT_ROUNDING_UNITS = 16
+
 # Relative error that a step with a technique may have where the plain step does not repeat itself.
 OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
@@ -28,6 +33,13 @@ class StepRecord:
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
     generators: Mapping[str, Any]
+
+    # The norm of all parameters that are trained, from which the rounding of gradients follows.
+    parameter_norm: float = 1.0
+
+
+class NothingToCompare(ValueError):
+    """Raised for a plain step whose gradients hold nothing that a technique could change."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +108,48 @@ def record_step(
 
 def record(module: nn.Module, loss: Tensor) -> StepRecord:
     """Record copies of the current gradients, buffers and generator states."""
+    trained = {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
     return StepRecord(
         loss=loss.clone(),
         gradients={
             name: None if parameter.grad is None else _whole(parameter.grad.detach()).clone()
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
+            for name, parameter in trained.items()
         },
         buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
         generators=_generator_states(),
+        parameter_norm=math.hypot(*(_norm(parameter.detach()) for parameter in trained.values())),
     )
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """Gather the full tensor of one that FSDP2 shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(_whole(tensor.norm()).item())
+
+
+def check_comparable(plain: StepRecord) -> None:
+    """Raise `NothingToCompare` if the gradients of a plain step are not finite, or are rounding."""
+    gradients = [gradient for gradient in plain.gradients.values() if gradient is not None]
+    norm = math.hypot(*(gradient.norm().item() for gradient in gradients))
+    if not math.isfinite(norm):
+        raise NothingToCompare(
+            f"the plain step's gradients are not finite (its loss is {plain.loss.item():.3g}), so "
+            "nothing can be compared: return a Workload with another loss or batch"
+        )
+    precision = max((torch.finfo(one.dtype).eps for one in gradients), default=1.0)
+    effect = norm * (plain.parameter_norm or 1.0)
+    least = max(LEAST_GRADIENT_EFFECT, GRADIENT_ROUNDING_UNITS * precision)
+    if effect <= least * abs(plain.loss.item()):
+        raise NothingToCompare(
+            f"the plain step's gradients have a norm of {norm:.1e}, below the rounding of its loss "
+            f"({plain.loss.item():.3g}), so nothing can be compared: return a Workload whose loss "
+            "depends on the weights"
+        )
 
 
 def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 0.0) -> Parity:

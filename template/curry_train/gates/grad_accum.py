@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.parity import Parity, StepRecord, compare, record
+from ..core.parity import Parity, StepRecord, check_comparable, compare, record
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from ..workloads.models import load_workload
-from ..workloads.workload import Case, Workload, batch_size, take
+from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import GradientSyncs, load_function, run_on_ranks
 from .verdict import (
     Gate,
@@ -37,13 +36,22 @@ from .verdict import (
     with_errors,
 )
 
-# In float32 only the order of summation differs: a few units of 6e-8 relative to a gradient's norm.
-GRADIENT_TOLERANCE = 1e-6
-# If the batch summed over two halves by hand differs by more than TOLERANCE, the tolerance is this
+# Smallest tolerances, relative to a gradient's norm. Only the order of summation differs: a few
+# units of rounding. Losses are often computed in float32 in a model of float64.
+GRADIENT_TOLERANCES = {
+    torch.float32: 1e-6,
+    torch.float64: 1e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}
+# If the batch summed by hand over its microbatches differs by more than this, the tolerance is so
 # many times that difference.
-HALVED_BATCH_FACTOR = 3
-# A larger difference between the batch and its halves is not rounding.
+DIVIDED_BATCH_FACTOR = 3
+# Rounding is smaller by more than this in float64; the coupling of samples is not.
+ROUNDING_FACTOR = 4
+# Where a model does not run in float64, a difference above this is no rounding.
 COUPLED_DIFFERENCE = 1e-3
+RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
 Train = Callable[..., Any]
 Windows = Callable[[Any, int, Callable[[Any], int]], Any]  # of microbatches, steps and count
 
@@ -151,8 +159,8 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     """
     gate = "grad-accum/two-ranks"
     required = (
-        f"{GRADIENT_TOLERANCE:.0e} or {HALVED_BATCH_FACTOR} times the halved batch's; "
-        "1 sync a window"
+        f"{GRADIENT_TOLERANCES[case.dtype]:.0e} or {DIVIDED_BATCH_FACTOR} times that of a loop by "
+        "hand; 1 sync a window"
     )
     if not case.workload.spec:
         return not_applicable(
@@ -162,10 +170,12 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
         )
 
     # Raises NotApplicable here and not in the other processes.
-    _reference(replace(case, dtype=torch.float32), [case.batch(16)])
+    batch = case.batch(2 * sum(RANK_SIZES))
+    _reference(case, [case.split(batch, 2 * RANK_SIZES)], batch)
     arguments: dict[str, Any] = {
         "spec": case.workload.spec,
         "seed": case.seed,
+        "dtype": str(case.dtype).removeprefix("torch."),
         "train": train or f"{train_window.__module__}:train_window",
     }
     results = run_on_ranks(f"{__name__}:_rank_check", **arguments)
@@ -231,7 +241,6 @@ def _parity(
 
     Returns the comparison and its tolerance.
     """
-    case = replace(case, dtype=torch.float32)
     workload = case.workload
     steps = steps or len(sizes)
     batch = case.batch(sum(sizes))
@@ -241,6 +250,10 @@ def _parity(
 
     candidate = case.build().eval()
     _same_twice(case, candidate)
+    starts = range(0, len(sizes), steps)
+    reference, tolerance = _reference(
+        case, [microbatches[start : start + steps] for start in starts], batch, clip=clip
+    )
     optimizer, scheduler = _optimizer(candidate)
     if counted is not None:
         optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
@@ -251,46 +264,73 @@ def _parity(
     if counted is not None:
         counted["schedule steps"] = scheduler.last_epoch
 
-    ends = [sum(sizes[:end]) for end in [*range(0, len(sizes), steps), len(sizes)]]
-    large = [take(batch, slice(start, end)) for start, end in itertools.pairwise(ends)]
-    reference, tolerance = _reference(case, large, clip=clip)
     last = torch.tensor(loss, dtype=reference.loss.dtype, device=reference.loss.device)
     return compare(reference, record(candidate, last), tolerance=tolerance), tolerance
 
 
 def _reference(
-    case: Case, windows: Sequence[Any], *, clip: float | None = None
+    case: Case, windows: Sequence[Sequence[Any]], batch: Any, *, clip: float | None = None
 ) -> tuple[StepRecord, float]:
-    """Train the large batches by hand; return the record of the last one and the tolerance.
+    """Train the batch by hand, a window at a time; return the last record and the tolerance.
 
-    The tolerance is 1e-6, or more for a model whose gradients differ by more than that when each
-    batch is summed over two halves.
+    The tolerance is that of the dtype, or more for a model whose gradients differ by more than that
+    when a loop by hand sums each window over its microbatches.
     """
-    whole = _by_hand(case, windows, num_parts=1, clip=clip)
-    halved = _by_hand(case, windows, num_parts=2, clip=clip)
-    difference = compare(whole, halved).worst
-    if difference > COUPLED_DIFFERENCE:
+    whole, difference = _divided_difference(case, windows, batch, clip=clip)
+    check_comparable(whole)
+    tolerance = GRADIENT_TOLERANCES[case.dtype]
+    if difference > tolerance and not _is_rounding(case, windows, batch, difference, clip=clip):
         why = (
-            f"a batch's loss differs by {difference:.1e} from the sum over its halves: the loss "
-            "couples samples, or is not a sum, which a Workload has to return"
+            f"a batch's loss or gradient differs by {difference:.1e} from the sum over its parts, "
+            "and not by rounding: the loss couples samples, or is not a sum, which a Workload has "
+            "to return"
         )
-        raise NotApplicable(why, required=f"halves that add up within {COUPLED_DIFFERENCE:.0e}")
-    return whole, max(GRADIENT_TOLERANCE, HALVED_BATCH_FACTOR * difference)
+        raise NotApplicable(why, required="parts that add up to the batch")
+    return whole, max(tolerance, DIVIDED_BATCH_FACTOR * difference)
 
 
-def _by_hand(
-    case: Case, windows: Sequence[Any], *, num_parts: int, clip: float | None
-) -> StepRecord:
-    """Train the windows in a plain loop that sums each batch over `num_parts` parts."""
+def _divided_difference(
+    case: Case, windows: Sequence[Sequence[Any]], batch: Any, *, clip: float | None
+) -> tuple[StepRecord, float]:
+    """Train by hand on whole windows and on microbatches.
+
+    Returns the record of the whole windows, and the difference.
+    """
+    sizes = [sum(map(batch_size, window)) for window in windows]
+    whole = _by_hand(case, [[window] for window in case.split(batch, sizes)], clip=clip)
+    return whole, compare(whole, _by_hand(case, windows, clip=clip)).worst
+
+
+def _is_rounding(
+    case: Case,
+    windows: Sequence[Sequence[Any]],
+    batch: Any,
+    difference: float,
+    *,
+    clip: float | None,
+) -> bool:
+    """Return whether a difference is much smaller in float64."""
+    precise = replace(case, dtype=torch.float64)
+    placed = [list(map(precise.place, window)) for window in windows]
+    try:
+        _, remaining = _divided_difference(precise, placed, precise.place(batch), clip=clip)
+    except (RuntimeError, TypeError):
+        # The model or the device computes in other dtypes alone.
+        scale = GRADIENT_TOLERANCES[case.dtype] / GRADIENT_TOLERANCES[torch.float32]
+        return difference <= COUPLED_DIFFERENCE * min(scale, 100)
+    return ROUNDING_FACTOR * remaining < difference
+
+
+def _by_hand(case: Case, windows: Sequence[Sequence[Any]], *, clip: float | None) -> StepRecord:
+    """Train the windows in a plain loop that sums each over its microbatches."""
     module = case.build().eval()
     optimizer, scheduler = _optimizer(module)
-    for batch in windows:
+    for window in windows:
         optimizer.zero_grad()
-        rows = -(-batch_size(batch) // num_parts)
-        count = case.workload.count(batch)
+        count = sum(map(case.workload.count, window))
         total = torch.zeros(())
-        for start in range(0, batch_size(batch), rows):
-            value = case.workload.loss(module, take(batch, slice(start, start + rows))) / count
+        for microbatch in window:
+            value = case.workload.loss(module, microbatch) / count
             value.backward()
             total = total.to(value) + value.detach()
         if clip is not None:
@@ -328,19 +368,20 @@ def _counts(steps: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in steps.items())
 
 
-def _rank_check(spec: str, seed: int, train: str) -> dict[str, dict[str, float]]:
+def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[str, float]]:
     """Train one rank's part of an uneven masked window with DDP and FSDP2.
 
     Each is compared with the whole batch trained without ranks.
     """
     workload = load_workload(spec)
     num_ranks = dist.get_world_size()
-    case = Case(workload, seed=seed)
-    batch = Case(workload, seed=seed).batch(8 * num_ranks)
+    case = Case(workload, dtype=getattr(torch, dtype), seed=seed)
+    batch = case.batch(sum(RANK_SIZES) * num_ranks)
     if workload.mask:
         batch = workload.mask(batch)
-    microbatches = case.split(batch, [1, 4, 3] * num_ranks)[3 * dist.get_rank() :][:3]
-    reference, tolerance = _reference(case, [batch])
+    of_ranks = case.split(batch, RANK_SIZES * num_ranks)
+    microbatches = of_ranks[len(RANK_SIZES) * dist.get_rank() :][: len(RANK_SIZES)]
+    reference, tolerance = _reference(case, [of_ranks], batch)
 
     mesh = init_device_mesh("cpu", (num_ranks,))
     wraps: dict[str, Callable[[nn.Module], Any]] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
-from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
+from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
 from ..core.rerun import seeded, untouched
 from ..plan.estimate import Sketch, make_optimizer
 from ..plan.planner import Infeasible, Planner
@@ -63,6 +63,7 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
 
     chunk = max(1, found.tokens * 2 // 5)  # two chunks and a shorter one
     reference, plain_flops = _step(case, batch)
+    check_comparable(reference)
     candidate, flops = _step(case, batch, lambda module: apply(module, chunk_tokens=chunk))
     tolerance = OUTER_BOUND[case.dtype]
     if case.dtype in HALF_PRECISION_DTYPES:

@@ -28,7 +28,14 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
+from ..core.parity import (
+    OUTER_BOUND,
+    Parity,
+    StepRecord,
+    check_comparable,
+    compare,
+    record_step,
+)
 from ..core.rerun import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
@@ -266,6 +273,7 @@ def budget_parity(case: Case, *, apply: Bounded = _bounded) -> Verdict:
     gate = "recompute/budget-parity"
     outer = OUTER_BOUND[case.dtype]
     eager, again = (_step(case, case.build()) for _ in range(2))
+    check_comparable(eager)
     inner = 0.0 if compare(eager, again).bit_equal else outer
     equality = f"within {inner:.0e}" if inner else "bit-equal"
     required = f"{equality} to budget 1.0, within {outer:.0e} of eager"

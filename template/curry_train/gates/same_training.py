@@ -15,7 +15,14 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import LiveStorages, Loss
-from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record_step
+from ..core.parity import (
+    OUTER_BOUND,
+    Parity,
+    StepRecord,
+    check_comparable,
+    compare,
+    record_step,
+)
 from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
@@ -46,6 +53,7 @@ def same_training(
     """
     otherwise = "; or leave it out with --blocks" if can_leave_out else ""
     reference, plain, _ = _step(case, lambda module, sample: [])
+    check_comparable(reference)
     again, _, _ = _step(case, lambda module, sample: [])
     repeats = compare(reference, again).bit_equal
     tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
