@@ -1,4 +1,4 @@
-"""The command `bench`: its table, picture and JSON, and what it says to wrong input.
+"""The command `bench`: its table, picture and JSON, and its messages for wrong input.
 
 python -m pytest tests/cli/test_bench_command.py
 """
@@ -65,7 +65,7 @@ def planted(*levers, seconds=(1.0, 1.01, 1.3), rounds=6, **options):
     )
 
 
-def test_the_table_of_a_planted_clock_fits_80_columns_and_says_what_it_shows():
+def test_the_table_of_a_planted_clock_fits_80_columns():
     shown = bench_table(planted("full", "accumulate=2", "timesteps", seconds=(1.0,), peak=1e9))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80, shown
@@ -80,7 +80,7 @@ def test_the_table_of_a_planted_clock_fits_80_columns_and_says_what_it_shows():
     assert "peak: 0.001 TFLOP/s, as given" in text
 
 
-def test_the_table_says_why_utilisation_is_not_known_and_when_rounds_are_too_few():
+def test_the_table_explains_missing_utilisation_and_too_few_rounds():
     shown = bench_table(planted("full", rounds=2))
     assert "MFU and HFU are unknown: no peak of this processor is known" in " ".join(shown.split())
     assert "no intervals: 2 rounds are too few, use --steps 6 or more" in shown
@@ -114,7 +114,7 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 @needs_matplotlib
-def test_the_plot_shows_what_was_measured_also_where_a_step_stalls(tmp_path):
+def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path):
     found = planted("full", "timesteps", "accumulate=2", seconds=(1.0, 1.3, 1.1, 1.0, 1.3, 60.0))
     assert plot_bench(found, tmp_path / "bench.png") == ["plain", "full", "accumulate=2"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -122,7 +122,7 @@ def test_the_plot_shows_what_was_measured_also_where_a_step_stalls(tmp_path):
     assert plot_bench(alone, tmp_path / "alone.png") == ["plain"]
 
 
-def test_a_plot_without_matplotlib_is_told_before_anything_runs(run, monkeypatch):
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(run, monkeypatch):
     monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("curry_train.cli.bench.measure_levers", None)
     ended = run("--model", "mlp", *QUICK, "--plot", "bench.png")
@@ -216,7 +216,7 @@ def test_a_missing_device_ends_with_status_3(run):
     assert run("--model", "mlp", "--device", "cuda").exit_code == 3
 
 
-def test_the_command_is_one_of_the_packages():
+def test_bench_is_a_command_of_curry_train():
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "template"), "COLUMNS": "80"}
     done = subprocess.run(
         [sys.executable, "-m", "curry_train", "bench", "--help"],

@@ -52,7 +52,7 @@ def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
 
 
 def applies_to(*workloads, name="some/gate", hint="no such layer"):
-    """A gate that holds on these workloads, and applies to no other."""
+    """Make a gate that holds on these workloads, and applies to no other."""
 
     def check(case):
         holds = case.workload.name in workloads
@@ -69,7 +69,7 @@ def measured_here(cases, gates, **settings):
     return (GateRow(case.workload.name, gate.run(case)) for case in cases for gate in gates)
 
 
-def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch):
+def test_a_gate_that_does_not_apply_has_a_reason_and_does_not_fail(run, monkeypatch):
     gates = (applies_to(), applies_to("mlp", name="other/gate"))
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     ended = run("--model", "mlp")
@@ -79,9 +79,7 @@ def test_a_gate_that_does_not_apply_says_why_and_does_not_fail(run, monkeypatch)
     assert "n/a   no such layer" in run("--model", "mlp", "--figures").output
 
 
-def test_where_no_gate_applies_nothing_was_checked_and_that_is_no_success(
-    run, tmp_path, monkeypatch
-):
+def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch):
     gates = (
         applies_to(),
         applies_to(name="some/other"),
@@ -121,7 +119,7 @@ NOTHING = (
 )
 
 
-def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, monkeypatch):
+def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, monkeypatch):
     def gate(name, passed, hint=""):
         return Gate(name, lambda case: Verdict(name, passed, "3 of 4", "4 of 4", hint))
 
@@ -147,7 +145,7 @@ def test_the_summary_is_a_line_for_each_technique_and_all_of_what_failed(run, mo
     assert "--figures" not in narrowed
 
 
-def test_a_model_that_repeats_no_block_is_told_how_to_name_some(run, tmp_path, monkeypatch):
+def test_a_model_without_blocks_gets_a_message_on_naming_them(run, tmp_path, monkeypatch):
     (tmp_path / "flat_model.py").write_text(
         "from torch import nn\ndef build(): return nn.Linear(8, 8)\n"
     )
@@ -175,7 +173,7 @@ def test_gates_hold_on_a_hugging_face_model(run, tmp_path, monkeypatch):
     assert "3 blocks, model.layers.0 to" in ended.output
 
 
-def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch):
+def test_a_gate_that_raises_counts_as_failed_and_the_others_run(run, monkeypatch):
     def broken(case):
         raise KeyError("no layer 'blocks'")
 
@@ -191,7 +189,7 @@ def test_a_gate_that_breaks_is_a_failed_gate_and_the_others_run(run, monkeypatch
     assert "1 held, 1 failed" in ended.output
 
 
-def test_a_verdict_that_does_not_hold_must_say_what_to_do():
+def test_a_failed_verdict_must_have_a_hint():
     with pytest.raises(ValueError, match="needs a hint"):
         Verdict("a/gate", False, "1", "2")
 
@@ -246,7 +244,7 @@ def test_json_holds_the_verdicts_and_where_they_come_from(run, tmp_path):
     assert "held" in on_screen.stderr
 
 
-def test_a_json_path_that_can_not_be_written_is_said_before_the_gates_run(run, tmp_path):
+def test_an_unwritable_json_path_is_refused_before_the_gates_run(run, tmp_path):
     ended = run(*QUICK, "--json", str(tmp_path / "absent" / "gates.json"))
     assert ended.exit_code == 2
     assert "absent" in ended.output
@@ -313,7 +311,7 @@ def test_no_gate_fails_on_a_sound_model(run, tmp_path, monkeypatch, factory):
     assert ended.exit_code == 0, ended.output
 
 
-def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_order():
+def test_parallel_workloads_give_the_same_rows_in_the_same_order():
     gates = [
         gate for gate in discover() if gate.name in ("recompute/flops", "recompute/parity-full")
     ]
@@ -325,7 +323,7 @@ def test_workloads_side_by_side_give_the_rows_of_one_after_the_other_in_their_or
     assert together == alone
 
 
-def test_two_factories_of_one_name_are_told_apart(run, tmp_path, monkeypatch):
+def test_two_factories_of_one_name_are_distinguished(run, tmp_path, monkeypatch):
     for name, blocks in (("first", 2), ("second", 3)):
         layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
         model = f"nn.Sequential(*[{layer} for _ in range({blocks})])"

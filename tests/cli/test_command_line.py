@@ -154,7 +154,7 @@ def differing_options(commands):
     return {name: places for name, places in seen.items() if len(places) > 1}
 
 
-# A plan of disk space knows types of saved state; several batch sizes are one option of savings.
+# `estimate` has dtypes of saved state; `savings` takes several batch sizes in one option.
 OTHER_MEANING = {("runs", "estimate"): "dtype", ("savings",): "batch_size"}
 
 
@@ -183,7 +183,7 @@ def test_an_option_with_other_values_in_one_command_is_caught():
 
 @pytest.fixture(scope="module")
 def folder_with_runs(tmp_path_factory):
-    """A folder with a project and the runs run-001 and run-002."""
+    """Make a folder with a project and the runs run-001 and run-002."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "src/mylib").mkdir(parents=True)
     (folder / "src/mylib/__init__.py").touch()
@@ -272,8 +272,8 @@ def build():
         pytest.param(["-m", "curry_train", "validate"], id="-m", marks=pytest.mark.long),
     ],
 )
-def test_worker_processes_find_what_started_them(started, tmp_path):
-    """They import the main module again. Enough gates for two processes, and nearly all quick."""
+def test_worker_processes_can_import_the_main_module(started, tmp_path):
+    """Run enough quick gates for two processes, each of which imports the main module again."""
     names = [f"build_{number}" for number in range(-(-2 * GATES_WORTH_A_PROCESS // 7))]
     aliases = "".join(f"{name} = lambda: build()\n" for name in names)
     (tmp_path / "many.py").write_text(MANY_MODELS + aliases)

@@ -40,12 +40,12 @@ def run(folder: Path, *, python: str = ">=3.11", dependencies: str = "", text: s
     )
 
 
-def test_what_is_there_lets_the_script_run_with_the_package_importable(tmp_path):
+def test_with_all_requirements_the_script_runs_and_can_import_the_package(tmp_path):
     done = run(tmp_path, dependencies='"click>=8.1", "torch>=2.11,!=2.12.*,<2.14"')
     assert (done.returncode, done.stdout, done.stderr) == (0, "curry_train\n", "")
 
 
-def test_missing_distributions_end_in_one_line_with_the_command_that_brings_them(tmp_path):
+def test_missing_distributions_end_in_one_line_with_the_install_command(tmp_path):
     done = run(tmp_path, dependencies='"no-such-one>=8.1", "click>=8.1", "no-such-two>=13"')
     expected = (
         "measure.py needs no-such-one, no-such-two: "
@@ -71,7 +71,7 @@ def test_a_python_that_does_not_fit_ends_in_one_line(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
-def test_a_script_without_a_block_is_told_to_write_one(tmp_path):
+def test_a_script_without_a_block_gets_a_message_to_write_one(tmp_path):
     done = run(tmp_path, text="import environment\nenvironment.require(__file__)\n")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
@@ -81,7 +81,7 @@ def test_a_script_without_a_block_is_told_to_write_one(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["requires-python", "dependencies"])
-def test_a_block_that_lacks_a_key_is_told_which(missing):
+def test_the_missing_key_of_a_block_is_named(missing):
     text = "".join(
         line for line in SCRIPT.splitlines(keepends=True) if not line.startswith(f"# {missing}")
     )

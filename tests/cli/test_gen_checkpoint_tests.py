@@ -186,7 +186,7 @@ def outcome(repository, run, names, gate):
 
 
 @pytest.mark.timeout(240)
-def test_fit_models_pass_or_are_told_why_a_gate_does_not_apply(repository, run):
+def test_tests_of_fit_models_pass_or_skip_with_a_reason(repository, run):
     done, found = outcome(repository, run, FIT, "recompute")
     assert done.returncode == 0, done.stdout
     for name, tests in found.items():
@@ -208,7 +208,7 @@ def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run
 
 
 @pytest.mark.timeout(240)
-def test_models_with_state_of_their_own_hold(repository, run):
+def test_tests_of_models_with_their_own_state_pass(repository, run):
     done, found = outcome(repository, run, STATEFUL, "recompute/parity-full")
     assert done.returncode == 0, done.stdout
     for name in STATEFUL:
@@ -218,7 +218,7 @@ def test_models_with_state_of_their_own_hold(repository, run):
 # The file itself.
 
 
-def test_the_command_in_the_header_renders_the_file_again(repository, run):
+def test_the_command_in_the_header_writes_the_same_file_again(repository, run):
     arguments = [
         "--model",
         spec("healthy"),
@@ -259,7 +259,7 @@ def test_the_command_in_the_header_renders_the_file_again(repository, run):
     assert "5 passed" in done.stdout or "4 passed, 1 skipped" in done.stdout, done.stdout
 
 
-def test_check_says_whether_the_file_is_what_would_be_written(repository, run):
+def test_check_reports_whether_the_file_is_up_to_date(repository, run):
     arguments = ["--model", "mlp", "--out", "tests/test_checked.py", "--gate", "grad-accum"]
     path = repository / "tests" / "test_checked.py"
     assert run(*arguments).exit_code == 0
@@ -272,7 +272,7 @@ def test_check_says_whether_the_file_is_what_would_be_written(repository, run):
     assert "-        batch_size=1,\n+        batch_size=4," in other.output
     assert len(other.output.splitlines()) < 12
     assert "batch_size=1" in path.read_text()  # it writes nothing
-    assert run(*arguments).exit_code == 0  # what it wrote itself it writes again
+    assert run(*arguments).exit_code == 0  # it overwrites a file that it wrote itself
     assert "batch_size=4" in path.read_text()
 
 
@@ -284,7 +284,7 @@ def test_check_says_whether_the_file_is_what_would_be_written(repository, run):
         "python -m curry_train gen-tests",
     ],
 )
-def test_another_way_to_start_the_command_is_no_difference(repository, run, start):
+def test_a_file_written_by_another_entry_point_counts_as_up_to_date(repository, run, start):
     run("--model", "mlp", "--out", "tests/test_placed.py")
     text = (repository / "tests" / "test_placed.py").read_text()
     moved = text.replace("    curry-train gen-tests", f"    {start}")
@@ -293,7 +293,7 @@ def test_another_way_to_start_the_command_is_no_difference(repository, run, star
     assert differences(moved.replace("seed=0", "seed=1"), text)
 
 
-def test_a_file_that_something_else_wrote_is_kept(repository, run):
+def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests" / "test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
     kept = run("--model", "mlp", "--out", path)
@@ -321,7 +321,7 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_gates_that_are_gone_fail_instead_of_passing_silently(repository, run):
+def test_a_removed_gate_fails_instead_of_passing_silently(repository, run):
     run("--model", "mlp", "--out", "tests/test_gone.py", "--gate", "recompute/off")
     path = repository / "tests" / "test_gone.py"
     path.write_text(path.read_text().replace("recompute/off", "recompute/gone"))

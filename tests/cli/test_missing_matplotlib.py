@@ -59,7 +59,7 @@ def missing(monkeypatch, tmp_path):
 
 
 def call(command, *words):
-    """The commands themselves: to find them, `find_spec` is asked."""
+    """Call the command itself, because finding it calls `find_spec`."""
     ended = CliRunner().invoke(
         FOUND[command], [*words, *(() if command == "runs plot" else ("--plot", "x.png"))]
     )
@@ -94,7 +94,7 @@ def test_no_command_with_a_plot_is_left_out():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_it_is_told_before_the_work(missing, monkeypatch, command):
+def test_missing_matplotlib_is_reported_before_the_work(missing, monkeypatch, command):
     words, work, _ = COMMANDS[command]
     room, module, attribute = work.split(".", 2)
     place = importlib.import_module(f"curry_train.{room}.{module}")
@@ -119,11 +119,11 @@ def test_it_is_told_before_the_work(missing, monkeypatch, command):
         *((name, "--model absent_module:build", "can't import absent_module") for name in COMMANDS),
     ],
 )
-def test_it_hides_nothing_that_is_wrong_with_the_call(missing, command, wrong, message):
+def test_wrong_options_are_reported_before_missing_matplotlib(missing, command, wrong, message):
     output = call(command, *COMMANDS[command][0], *wrong.split(" "))
     assert message in output
     assert "matplotlib" not in output
 
 
-def test_a_run_that_is_not_there_is_told_first(missing):
+def test_a_missing_run_is_reported_before_missing_matplotlib(missing):
     assert "there is no run absent" in call("runs plot", "absent")

@@ -102,7 +102,7 @@ def narrow(text):
 # What it prints and writes.
 
 
-def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
+def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_path):
     pytest.importorskip("matplotlib")
     free = json.loads(run("--json", "-", "--microbatch", "8").stdout)["plan"]["peak_bytes"]
     budget = f"{round(0.8 * free)}B"
@@ -136,7 +136,7 @@ def test_the_peak_now_the_plan_and_what_was_measured_of_it(tmp_path):
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_and_the_table_say_the_same(tmp_path):
+def test_the_picture_and_the_table_agree(tmp_path):
     """Check that rows that fit are corners of their lines, and larger ones where lines begin."""
     pytest.importorskip("matplotlib")
     from planned_models import blocks
@@ -193,7 +193,7 @@ def test_standard_output_is_pure_json_and_nothing_else():
     assert "peak" in found.stderr
 
 
-def test_a_model_that_is_measured_for_real_is_said_to_be():
+def test_the_output_mentions_that_a_model_was_measured_for_real():
     found = run("--target", "h100", model="planned_models:branching")
     assert found.exit_code == 0, found.output
     assert narrow(found.output), found.output
@@ -202,7 +202,7 @@ def test_a_model_that_is_measured_for_real_is_said_to_be():
     assert "in the forward of Branching" in printed
 
 
-def test_nothing_fits_is_said_with_status_1_on_80_columns():
+def test_a_budget_that_nothing_fits_ends_with_status_1_on_80_columns():
     found = run(budget="20KiB")
     assert found.exit_code == 1
     assert found.output.startswith("nothing fits 20.0 KiB: the least peak is")
@@ -210,7 +210,7 @@ def test_nothing_fits_is_said_with_status_1_on_80_columns():
     assert narrow(found.output), found.output
 
 
-# What it can't use.
+# Wrong input.
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_nothing_fits_is_said_with_status_1_on_80_columns():
         ("24XB", "has the unit 'XB'"),
     ],
 )
-def test_a_budget_that_is_none_is_told(budget, message):
+def test_an_invalid_budget_gets_a_message(budget, message):
     found = run(budget=budget)
     assert found.exit_code == 2
     assert message in found.output
@@ -254,7 +254,7 @@ def test_a_budget_that_is_none_is_told(budget, message):
         (["--parallel", "ddp", "--ranks", "2", "--verify"], "--verify runs one rank"),
     ],
 )
-def test_options_that_do_not_fit_are_told(arguments, message):
+def test_options_that_contradict_get_a_message(arguments, message):
     found = run(*arguments)
     assert found.exit_code == 2, found.output
     assert message in " ".join(found.output.split())
@@ -271,14 +271,14 @@ def test_options_that_do_not_fit_are_told(arguments, message):
         ("planned_models:wrong", "the factory returned int"),
     ],
 )
-def test_a_model_that_can_not_be_built_or_run_is_told(model, message):
+def test_a_model_that_can_not_be_built_or_run_gets_a_message(model, message):
     found = run(model=model)
     assert found.exit_code == 2, found.output
     assert message in " ".join(found.output.split())
     assert "Traceback" not in found.output
 
 
-def test_a_batch_that_does_not_fit_the_model_is_told_once():
+def test_a_batch_that_does_not_fit_the_model_is_reported_once():
     found = subprocess.run(
         [sys.executable, SCRIPT, "--model", "planned_models:mismatch", "--budget", "1GiB", *QUICK],
         capture_output=True, text=True, check=False,

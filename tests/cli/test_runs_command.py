@@ -60,7 +60,7 @@ def damage(runs):
     path.write_bytes(data)
 
 
-def test_list_names_runs_with_what_they_hold(runs, tmp_path):
+def test_list_shows_the_checkpoints_of_each_run(runs, tmp_path):
     status, output = call("list", runs, "--json", tmp_path / "list.json")
     assert status == 0
     assert output.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
@@ -69,7 +69,7 @@ def test_list_names_runs_with_what_they_hold(runs, tmp_path):
     assert (row["run"], row["latest"], row["rollback"], row["damaged"]) == ("first-001", 200, 2, 0)
 
 
-def test_show_names_each_and_what_is_damaged(runs):
+def test_show_lists_each_checkpoint_and_marks_damage(runs):
     status, output = call("show", runs / "first-001")
     assert status == 0
     assert [line.split()[:2] for line in output.splitlines()[1:5]] == [
@@ -139,8 +139,8 @@ def test_a_mistake_gets_its_message_and_status_2(runs, words, message):
     assert message in " ".join(done.output.split())
 
 
-def test_a_run_that_is_not_there_is_answered_with_those_that_are(runs, monkeypatch):
-    """The likeliest first, at most ten, wherever a run is named."""
+def test_a_missing_run_is_answered_with_the_existing_ones(runs, monkeypatch):
+    """List the likeliest first and at most ten, in every command that takes a run."""
     monkeypatch.chdir(runs.parent)
     status, output = call("show", "frist-001")
     assert (status, " ".join(output.split())) == (
@@ -226,7 +226,7 @@ def test_resume_check_says_why_a_training_does_not_run(tmp_path):
         resume_check(tmp_path, ["stpes=3"], steps=6, kill_at=4, save_every=2)
 
 
-def test_one_bit_and_one_figure_are_enough_to_differ():
+def test_one_bit_or_one_figure_makes_runs_differ():
     first = {"weight": torch.ones(3), "nan": torch.tensor([float("nan")])}
     assert _different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
     second = first | {
@@ -261,7 +261,7 @@ def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(
 
 
 def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
-    """As `diff`, `plot` and `--resume` find it."""
+    """Find a run as `diff`, `plot` and `--resume` do."""
     monkeypatch.chdir(runs.parent)
     assert call("show", "first-001") == call("show", runs / "first-001")
     assert call("verify", "first-001")[0] == 0
@@ -302,7 +302,7 @@ def test_the_commands_read_runs_that_an_owned_copy_wrote(tmp_path, monkeypatch):
     assert call("diff", "theirs", "theirs")[0] == 0
 
 
-def test_show_tells_the_story_of_the_attempts(tmp_path):
+def test_show_lists_the_attempts_with_their_events(tmp_path):
     folder = tmp_path / "run-001"
     (folder / "rollback").mkdir(parents=True)
     with Journal(folder) as journal:
@@ -329,7 +329,7 @@ def test_show_tells_the_story_of_the_attempts(tmp_path):
     assert found == [("start", 0, 1), ("rollback", 10, 9)]
 
 
-def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_path):
+def test_show_reports_an_unreadable_journal_and_shows_the_rest(tmp_path):
     (tmp_path / "rollback").mkdir()
     (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
     _, output = call("show", tmp_path)
@@ -337,7 +337,7 @@ def test_show_of_a_journal_that_can_not_be_read_says_why_and_shows_the_rest(tmp_
     assert "is not a journal" in " ".join(output.split())
 
 
-def test_an_evaluation_before_the_first_step_is_no_figure_of_a_step(tmp_path):
+def test_an_evaluation_before_the_first_step_belongs_to_no_step(tmp_path):
     with Journal(tmp_path) as journal:
         journal.start(facts={})
         journal.write("eval", step=0, metric="dev_loss", value=3.0)
@@ -348,7 +348,7 @@ def test_an_evaluation_before_the_first_step_is_no_figure_of_a_step(tmp_path):
     assert figures["dev_loss"] == 2.5
 
 
-def test_room_that_can_not_be_found_out_is_said_and_not_called_enough(tmp_path, monkeypatch):
+def test_unknown_disk_space_is_reported_and_not_called_enough(tmp_path, monkeypatch):
     monkeypatch.setattr("curry_train.cli.runs.free_bytes", lambda files, folder: None)
     ended = CliRunner().invoke(
         main, ["runs", "estimate", "--parameters", "1e6", "--folder", str(tmp_path)]

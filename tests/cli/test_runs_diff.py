@@ -23,7 +23,7 @@ def compare(a, b):
     return difference(read_history(a, name="A"), read_history(b, name="B"))
 
 
-def test_a_run_that_went_on_from_the_other_is_said_with_its_step(tmp_path):
+def test_a_resume_from_the_other_run_is_reported_with_its_step(tmp_path):
     plant(tmp_path / "first", last=30)
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
@@ -43,8 +43,8 @@ def test_a_run_that_went_on_from_the_other_is_said_with_its_step(tmp_path):
     assert found.config == []
 
 
-def test_a_resume_beyond_what_the_other_has_is_doubted(tmp_path):
-    """Names come again: run-001 of another folder is no ancestor."""
+def test_a_resume_beyond_the_end_of_the_other_run_is_doubted(tmp_path):
+    """Do not take run-001 of another folder for the origin because of its name."""
     plant(tmp_path / "first", last=10)
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
@@ -66,7 +66,7 @@ def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     assert on.losses.parted.amount == pytest.approx(0.001)
 
 
-def test_a_copy_that_went_on_is_a_resume_and_one_that_parted_before_is_not(tmp_path):
+def test_a_copied_run_that_continues_is_a_resume_and_one_that_differs_before_is_not(tmp_path):
     plant(tmp_path / "run")
     copy = tmp_path / "copy/run"
     copy.mkdir(parents=True)
@@ -96,7 +96,7 @@ def test_a_run_and_itself_are_the_same(tmp_path):
     assert found.losses.num_common == 40
 
 
-def test_runs_without_a_common_step_say_which_they_have(tmp_path):
+def test_runs_without_a_common_step_are_reported_with_their_steps(tmp_path):
     plant(tmp_path / "one", last=10)
     (tmp_path / "two").mkdir()
     with Journal(tmp_path / "two") as journal:
@@ -110,8 +110,8 @@ def test_runs_without_a_common_step_say_which_they_have(tmp_path):
     assert compare(tmp_path / "one", tmp_path / "three").losses.spans == ((1, 10), None)
 
 
-def test_the_first_step_at_which_losses_part_is_found_to_the_bit(tmp_path):
-    """The least difference that a figure can have, then one that shows, then the largest."""
+def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path):
+    """Plant the least difference that a figure can have, then a visible one, then the largest."""
     plant(tmp_path / "one", last=40)
 
     def other(step):
@@ -147,7 +147,7 @@ def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, parted):
     assert (found.parted is None) or found.parted.relative == math.inf
 
 
-def test_steps_that_one_has_not_are_skipped(tmp_path):
+def test_steps_that_one_run_lacks_are_skipped(tmp_path):
     for name, steps in (("one", range(1, 20, 2)), ("two", range(1, 20, 3))):
         (tmp_path / name).mkdir()
         with Journal(tmp_path / name) as journal:
@@ -157,8 +157,8 @@ def test_steps_that_one_has_not_are_skipped(tmp_path):
     assert (losses.num_common, losses.parted.step) == (4, 13)  # 1, 7, 13, 19
 
 
-def test_only_what_counts_is_compared(tmp_path):
-    """The spike that was rolled back is in A's journal and no part of what A came to."""
+def test_rolled_back_steps_are_not_compared(tmp_path):
+    """Ignore a spike that was rolled back, though it is in A's journal."""
     folder = plant_eventful(tmp_path / "run")
     plant(
         tmp_path / "other", last=40, loss=lambda s: loss_of(s) + (s > 10) * 0.001 + (s > 20) * 0.001
@@ -183,9 +183,7 @@ def test_nested_configurations_are_compared_leaf_by_leaf():
         SettingChange("new", ABSENT_VALUE, "v"),
     ]
     assert changes({"a": {"b": 1}}, {"a": 3}) == [SettingChange("a", {"b": 1}, 3)]
-    assert (
-        changes({"a": float("nan")}, {"a": float("nan")})[0].name == "a"
-    )  # a JSON reader gives words
+    assert changes({"a": float("nan")}, {"a": float("nan")})[0].name == "a"  # JSON keys are text
 
 
 def test_code_and_environment_that_differ_are_named(tmp_path):
@@ -236,7 +234,7 @@ def test_events_and_dev_metrics_of_each_are_there(tmp_path):
 
 
 def test_hostile_facts_are_compared_as_they_are(tmp_path):
-    """A journal is a file, and its facts may be anything that JSON holds."""
+    """Compare facts that may be anything in JSON, since a journal is just a file."""
     for name, config in (("one", [1, 2]), ("two", "text")):
         (tmp_path / name).mkdir()
         with Journal(tmp_path / name) as journal:

@@ -20,7 +20,7 @@ def run(monkeypatch, tmp_path):
     return lambda *words: CliRunner().invoke(runs_diff_command, words)
 
 
-def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_path):
+def test_the_first_line_names_the_checkpoint_that_b_resumed_from(run, tmp_path):
     plant(tmp_path / "runs/first", last=30)
     (tmp_path / "runs/second").mkdir()
     new_facts = facts(steps=40)
@@ -59,7 +59,7 @@ def test_the_first_line_says_what_it_resumed_from_and_the_rest_follows(run, tmp_
     )
 
 
-def test_what_a_change_of_memory_saved_and_cost_is_told(run, tmp_path):
+def test_the_memory_and_time_of_both_runs_are_compared(run, tmp_path):
     new_facts = facts()
     new_facts["environment"]["device"] = "NVIDIA H100"
     for name, factor in (("plain", 1.0), ("recompute", 0.25)):
@@ -75,7 +75,7 @@ def test_what_a_change_of_memory_saved_and_cost_is_told(run, tmp_path):
     assert json.loads((tmp_path / "diff.json").read_text())["costs"]["seconds"] == [0.5, 1.25]
 
 
-def test_attempts_of_a_run_are_named_with_at(run, tmp_path):
+def test_an_attempt_of_a_run_is_selected_with_an_at_sign(run, tmp_path):
     plant_eventful(tmp_path / "runs/run")
     assert run("run@1", "run@2").output.startswith("run@2 rolled run@1 back to step 10\n\n")
     assert run("run@2", "run").output.startswith("run resumed from run@2 at step 20\n\n")
@@ -106,8 +106,8 @@ def test_long_names_and_values_keep_to_80_columns(run, tmp_path):
     assert "  optimizer.name\n    A  xxx" in ended.output
 
 
-def test_a_long_value_is_shown_to_where_it_differs(run, tmp_path):
-    """Commands differ at their end, where a column would have cut them."""
+def test_a_long_value_is_shown_up_to_the_difference(run, tmp_path):
+    """Show commands that differ at their end, which a column would have cut off."""
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         with Journal(tmp_path / "runs" / name) as journal:
@@ -123,7 +123,7 @@ def test_a_long_value_is_shown_to_where_it_differs(run, tmp_path):
     ) in run("a", "b").output
 
 
-def test_code_without_a_revision_is_not_said_to_be_the_same(run, tmp_path):
+def test_code_without_a_revision_is_not_called_equal(run, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         with Journal(tmp_path / "runs" / name) as journal:
@@ -131,7 +131,7 @@ def test_code_without_a_revision_is_not_said_to_be_the_same(run, tmp_path):
     assert "code: unknown for a and b" in run("a", "b").output
 
 
-def test_json_has_all_and_is_alone_on_standard_output(run, tmp_path):
+def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
     plant(tmp_path / "runs/a", loss=lambda step: math.nan)
     plant(tmp_path / "runs/b", seed=3)
     ended = run("a", "b", "--json", "-")
@@ -149,7 +149,7 @@ def test_json_has_all_and_is_alone_on_standard_output(run, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == found
 
 
-def test_no_step_in_common_and_no_facts_are_said(run, tmp_path):
+def test_missing_common_steps_and_missing_facts_are_reported(run, tmp_path):
     plant(tmp_path / "runs/a", last=10)
     (tmp_path / "runs/b").mkdir()
     with Journal(tmp_path / "runs/b") as journal:
@@ -160,7 +160,7 @@ def test_no_step_in_common_and_no_facts_are_said(run, tmp_path):
     assert "config: unknown for b" in output
 
 
-def test_damage_is_said(run, tmp_path):
+def test_damage_is_reported(run, tmp_path):
     plant(tmp_path / "runs/a", last=10)
     path = plant(tmp_path / "runs/b", last=10) / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -194,7 +194,7 @@ def test_bad_input_is_status_2_and_no_traceback(run, tmp_path, content, message)
         assert message in " ".join(ended.stderr.split())
 
 
-def test_what_a_hostile_journal_says_does_not_reach_the_terminal_raw(run, tmp_path):
+def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(run, tmp_path):
     plant(tmp_path / "runs/a")
     (tmp_path / "runs/b").mkdir()
     with Journal(tmp_path / "runs/b") as journal:
@@ -207,7 +207,7 @@ def test_what_a_hostile_journal_says_does_not_reach_the_terminal_raw(run, tmp_pa
     assert r"\x1b[31m" in ended.output
 
 
-def test_an_attempt_that_is_not_there_is_said(run, tmp_path):
+def test_a_missing_attempt_is_reported(run, tmp_path):
     plant(tmp_path / "runs/a")
     ended = run("a", "a@3")
     assert ended.exit_code == 2

@@ -30,7 +30,7 @@ from curry_train.runs.journal import Journal
 
 @pytest.fixture
 def figure(monkeypatch, tmp_path):
-    """Draws, and gives the figure that was saved."""
+    """Draw, and return the saved figure."""
     import matplotlib.figure
 
     drawn, save = [], matplotlib.figure.Figure.savefig
@@ -61,7 +61,7 @@ def lines_with(axes, marker):
     return [line for line in axes.lines if line.get_marker() == marker]
 
 
-def test_what_counts_is_solid_and_what_was_rolled_back_is_faint(figure, tmp_path):
+def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
     loss = panel(figure([plant_eventful(tmp_path / "run")]), "loss")
     curves = [
         line for line in loss.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"
@@ -74,7 +74,7 @@ def test_what_counts_is_solid_and_what_was_rolled_back_is_faint(figure, tmp_path
     }
 
 
-def test_saves_spikes_rollbacks_and_resumes_are_marked_where_they_were(figure, tmp_path):
+def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure, tmp_path):
     drawn = figure([plant_eventful(tmp_path / "run")])
     events = panel(drawn, "events")
     places = {line.get_marker(): list(line.get_xdata()) for line in events.lines}
@@ -97,7 +97,7 @@ def test_saves_spikes_rollbacks_and_resumes_are_marked_where_they_were(figure, t
     ]
 
 
-def test_panels_are_those_that_the_journals_have_figures_for(figure, tmp_path):
+def test_there_is_a_panel_for_each_figure_in_the_journals(figure, tmp_path):
     with_metric = figure([plant_eventful(tmp_path / "run")])
     assert [axes.get_ylabel() for axes in with_metric.axes] == [
         "loss", "dev loss", "learning rate", "peak, GiB", "events",
@@ -106,7 +106,7 @@ def test_panels_are_those_that_the_journals_have_figures_for(figure, tmp_path):
     assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
 
 
-def test_losses_over_a_decade_are_logarithmic_and_a_choice_is_kept(figure, tmp_path):
+def test_losses_over_a_decade_are_logarithmic_unless_chosen_otherwise(figure, tmp_path):
     wide = plant(tmp_path / "wide", loss=lambda step: 100.0 / step**2)
     narrow = plant(tmp_path / "narrow")
     below = plant(tmp_path / "below", loss=lambda step: 1.0 - step)
@@ -126,7 +126,7 @@ def test_a_spike_does_not_flatten_the_curve(figure, tmp_path):
     assert panel(figure([folder], scale="linear"), "loss").get_ylim()[1] < 2
 
 
-def test_losses_that_are_no_number_are_marked_at_the_edge(figure, tmp_path):
+def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
     folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else loss_of(step))
     loss = panel(figure([folder]), "loss")
     (lost,) = [line for line in lines_with(loss, "x") if len(line.get_xdata())]
@@ -161,7 +161,7 @@ def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     assert {text[:9] for text in texts[:-1]} == kept
 
 
-def test_names_are_told_apart_by_their_ends(tmp_path):
+def test_long_names_are_shortened_to_the_ends_that_differ(tmp_path):
     assert shorten("run-001") == "run-001"
     long = shorten("sweep-001-" + "x" * 100 + "-seed=7")
     assert (len(long), long.startswith("sweep-001-"), long.endswith("-seed=7")) == (
@@ -201,7 +201,7 @@ def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
     assert list(loss.lines[0].get_ydata()) == pytest.approx([2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5])
 
 
-def test_journals_without_steps_are_left_out_and_nothing_at_all_is_an_error(figure, tmp_path):
+def test_journals_without_steps_are_left_out_and_an_empty_plot_is_an_error(figure, tmp_path):
     (tmp_path / "begun").mkdir()
     with Journal(tmp_path / "begun") as journal:
         journal.start()
@@ -213,7 +213,7 @@ def test_journals_without_steps_are_left_out_and_nothing_at_all_is_an_error(figu
     )
 
 
-def test_the_command_draws_and_tells_in_figures(tmp_path, monkeypatch):
+def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
@@ -257,7 +257,7 @@ def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, mess
     assert message in " ".join(ended.stderr.split())
 
 
-def test_a_plot_command_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+def test_a_plot_command_without_matplotlib_names_the_install_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/one")
     monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
@@ -274,7 +274,7 @@ def test_steps_with_a_loss_alone_are_drawn(figure, tmp_path):
     assert figure([tmp_path]).axes
 
 
-def test_every_kind_of_event_has_a_sign_or_a_panel(figure, tmp_path):
+def test_every_kind_of_event_has_a_mark_or_a_panel(figure, tmp_path):
     with Journal(tmp_path, run="run") as journal:
         journal.start()
         train(journal, range(1, 5))

@@ -1,4 +1,4 @@
-"""Tests of `add`: where a technique goes, whose files stay, and its own test.
+"""Tests of `add`: where it copies a technique, which files it leaves, and the copied test.
 
 Run: `python -m pytest tests/cli/test_scaffold_add.py`.
 """
@@ -27,7 +27,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A user's repository with src layout, and tests that are a package."""
+    """Make a user's repository with src layout, and tests that are a package."""
     root = tmp_path / "repository"
     write(root / "pyproject.toml", '[tool.pytest.ini_options]\naddopts = ["--strict-markers"]\n')
     write(root / "src/mylib/__init__.py", "")
@@ -232,7 +232,7 @@ def test_add_prints_the_command_of_a_tool_and_writes_nothing(
 
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
-def test_add_prints_a_dependency_and_lines_that_python_reads(
+def test_add_prints_a_dependency_and_lines_of_valid_python(
     technique: Technique, tmp_path: Path
 ) -> None:
     done = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
@@ -307,10 +307,10 @@ run.close()
 
 
 @pytest.mark.parametrize("technique", OWNED, ids=lambda technique: technique.name)
-def test_add_brings_a_technique_whose_test_passes_there(
+def test_the_copied_test_of_a_technique_passes_in_its_new_place(
     technique: Technique, repository: Path
 ) -> None:
-    """The copied test and technique need neither the package nor anything but torch and pytest."""
+    """Run the copied test with torch and pytest alone, without the package."""
     arguments = ("add", technique.name, "--into", "src/mylib/training")
     added = scaffold(REAL, *arguments, cwd=repository)
     assert added.returncode == 0, added.stderr

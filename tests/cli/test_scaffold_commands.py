@@ -1,4 +1,4 @@
-"""Tests of the commands: states of `diff`, rows of `list`, a line for a mistake.
+"""Tests of commands: states in `diff`, rows of `list`, one line for each mistake.
 
 Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
@@ -30,7 +30,9 @@ def project(bundle: Bundle, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_diff_names_whose_change_each_file_has(bundle: Bundle, project: Path) -> None:
+def test_diff_tells_edits_of_the_user_from_changes_of_the_release(
+    bundle: Bundle, project: Path
+) -> None:
     write(bundle.project / "both.txt", "1\n2\n3\n")
     write(bundle.project / "gone.txt", "1\n")
     scaffold(bundle, "update", cwd=project)
@@ -95,7 +97,7 @@ def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: P
     assert max(map(len, lines)) <= 80
 
 
-def test_list_counts_what_add_then_writes(bundle: Bundle, tmp_path: Path) -> None:
+def test_list_has_the_counts_of_what_add_writes(bundle: Bundle, tmp_path: Path) -> None:
     write(tmp_path / "setup.py", "")
     shown = scaffold(bundle, "list", cwd=tmp_path).stdout
     assert "primitives/sac.py; add: 3 modules, 23 lines, 1 test" in shown
@@ -106,7 +108,7 @@ def test_list_counts_what_add_then_writes(bundle: Bundle, tmp_path: Path) -> Non
     assert sum(len(path.read_text().splitlines()) for path in copied) == 21
 
 
-def test_list_ends_quietly_when_its_reader_goes_away() -> None:
+def test_list_ends_quietly_when_its_pipe_is_closed() -> None:
     ran = shell(f"python {ROOT}/scripts/scaffold.py list | true", cwd=ROOT)
     assert (ran.returncode, ran.stderr) == (0, "")
 
@@ -217,7 +219,7 @@ def test_new_does_not_replace_the_current_folder(bundle: Bundle, tmp_path: Path)
     assert (refused.returncode, "is the current directory" in refused.stderr) == (2, True)
 
 
-def test_a_bundle_that_is_not_whole_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+def test_an_incomplete_bundle_is_refused(bundle: Bundle, tmp_path: Path) -> None:
     (bundle.package.parents[1] / "pyproject.toml").unlink()
     refused = scaffold(bundle, "new", "run", cwd=tmp_path)
     assert refused.returncode == 2
@@ -231,7 +233,7 @@ def test_a_bundle_that_is_not_whole_is_refused(bundle: Bundle, tmp_path: Path) -
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 @pytest.mark.parametrize("writes", [0, 3])
 @pytest.mark.parametrize("name", ["new", "add", "update"])
-def test_a_place_that_takes_no_file_gets_one_line_and_keeps_nothing(
+def test_an_unwritable_folder_gets_one_line_and_no_files(
     bundle: Bundle,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -21,7 +21,7 @@ from curry_train.cli import merge
 from curry_train.cli.ownership import Bundle
 
 KILLED = 137
-# Every call with which the commands change the disk; Path's methods end in these of os.
+# Every call with which the commands change the disk; Path's methods call these of os.
 CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "chmod")
 
 
@@ -140,7 +140,7 @@ def test_add_that_is_killed_at_any_write_is_completed_by_running_it_again(
 
 @pytest.fixture
 def conflicting(bundle: Bundle, tmp_path: Path) -> Path:
-    """A project with an edit, a merge, a conflict, a removed file and a new one to come."""
+    """Make a project with an edit, a merge, a conflict, a removed file and a file to add."""
     write(bundle.project / "gone.txt", "1\n")
     scaffold(bundle, "new", "run", cwd=tmp_path)
     project = tmp_path / "run"
@@ -154,7 +154,7 @@ def conflicting(bundle: Bundle, tmp_path: Path) -> Path:
     return project
 
 
-def test_update_that_is_killed_at_any_write_ends_as_one_that_was_not(
+def test_update_that_is_killed_at_any_write_ends_like_one_that_was_not(
     bundle: Bundle, conflicting: Path, tmp_path: Path
 ) -> None:
     start = tree(conflicting)
@@ -223,7 +223,7 @@ def test_a_killed_update_whose_staged_files_are_torn_is_undone_completely(
     assert not (conflicting / "deep").exists()
 
 
-def test_a_torn_copy_that_is_needed_stops_with_what_to_do(
+def test_a_torn_copy_that_is_needed_stops_the_recovery_with_advice(
     bundle: Bundle, conflicting: Path
 ) -> None:
     kill_between(bundle, conflicting)
@@ -236,7 +236,7 @@ def test_a_torn_copy_that_is_needed_stops_with_what_to_do(
     assert "from version control" in refused.stderr
 
 
-def test_a_damaged_table_stops_with_what_to_do(bundle: Bundle, conflicting: Path) -> None:
+def test_a_damaged_table_stops_the_recovery_with_advice(bundle: Bundle, conflicting: Path) -> None:
     kill_between(bundle, conflicting)
     (conflicting / merge.PENDING_FOLDER / "table.json").write_bytes(b"[{")
     refused = scaffold(bundle, "update", cwd=conflicting)
@@ -272,7 +272,7 @@ def test_a_command_that_only_reads_refuses_an_interrupted_write(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", ["new", "update"])
 @pytest.mark.parametrize("writes", [2, 14])
-def test_a_command_that_is_asked_to_stop_cleans_up(
+def test_a_command_cleans_up_after_a_signal(
     bundle: Bundle,
     conflicting: Path,
     tmp_path: Path,
@@ -281,7 +281,7 @@ def test_a_command_that_is_asked_to_stop_cleans_up(
     number: signal.Signals,
     writes: int,
 ) -> None:
-    """The signal comes while files are staged, or while they are put in their places."""
+    """Send the signal while files are staged, or while they are moved into place."""
     genuine = merge.write_file
     count = 0
 

@@ -23,7 +23,7 @@ from curry_train.cli.merge import (
 )
 from curry_train.cli.ownership import Bundle
 
-# Few different lines, so that the three texts have many lines in common, in any order.
+# Few distinct lines, so that the three texts have many lines in common, in any order.
 LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "d\n", "\n", "\f\n"]), max_size=12)
 ENDS = st.sampled_from(["", "end"])
 TEXTS = st.builds(lambda lines, end: "".join(lines) + end, LINES, ENDS)
@@ -31,8 +31,8 @@ TEXTS = st.builds(lambda lines, end: "".join(lines) + end, LINES, ENDS)
 
 @given(TEXTS, TEXTS, TEXTS)
 @settings(deadline=None, max_examples=300)
-def test_chunks_of_a_merge_give_back_all_three_texts(base: str, ours: str, theirs: str) -> None:
-    """No line of any side is dropped, doubled or moved."""
+def test_all_three_texts_can_be_rebuilt_from_the_chunks(base: str, ours: str, theirs: str) -> None:
+    """Check that no line of any side is dropped, doubled or moved."""
     chunks = merge_chunks(base, ours, theirs)
     assert "".join(line for chunk in chunks for line in chunk.base) == base
     assert "".join(line for chunk in chunks for line in chunk.ours) == ours
@@ -50,7 +50,7 @@ def test_an_edit_of_one_side_and_an_identical_edit_of_both_are_taken(base: str, 
 @given(TEXTS, TEXTS, TEXTS)
 @settings(deadline=None, max_examples=300)
 def test_the_two_sides_of_every_conflict_are_in_the_text(base: str, ours: str, theirs: str) -> None:
-    """Resolving all conflicts for one side gives the lines that this side asked for."""
+    """Resolve all conflicts for one side, and find the lines of that side."""
     text, conflicts = merge_texts(base, ours, theirs)
     assert text.count(f"{OURS_MARKER}\n") == conflicts
     for side in ("ours", "theirs"):
@@ -72,7 +72,7 @@ def test_the_two_sides_of_every_conflict_are_in_the_text(base: str, ours: str, t
 )
 @settings(deadline=None, max_examples=200)
 def test_edits_with_an_unchanged_line_between_merge(case: tuple[int, dict[int, str]]) -> None:
-    """Lines of their own: odd groups of edits are ours, even ones theirs, and nothing conflicts."""
+    """Edit separate lines, odd groups on one side and even ones on the other, without conflict."""
     size, edits = case
     lines = [f"line {number}\n" for number in range(size)]
     ours = list(lines)
@@ -161,7 +161,7 @@ def resolve(text: str, side: str) -> list[str]:
         elif inside in ("", side):
             lines.append(f"{line}\n")
     if lines[-1] == "\n":
-        lines.pop()  # what follows the last line end
+        lines.pop()  # text after the last line end
     return lines
 
 
@@ -186,7 +186,7 @@ def test_update_of_an_unchanged_release_changes_nothing(bundle: Bundle, project:
     assert done.stdout.splitlines()[-1].startswith("Nothing to do: this release of curry-train is")
 
 
-def test_update_does_with_each_file_what_its_state_calls_for(bundle: Bundle, project: Path) -> None:
+def test_update_handles_each_file_by_its_state(bundle: Bundle, project: Path) -> None:
     write(bundle.project / "gone.txt", "1\n")
     write(bundle.project / "gone_edited.txt", "1\n")
     write(bundle.project / "missing.txt", "1\n")

@@ -78,7 +78,7 @@ def test_wheel_declares_what_pyproject_does(bundle: Bundle) -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A copy of what the package is built from, which nobody edits while the tests run."""
+    """Copy the sources of the package, so that no edit changes them during the tests."""
     root = tmp_path_factory.mktemp("clone")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, root / name)
@@ -98,7 +98,7 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(clone: Bun
 
 
 def test_files_to_bundle_are_found_with_the_standard_library_alone() -> None:
-    """Build environments lack torch and click, and setup.py lists the files in them."""
+    """List files as setup.py does in a build environment, which lacks torch and click."""
     code = (
         "import sys; sys.path.insert(0, 'template'); import curry_train.cli.ownership as ownership;"
         "print(len(ownership.bundled_files(ownership.find_bundle())))"
@@ -111,7 +111,7 @@ def test_files_to_bundle_are_found_with_the_standard_library_alone() -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that sees torch and the other packages here, but not curry-train."""
+    """Make a virtual environment with torch and the other packages, but not curry-train."""
     place = tmp_path_factory.mktemp("environment") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     (packages,) = place.glob("lib/python*/site-packages")
@@ -125,7 +125,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(environment: Path, clone: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new project, moved away, with its wheel installed from its own folder."""
+    """Make a project, move it, and install its wheel from its own folder."""
     folder = tmp_path_factory.mktemp("new")
     assert scaffold(clone, "new", "my-run", cwd=folder).returncode == 0
     moved = (folder / "my-run").rename(tmp_path_factory.mktemp("moved") / "elsewhere")
@@ -154,7 +154,7 @@ def test_project_installs_from_its_own_wheel_alone(
 def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     environment: Path, installed: Path, clone: Bundle, tmp_path: Path
 ) -> None:
-    """The wheel holds the template, the tests and its metadata, so it needs no clone."""
+    """Use the template, tests and metadata in the wheel, without a clone."""
     write(tmp_path / "theirs/setup.py", "")
     write(tmp_path / "ours/setup.py", "")
     command = f"{environment}/bin/curry-train"
@@ -176,7 +176,7 @@ def test_project_passes_its_own_tests_without_the_bundle(
     assert " passed" in ran.stdout
 
 
-def test_project_makes_its_environment_once_and_trains(
+def test_make_train_creates_the_environment_once_and_trains(
     environment: Path, clone: Bundle, tmp_path: Path
 ) -> None:
     assert scaffold(clone, "new", "run", cwd=tmp_path).returncode == 0
@@ -206,7 +206,7 @@ def test_owned_project_passes_its_own_tests_without_the_package(
 
 
 def test_pip_builds_the_package_with_what_the_commands_copy(clone: Bundle, tmp_path: Path) -> None:
-    """A wheel of setuptools and the wheel of a project hold the same files."""
+    """Compare the files of a wheel of setuptools with those of a project's wheel."""
     pytest.importorskip("setuptools", minversion="77", reason="builds without isolation")
     root = clone.package.parents[1]
     build = f"wheel --no-deps --no-index --no-build-isolation --wheel-dir dist {root}"

@@ -1,4 +1,4 @@
-"""The check that plants a spike: what it finds, what it says, and that it can fail.
+"""The check that plants a spike: its result, its output, and that it can fail.
 
 python -m pytest tests/cli/test_spike_check.py
 """
@@ -36,7 +36,7 @@ def found(tmp_path_factory):
     return spike_check(tmp_path_factory.mktemp("runs"), TINY, **SIZES)
 
 
-def test_the_spike_is_found_and_the_run_is_the_one_that_never_saw_the_samples(found):
+def test_the_recovered_run_equals_one_that_never_saw_the_samples(found):
     assert found.held
     assert (found.rollbacks, found.back_to, found.difference) == (1, 20, None)
     assert 1 <= found.found_after <= found.patience == 3
@@ -44,7 +44,7 @@ def test_the_spike_is_found_and_the_run_is_the_one_that_never_saw_the_samples(fo
     assert found.skipped == (((34 - 9) * 16, (36 + 8) * 16),)
 
 
-def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
+def test_the_command_prints_and_draws_the_result(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
     monkeypatch.chdir(tmp_path)
     words = [
@@ -83,7 +83,7 @@ def test_the_command_says_it_and_draws_it(tmp_path, monkeypatch):
 
 
 def no_rollback(run, monkeypatch):
-    """Says that it went back, and stays."""
+    """Report a rollback without doing one."""
     original = spike_module.recover
 
     def stays(*args, load, state, **facts):
@@ -96,13 +96,13 @@ def no_rollback(run, monkeypatch):
 
 
 def other_samples(run, monkeypatch):
-    """Skips a window more than it says."""
+    """Skip one window more than reported."""
     original = run.stream.skip
     monkeypatch.setattr(run.stream, "skip", lambda start, stop: original(start, stop + 16))
 
 
 @pytest.mark.parametrize("fault", [no_rollback, other_samples])
-def test_a_wrong_recovery_is_not_the_run_that_never_saw_them(tmp_path, monkeypatch, fault):
+def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
     original = check.train_run
 
     def train_run(run, *, watch):
@@ -117,7 +117,7 @@ def test_a_wrong_recovery_is_not_the_run_that_never_saw_them(tmp_path, monkeypat
 
 
 def drawn_titles(monkeypatch):
-    """Of the pictures that are drawn from now on."""
+    """Collect the titles of pictures that are drawn from now on."""
     import matplotlib.figure
 
     titles, save = [], matplotlib.figure.Figure.savefig
@@ -146,7 +146,7 @@ def drawn_titles(monkeypatch):
         ),
     ],
 )
-def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_finds_it(
+def test_a_missed_spike_is_reported_with_figures_and_the_setting_that_finds_it(
     tmp_path, monkeypatch, words, message, advice
 ):
     pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
@@ -177,14 +177,14 @@ def test_a_spike_that_is_not_found_is_said_with_figures_and_the_setting_that_fin
     assert CliRunner().invoke(runs_command, [*base, *advised]).exit_code == 0
 
 
-def test_what_no_setting_finds_is_not_blamed_on_one():
+def test_a_spike_that_no_setting_finds_gets_no_such_advice():
     quiet = missed_spike(
         dict(enumerate([2.0, 2.1, 1.9] * 40, start=1)), SpikeConfig(), first=100, last=104
     )
     assert quiet.advice == "no setting: these bad samples raise the loss by no more than its noise"
 
 
-def test_a_training_that_is_stopped_is_no_answer(tmp_path, monkeypatch):
+def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):
     original = check.train_run
 
     def stopped(run, *, watch):
@@ -222,7 +222,7 @@ def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, word
     assert message in " ".join(done.output.split())
 
 
-def test_planted_samples_are_the_same_each_time_and_the_others_as_they_were():
+def test_planting_is_repeatable_and_leaves_other_samples_unchanged():
     pairs = [(torch.arange(4) + 10 * sample, torch.tensor([sample / 10])) for sample in range(20)]
     sound, bad = Samples(pairs), PlantedSpike(Samples(pairs), frozenset({3, 5}))
     whole, floats = bad.batch([2, 3, 4, 5])

@@ -45,7 +45,7 @@ def start(*words, cwd, command=TRAIN, folders=()):
 
 
 def command(*words, cwd, command=None, **options):
-    """Of one that ends by itself."""
+    """Run the command to its end."""
     process = start(*words, cwd=cwd, command=command or [warm_python(), *TRAIN[1:]], **options)
     out, error = process.communicate(timeout=240)
     return process.returncode, out, error
@@ -60,7 +60,7 @@ def wait_for(path, text, process):
     pytest.fail(f"{path} never had {text}: {process.communicate(timeout=10)}")
 
 
-def test_a_run_of_words_and_a_file_ends_well_and_says_where_it_is(tmp_path):
+def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
     status, out, error = command(
         *TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path, command=TRAIN
@@ -107,7 +107,7 @@ def test_a_mistake_gets_its_message_and_status_2(tmp_path, words, message):
     assert not list((tmp_path).glob("runs/*"))
 
 
-def test_configuration_is_shown_as_it_was_understood(tmp_path):
+def test_the_resolved_configuration_is_shown(tmp_path):
     status, out, _ = command("--show-config", "optimizer.learning_rate=3e-4", cwd=tmp_path)
     assert status == 0
     assert "learning_rate: 0.0003" in out
@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
 
 
 def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_path):
-    """The end of the run is where the save in the background is heard."""
+    """Report at the end of the run that the background save failed."""
     (tmp_path / "sitecustomize.py").write_text(
         "import shutil\n"
         "shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
@@ -134,7 +134,7 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_pa
     assert "Traceback" not in error
 
 
-def test_tensorboard_that_is_not_installed_is_told_before_a_run_begins(tmp_path):
+def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path):
     (tmp_path / "tensorboard.py").write_text("raise ImportError('not here')\n")
     status, _, error = command(*TINY, "log.tensorboard=true", cwd=tmp_path, folders=[tmp_path])
     assert (status, "pip install tensorboard" in " ".join(error.split())) == (2, True), error
@@ -178,7 +178,7 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     assert process.returncode != 0
 
 
-def test_torchrun_with_a_wrong_configuration_says_how_to_start_it(tmp_path):
+def test_torchrun_with_a_wrong_configuration_gets_the_right_command(tmp_path):
     status, _, error = command(*TINY, "steps=1", cwd=tmp_path, command=RANKS)
     assert status != 0
     assert "ranks were started and parallel is none" in " ".join(error.split())

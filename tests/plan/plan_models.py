@@ -1,4 +1,4 @@
-"""Small models for plans: equal blocks, two kinds, frozen ones, a loop, and Hugging Face's.
+"""Small models for plans: equal blocks, two kinds, frozen, a loop, and Hugging Face's.
 
 `ROUTED` has shapes that depend on values.
 """
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks of several widths between two layers; `times` runs all of them so often."""
+    """A model with blocks of several widths, all of which run `times` times."""
 
     def __init__(self, hidden, times=1, frozen=()):
         super().__init__()
@@ -50,7 +50,7 @@ def net(*hidden, **settings):
 
 
 class Routed(nn.Module):
-    """Sends some rows through each block: its shapes depend on values."""
+    """A model that sends some rows through each block, so shapes depend on values."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def llama():
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
-    )  # on ranks that plan for other models it takes seconds
+    )  # takes seconds, which ranks that plan for other models should not spend
 
     return LlamaForCausalLM(
         LlamaConfig(

@@ -31,7 +31,7 @@ def load(name):
     return json.loads((Path(__file__).parent / "cuda_traces" / f"{name}.json").read_text())
 
 
-def test_the_recorded_traces_are_there():
+def test_the_recorded_traces_exist():
     assert len(TRACES) >= 12
     traces = [json.loads(path.read_text()) for path in TRACES]
     assert {trace["expandable"] for trace in traces} == {True, False}
@@ -63,7 +63,7 @@ def first_fit(self, num_bytes):
         (cuda_allocator, "SMALLEST_BLOCK", 256),
     ],
 )
-def test_a_wrong_rule_is_seen_in_some_trace(monkeypatch, target, name, fault):
+def test_a_wrong_rule_fails_on_some_trace(monkeypatch, target, name, fault):
     monkeypatch.setattr(target, name, fault)
     traces = [json.loads(path.read_text()) for path in TRACES]
     assert not all(replay(trace).exact for trace in traces if not trace["expandable"])
@@ -79,7 +79,7 @@ SETTINGS = st.builds(
 
 
 def blocks_of(allocator, live):
-    """The ranges of all live blocks, by address."""
+    """Return the ranges of all live blocks, by address."""
     return sorted((block.address, block.address + block.num_bytes) for block in live)
 
 
@@ -106,7 +106,7 @@ def test_blocks_never_overlap_and_reserved_covers_allocated(settings, steps):
 
 
 @given(st.lists(SIZES, min_size=1, max_size=40))
-def test_the_same_sizes_again_reserve_nothing_more(sizes):
+def test_repeating_the_same_sizes_reserves_nothing_more(sizes):
     allocator = CudaAllocator()
     for block in [allocator.allocate(size) for size in sizes]:
         allocator.free(block)
@@ -152,7 +152,7 @@ def test_large_blocks_are_not_split_from_the_limit_on():
     assert limited.reserved == 64 * MIB + LARGE_SEGMENT
 
 
-def test_a_full_device_gives_its_cache_back_first_and_then_refuses():
+def test_a_full_device_frees_its_cache_first_and_then_raises():
     allocator = CudaAllocator(AllocatorSettings(capacity=64 * MIB))
     allocator.free(allocator.allocate(40 * MIB))
     allocator.allocate(50 * MIB)

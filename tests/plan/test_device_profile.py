@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def plain_profile(**changes):
-    """Ten FLOP/s or twenty, five bytes/s and half a second at least."""
+    """Return a profile of 10 or 20 FLOP/s, 5 bytes/s, and at least half a second."""
     profile = DeviceProfile(
         name="plain",
         flops_per_second={"float32": 10.0, "bfloat16": 20.0},
@@ -42,7 +42,7 @@ def plain_profile(**changes):
 
 @pytest.fixture
 def one_thread():
-    """On a busy machine threads that wait for each other are most of what is measured."""
+    """Use one thread: on a busy machine the time that threads wait would dominate."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +52,7 @@ def one_thread():
 # The formula.
 
 
-def test_an_operation_takes_the_most_of_its_products_its_bytes_and_its_dispatch():
+def test_the_time_of_an_operation_is_the_longest_of_flops_bytes_and_dispatch():
     profile = plain_profile()
     seconds = profile.operation_seconds([100, 0, 0, 100], [0, 100, 0, 1000], dtype="float32")
     assert isinstance(seconds, numpy.ndarray)
@@ -61,7 +61,7 @@ def test_an_operation_takes_the_most_of_its_products_its_bytes_and_its_dispatch(
 
 
 def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
-    """A formula that adds them to the maximum says 10.25 for the first."""
+    """Catch a formula that adds them to the maximum: it gives 10.25 for the first."""
     profile = plain_profile()
     extra = profile.sac_seconds
     assert profile.operation_seconds(
@@ -71,7 +71,7 @@ def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
     assert each.tolist() == [0.5, 1.5]
 
 
-def test_a_dtype_without_a_rate_is_told_which_have_one():
+def test_a_dtype_without_a_rate_is_refused_with_those_that_have_one():
     with pytest.raises(
         ValueError,
         match=r"'plain' has no rate for the dtype 'float64': use one of float32, bfloat16",
@@ -79,11 +79,11 @@ def test_a_dtype_without_a_rate_is_told_which_have_one():
         plain_profile().operation_seconds([1], [1], dtype="float64")
 
 
-# The profiles that come with it.
+# The built-in profiles.
 
 
 def test_the_data_sheets_are_as_published():
-    """The data sheets' peaks are literals; a profile is the peak times the stated efficiency."""
+    """Compare with literals of data sheets: a profile is the peak times the stated efficiency."""
     sheets = {  # float32 and half FLOP/s, bytes/s, bytes/s of the link, GiB
         "h100": (67e12, 989e12, 3.35e12, 64e9, 80),
         "h200": (67e12, 989e12, 4.8e12, 64e9, 141),
@@ -104,7 +104,7 @@ def test_the_data_sheets_are_as_published():
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_says_nothing_that_can_not_be(name):
+def test_profiles_have_possible_values_only(name):
     profile = PROFILES[name]
     rates = profile.flops_per_second
     assert profile.name == name
@@ -124,7 +124,7 @@ def test_a_profile_says_nothing_that_can_not_be(name):
         assert 1e9 < profile.host_bytes_per_second < profile.bytes_per_second
 
 
-def test_names_are_found_in_any_spelling_and_others_are_told_the_nearest():
+def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
     assert len(PROFILES) == 6
     assert find_profile("H100") is PROFILES["h100"]
     assert find_profile("RTX 4090") is find_profile("rtx-4090") is PROFILES["rtx4090"]
@@ -154,7 +154,7 @@ def test_names_are_found_in_any_spelling_and_others_are_told_the_nearest():
         ({"memory_bytes": 0}, "memory_bytes .* got 0"),
     ],
 )
-def test_figures_that_can_not_be_are_refused(changes, message):
+def test_impossible_figures_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         plain_profile(**changes)
 
@@ -163,7 +163,7 @@ def test_figures_that_can_not_be_are_refused(changes, message):
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_comes_back_from_its_text(name):
+def test_a_profile_can_be_read_back_from_its_text(name):
     assert DeviceProfile.from_json(PROFILES[name].to_json()) == PROFILES[name]
 
 
@@ -184,15 +184,15 @@ def test_a_profile_comes_back_from_its_text(name):
         ),
     ],
 )
-def test_a_text_that_is_no_profile_is_refused(text, message):
+def test_invalid_profile_text_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         DeviceProfile.from_json(text)
 
 
-# Devices that are there.
+# Devices of this machine.
 
 
-def test_the_cpu_is_measured_in_seconds_and_again_alike(one_thread):
+def test_measuring_the_cpu_takes_seconds_and_is_repeatable(one_thread):
     state = torch.random.get_rng_state()
     start = time.process_time()
     first = measure_profile("cpu")
@@ -217,8 +217,8 @@ def test_the_cpu_is_measured_in_seconds_and_again_alike(one_thread):
         assert high < 3 * low
 
 
-def test_a_measurement_tells_the_work_from_the_dispatch(one_thread):
-    """A large product takes about the time that the measured rate gives."""
+def test_a_measurement_separates_work_from_dispatch(one_thread):
+    """Time a large product, and find about the time that the measured rate gives."""
     profile, side = measure_profile("cpu"), 768
     left = torch.randn(side, side)
     seconds = []
@@ -272,8 +272,8 @@ def test_a_card_with_a_data_sheet_has_its_profile(monkeypatch, card, name):
         "NVIDIA GeForce RTX 4090 Laptop GPU",
     ],
 )
-def test_a_card_of_a_like_name_is_measured(monkeypatch, card):
-    """These names have other rates: a search for "H100" or "L4" would be up to 2x wrong."""
+def test_a_card_with_a_similar_name_is_measured(monkeypatch, card):
+    """Measure cards whose rates differ by up to 2x from "H100" or "L4" in their name."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     monkeypatch.setattr(module, "_measured_once", lambda device, threads: plain_profile())

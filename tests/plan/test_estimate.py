@@ -503,7 +503,7 @@ def check_optimizer(name="adamw"):
         (larger_tensors_go_unseen, lambda: check_told("fold")),
     ],
 )
-def test_the_figures_catch(monkeypatch, plant, caught_by):
+def test_planted_faults_change_the_figures(monkeypatch, plant, caught_by):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         caught_by()

@@ -17,11 +17,11 @@ MODELS = ("transformer", "resnet", "snn")
 
 
 def bytes_after_backward(workload, strategy):
-    """With the loss and the gradients alive, and nothing else of the step."""
+    """Return the bytes alive with the loss and the gradients, and nothing else of the step."""
     case = Case(load_workload(workload))
     module, batch = case.build(), case.batch()
     STRATEGIES[strategy].apply(module, sample_of(case))
-    for _ in range(2):  # the first may keep what it has measured
+    for _ in range(2):  # the first step may keep its measurements
         module.zero_grad()
         gc.collect()
         with LiveStorages() as storages:
@@ -34,13 +34,13 @@ def bytes_after_backward(workload, strategy):
 
 
 @pytest.mark.parametrize("workload", MODELS)
-def test_nothing_of_a_step_outlives_its_backward_though_the_loss_does(workload):
+def test_a_loss_that_stays_alive_holds_nothing_else_of_its_step(workload):
     plain = bytes_after_backward(workload, "none")
     found, why = {}, {}
     for strategy in STRATEGIES:
         try:
             found[strategy] = bytes_after_backward(workload, strategy)
         except (ValueError, RuntimeError) as error:
-            why[strategy] = str(error)  # it does not apply to this model
+            why[strategy] = str(error)  # the strategy does not apply to this model
     assert len(found) >= 5, why
     assert {name: held for name, held in found.items() if held > plain} == {}

@@ -50,7 +50,7 @@ def workload(build, shape, name="own"):
 
 
 class Scale(nn.Module):
-    """First layer of a stack; it makes the input of every block require grad."""
+    """First layer of a stack, which makes the input of every block require grad."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def stack(build, number, shape):
 
 @contextlib.contextmanager
 def kinds_of(made):
-    """Tensors have no values until the end of it."""
+    """List the kinds of blocks, on tensors without values."""
     with Sketch(made) as sketch:
         yield find_kinds(sketch, sketch.step(4), 4)
 
@@ -78,7 +78,7 @@ def kinds_of(made):
 
 
 def real_figures(build, x, option):
-    """Held after forward, and the peak on top, of the block on tensors that have values."""
+    """Return the bytes held after forward, and the peak on top, of a block on real tensors."""
     holder = nn.ModuleList([build()]).train()
     apply_options(holder, {"0": option})
     leaf = x.clone().requires_grad_()
@@ -125,17 +125,17 @@ def test_bytes_of_each_option_are_those_of_the_real_block(name):
         assert (measured.held, measured.transient) == real_figures(build, x, option), option
 
 
-def test_offload_leaves_the_device_what_is_no_activation():
+def test_offload_moves_activations_only():
     with kinds_of(CASE.workload) as (kind,):
         plain, away = (kind.run(Option(which))[0] for which in (NONE_KIND, OFFLOAD_KIND))
         assert away.held < 0.01 * plain.held
         assert (
             plain.held - away.held <= away.moved_away
-        )  # what two blocks share moves once for each
-        assert kind.run(Option(NONE_KIND))[0].held == plain.held  # the block is as it was
+        )  # a tensor that two blocks share moves once per block
+        assert kind.run(Option(NONE_KIND))[0].held == plain.held  # the block is unchanged
 
 
-def test_a_block_is_left_as_it_was_though_an_option_fails(monkeypatch):
+def test_a_failing_option_leaves_the_block_unchanged(monkeypatch):
     with kinds_of(CASE.workload) as (kind,):
         before = type(kind.block)
         monkeypatch.setattr(before, "forward", lambda self, *args: 1 / 0)
@@ -186,7 +186,7 @@ def test_blocks_of_one_kind_are_measured_once(monkeypatch):
 
 
 class Windowed(nn.Module):
-    """Of one class and with equal parameters, and what they hold after forward is equal as well."""
+    """A block like others in class, parameters and held bytes, but with another window."""
 
     def __init__(self, again):
         super().__init__()
@@ -240,11 +240,11 @@ def test_a_frozen_block_is_a_kind_of_its_own():
         assert [kind.names for kind in kinds] == [("layers.0", "layers.2"), ("layers.1",)]
 
 
-def test_an_option_that_a_block_can_not_run_is_left_out_and_said():
+def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
     runs = Counter()
 
     class Writes(nn.Module):
-        """Computes something else each second time, by a count outside of the block."""
+        """A block that computes something else every second time, by a count outside of it."""
 
         def __init__(self):
             super().__init__()
@@ -264,10 +264,10 @@ def test_an_option_that_a_block_can_not_run_is_left_out_and_said():
     assert all(option.kind != FULL_KIND for _, options in kinds for option, _ in options)
 
 
-# Which sets of calls a policy may keep.
+# Sets of calls that a policy may keep.
 
 
-def test_no_set_of_calls_beats_another_on_paper():
+def test_no_set_of_calls_is_better_than_another_in_bytes_and_flops():
     calls = [("matmul", 100, 10), ("matmul", 10, 100), ("attention", 50, 60), ("matmul", 100, 200)]
     named = [((family, index), made, flops) for index, (family, made, flops) in enumerate(calls)]
     found = costs._unbeaten(named)
@@ -279,11 +279,11 @@ def test_no_set_of_calls_beats_another_on_paper():
         for keep in found
     ]
     assert len(found) == len(set(found)) >= 4
-    assert points == sorted(points)  # more bytes, fewer FLOPs again
+    assert points == sorted(points)  # more bytes, fewer recomputed FLOPs
     assert all(first[1] < second[1] for first, second in itertools.pairwise(points))
 
 
-def test_many_calls_are_looked_at_by_their_flops_for_each_byte():
+def test_many_calls_are_ordered_by_flops_per_byte():
     named = [(("matmul", index), 100, index) for index in range(40)]
     found = costs._unbeaten(named)
     assert len(found) <= costs.MOST_SETS
@@ -306,7 +306,7 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
         )
 
 
-# Policies by place keep what they say.
+# Policies that keep calls by their position.
 
 
 def sac_figures(calls, context=None):
@@ -316,7 +316,7 @@ def sac_figures(calls, context=None):
     return model, record, count_flops(model, CASE.batch(), LOSS)
 
 
-def test_each_product_by_place_is_not_computed_again_and_all_others_are():
+def test_a_policy_by_position_recomputes_every_product_but_those_kept():
     plain = count_flops(CASE.build(), CASE.batch(), LOSS)
     reference = record_step(CASE.build(), CASE.batch(), LOSS)
     with kinds_of(CASE.workload) as (kind,):
@@ -324,21 +324,21 @@ def test_each_product_by_place_is_not_computed_again_and_all_others_are():
     products = [flops for family, _, flops in calls if family == "matmul"]
     everything = [("matmul", place) for place in range(len(products) - 1)] + [("attention", 0)]
     _, record, flops = sac_figures(everything)
-    assert flops.backward == plain.backward  # early stop: the last product is never computed again
+    assert flops.backward == plain.backward  # early stop: the last product is never recomputed
     for place, saved in enumerate(products[:-1]):
         _, record, flops = sac_figures(set(everything) - {("matmul", place)})
         assert flops.backward - plain.backward == 2 * saved, place  # two blocks
         assert compare(reference, record).bit_equal
 
 
-def test_a_call_that_is_not_there_is_an_error():
+def test_a_position_without_a_call_is_an_error():
     model = CASE.build()
     apply_sac(model, Policy("by place", calls=frozenset({("matmul", 99)})))
     with pytest.raises(PolicyError, match=r"saves no output of layers\.0"):
         LOSS(model, CASE.batch())
 
 
-def test_a_policy_by_place_is_pickled_and_undone():
+def test_a_policy_by_position_is_pickled_and_removed():
     policy = Policy("by place", calls=frozenset({("matmul", 1), ("attention", 0)}))
     assert pickle.loads(pickle.dumps(policy)) == policy
     model, _, flops = sac_figures(policy.calls)
@@ -347,7 +347,7 @@ def test_a_policy_by_place_is_pickled_and_undone():
     assert remove_options(model) == ["layers.0", "layers.1"]
 
 
-def test_a_policy_by_place_holds_under_autocast():
+def test_a_policy_by_position_works_under_autocast():
     records = []
     for calls in (None, {("matmul", 0), ("matmul", 3), ("attention", 0)}):
         model = CASE.build()
@@ -378,12 +378,12 @@ def test_a_policy_by_place_holds_under_autocast():
         ),
     ],
 )
-def test_wrong_options_are_told(make, message):
+def test_wrong_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_options_are_told_apart_as_text_and_come_back_from_json():
+def test_options_have_distinct_texts_and_can_be_read_back_from_json():
     option = Option(SAC_KIND, frozenset({("matmul", 3), ("matmul", 0), ("attention", 0)}))
     assert str(option) == "sac(attention 0; matmul 0,3)"
     assert Option.from_json(option.to_json()) == option

@@ -30,8 +30,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(OPTIONS, 2)), ids="-".join)
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_two_ways_in_turns(name, pair):
-    """The next block's regions could rebuild an `mlp` block's last activation from its input."""
+def test_alternating_options_leave_the_training_unchanged(name, pair):
+    """Cover regions that could rebuild the last activation of the previous `mlp` block."""
 
     def apply(model, sample):
         chosen = {block: OPTIONS[pair[place % 2]] for place, block in enumerate(find_blocks(model))}

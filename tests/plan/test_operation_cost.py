@@ -16,7 +16,7 @@ def cost(function, *args, **kwargs):
     return operation_cost(function, args, kwargs, function(*args, **kwargs))
 
 
-def test_what_an_operation_costs():
+def test_flops_and_bytes_of_an_operation():
     a, b = torch.ones(8, 16), torch.ones(16, 4)
     assert cost(aten.mm.default, a, b) == (2 * 8 * 16 * 4, 4 * (8 * 16 + 16 * 4 + 8 * 4))
     assert cost(aten.bmm.default, a[None], b[None])[0] == 1024
@@ -47,4 +47,4 @@ def test_a_view_that_costs_is_caught(monkeypatch):
     for wrong in (lambda *arguments: (0, 1), lambda *arguments: (0, 0)):
         monkeypatch.setitem(globals(), "operation_cost", wrong)
         with pytest.raises(AssertionError):
-            test_what_an_operation_costs()
+            test_flops_and_bytes_of_an_operation()

@@ -21,8 +21,10 @@ def freeze_last(module):
     ("change", "num_steps"), [(recompute_blocks, 2), (freeze_last, 4)], ids=["same", "others"]
 )
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_a_step_after_others_is_as_the_first_one(monkeypatch, change, num_steps, accumulated):
-    """One step makes the state, and one is recorded."""
+def test_a_later_step_equals_the_first_with_its_parameters(
+    monkeypatch, change, num_steps, accumulated
+):
+    """Take one step to make the state, and one to record."""
     workload = mlp(depth=3, width=32)
     calls = []
     step = torch.optim.AdamW.step

@@ -53,7 +53,7 @@ WITHOUT = {
     "transformer": (SAC_KIND,),
     "llama": (SAC_KIND,),
     "gpt2": (SAC_KIND, REGIONS_KIND),
-}  # which takes a second for each of its sets
+}  # takes a second per set
 MANY = {"mlp": 512}
 
 
@@ -71,7 +71,7 @@ def measured(workload, found):
 
 @functools.cache
 def plans(name, steps=1):
-    """The workload, its plain and least peaks, and plans for budgets between them."""
+    """Make the workload, its plain and least peaks, and plans for budgets between them."""
     workload, size = WORKLOADS[name](), MANY.get(name, MICRO)
     with Planner(workload, without=WITHOUT.get(name, ()), chunked_loss=False) as planner:
         make = functools.partial(planner.plan, global_batch=size * steps, microbatch=size)
@@ -83,13 +83,13 @@ def plans(name, steps=1):
         return workload, plain, least, [make(budget) for budget in budgets]
 
 
-# No plan is above its budget, and what was predicted is measured.
+# No plan is above its budget, and the measured peak is the predicted one.
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "gpt2")) for name in WORKLOADS]
 )
-def test_a_plan_takes_what_it_says_and_no_more_than_its_budget(name):
+def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name):
     workload, plain, least, found = plans(name)
     assert all(option.kind == NONE_KIND for option in plain.options.values())
     assert found[0].peak_bytes == least < plain.peak_bytes
@@ -101,7 +101,7 @@ def test_a_plan_takes_what_it_says_and_no_more_than_its_budget(name):
     )
 
 
-def test_accumulated_gradients_are_there_from_the_start():
+def test_accumulated_gradients_count_from_the_start():
     workload, _, _, found = plans("two kinds", steps=2)
     for one in found:
         assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
@@ -141,7 +141,7 @@ class Drawing(nn.Module):
     ],
     ids=["dropout", "norm", "attention", "neither"],
 )
-def test_a_plan_says_where_its_microbatches_are_another_training(model, message):
+def test_a_plan_warns_if_its_microbatches_change_the_training(model, message):
     best = Candidate(2, 4, False, 0, 1.0)
     found = what_microbatches_change(model, best)
     assert message in found
@@ -150,7 +150,7 @@ def test_a_plan_says_where_its_microbatches_are_another_training(model, message)
     assert what_microbatches_change(model, replace(best, steps=1)) == ""
 
 
-def test_the_planner_says_so_of_its_plan():
+def test_the_planner_puts_the_warning_into_its_plan():
     workload = Workload(
         "own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum()
     )
@@ -174,8 +174,8 @@ def test_a_budget_that_binds_a_deep_model_is_used():
 
 
 @pytest.mark.parametrize("depth", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_what_fits_nowhere_is_chosen_by_its_bytes_and_not_by_how_fast_the_device_is(depth):
-    """In rows that do not fit, the times once decided among choices that the chain held equal."""
+def test_rows_that_do_not_fit_are_chosen_by_bytes_whatever_the_device(depth):
+    """Guard against times deciding, in rows that do not fit, among choices of equal bytes."""
     slow = replace(PROFILES["cpu"], name="slow", dispatch_seconds=1e-3, regions_seconds=1e-2)
     fast = replace(PROFILES["cpu"], name="fast", dispatch_seconds=1e-9, regions_seconds=1e-9)
     rows = []
@@ -198,8 +198,8 @@ def test_what_fits_nowhere_is_chosen_by_its_bytes_and_not_by_how_fast_the_device
     assert rows[0]
 
 
-def test_a_plan_that_is_not_what_runs_is_noticed():
-    """Planted fault: another choice for one block, or none at all, has another peak."""
+def test_a_plan_that_differs_from_the_applied_one_is_caught():
+    """Apply another choice for one block, or none at all, and find another peak."""
     workload, _, _, (_, found) = plans("two kinds")
     name, option = next(
         (name, option) for name, option in found.options.items() if option.kind != NONE_KIND
@@ -214,7 +214,7 @@ def test_a_plan_that_is_not_what_runs_is_noticed():
         assert measured(workload, changed) != found.peak_bytes
 
 
-# None that fits is faster.
+# No combination that fits is faster.
 
 
 @contextlib.contextmanager
@@ -232,7 +232,7 @@ def all_choices(workload, *, without, steps=1, size=MICRO):
             found.append(
                 (peak, steps * chain.seconds(size, candidate.options) + chain.optimizer_seconds)
             )
-        planner.whole_steps.known.clear()  # what is known would be no search
+        planner.whole_steps.known.clear()  # cached results would skip the search
         yield planner, found
 
 
@@ -262,7 +262,7 @@ def test_no_combination_of_options_that_fits_is_faster(workload, without, steps)
 
 
 def test_a_chain_that_is_not_corrected_by_the_whole_step_is_slower(monkeypatch):
-    """Planted fault: the chain alone overestimates, so that budgets stay unused."""
+    """Plant a chain that is not corrected: it overestimates, so budgets stay unused."""
     monkeypatch.setattr(whole_step, "MOST_STEPS", 1)
     monkeypatch.setattr(WholeSteps, "_poorest", lambda self, candidate: [self._whole(candidate)])
     monkeypatch.setattr(WholeSteps, "_last_as_it_is", lambda self, best, budget: best)
@@ -271,7 +271,7 @@ def test_a_chain_that_is_not_corrected_by_the_whole_step_is_slower(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_no_policy_for_all_blocks_beats_the_plan_in_its_own_bytes(depth):
+def test_no_policy_for_all_blocks_is_faster_than_the_plan_for_its_bytes(depth):
     workload = transformer(depth=depth, dim=64)
     with Planner(workload, chunked_loss=False) as planner:
         planner.plan(2**40, global_batch=MICRO, microbatch=MICRO)

@@ -61,7 +61,7 @@ def waves():
 
 @pytest.fixture(scope="module")
 def plans():
-    """With the modules and without, at a budget between everything and the least."""
+    """Make plans with the modules and without, at a budget between the two peaks."""
     found = []
     for also in (ALSO, []):
         with Planner(waves(), also=also, without=(SAC_KIND,), chunked_loss=False) as planner:
@@ -70,7 +70,7 @@ def plans():
     return found
 
 
-def test_it_is_faster_and_takes_what_it_says(plans):
+def test_the_plan_is_faster_and_its_peak_is_the_predicted_one(plans):
     with_modules, without = plans
     assert Option(REGIONS_KIND, also=("wave",)) in with_modules.options.values()
     assert with_modules.step_seconds < without.step_seconds
@@ -78,7 +78,7 @@ def test_it_is_faster_and_takes_what_it_says(plans):
         assert measured(waves(), one) == one.peak_bytes <= one.budget_bytes
 
 
-def test_the_planned_model_is_the_same_to_the_bit(plans):
+def test_the_planned_model_trains_bit_equal(plans):
     case = Case(waves(), batch_size=8)
     plain, planned = case.build(), case.build()
     plans[0].apply(planned)
@@ -86,7 +86,7 @@ def test_the_planned_model_is_the_same_to_the_bit(plans):
     assert compare(record_step(plain, batch, loss), record_step(planned, batch, loss)).bit_equal
 
 
-def test_a_saved_plan_has_them(plans, tmp_path):
+def test_a_saved_plan_keeps_the_modules(plans, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plans[0].to_json()))
     assert Plan.load(path).options == plans[0].options
@@ -96,7 +96,7 @@ def test_a_saved_plan_has_them(plans, tmp_path):
 
 
 @pytest.mark.parametrize("also", [["*.wave"], ["blocks.[0123].wave"]])
-def test_a_pattern_takes_the_same_modules_however_it_is_written(plans, also):
+def test_equivalent_patterns_select_the_same_modules(plans, also):
     with Planner(waves(), also=also, without=(SAC_KIND,), chunked_loss=False) as planner:
         assert (
             planner.plan(plans[0].budget_bytes, global_batch=8, microbatch=8).options
@@ -115,7 +115,7 @@ def test_modules_of_some_of_several_equal_blocks_are_refused():
         planner.plan(2**40, global_batch=8, microbatch=8)
 
 
-def test_a_pattern_that_takes_nothing_is_refused():
+def test_a_pattern_without_a_match_is_refused():
     with (
         pytest.raises(ValueError, match=r"also 'blocks\.\*\.act' matches no module"),
         Planner(waves(), also=["blocks.*.act"]) as planner,

@@ -32,7 +32,7 @@ from curry_train.workloads.workload import Workload
 
 @functools.cache
 def half():
-    """A plan for half of what recomputing saves."""
+    """Make a plan for half of the bytes that recompute can save."""
     with Planner(
         net(64, 256, 64, 256), without=(SAC_KIND, REGIONS_KIND), chunked_loss=False
     ) as planner:
@@ -43,7 +43,7 @@ def half():
 # Plans as files.
 
 
-def test_a_plan_comes_back_from_its_file(tmp_path):
+def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     found = half()
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(found.to_json()))
@@ -89,7 +89,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_no_plan_is_told(tmp_path, change, message):
+def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
     path = tmp_path / "plan.json"
     path.write_text(change(half().to_json()))
     with pytest.raises(ValueError, match=message):
@@ -125,7 +125,7 @@ def recomputed(model):
         ),
     ],
 )
-def test_another_model_is_refused_with_the_first_difference_and_left_alone(make, message):
+def test_another_model_is_refused_with_the_first_difference_and_not_changed(make, message):
     found = half()
     model = make()
     before = {name: type(module) for name, module in model.named_modules()}
@@ -151,7 +151,7 @@ def infeasible(budget, workload=None, **settings):
     return " ".join(str(error.value).split()), error.value
 
 
-def test_what_is_missing_and_every_lever_has_its_figure():
+def test_the_message_has_the_missing_bytes_and_a_figure_for_every_lever():
     message, error = infeasible(200_000, microbatch=8)
     assert "nothing fits 195 KiB: the least peak is" in message
     assert "too much, with microbatch 8" in message
@@ -172,22 +172,22 @@ def test_what_is_missing_and_every_lever_has_its_figure():
     )
 
 
-def test_parameters_alone_above_the_budget_are_said_to_be():
+def test_the_message_mentions_parameters_that_exceed_the_budget_alone():
     message, _ = infeasible(10_000)
     assert "that alone is over the budget, so no choice for activations helps" in message
     assert "one microbatch per window" not in message or "accumulates no gradients" in message
 
 
-def test_the_loss_in_chunks_is_a_lever_where_it_was_ruled_out():
+def test_the_message_offers_a_chunked_loss_that_was_ruled_out():
     large = transformer(depth=2, dim=16, vocabulary=4096, length=8)
     message, _ = infeasible(3 * 2**20, large, chunked_loss=False, microbatch=8)
     assert "chunked loss: a peak of" in message
 
 
-# Several ranks, by hand.
+# Several ranks, computed by hand.
 
 
-def test_ddp_keeps_a_second_copy_of_the_gradients_and_fsdp2_a_part_of_what_is_kept():
+def test_ddp_adds_a_copy_of_the_gradients_and_fsdp2_divides_the_state():
     with Sketch(net(64, 256)) as sketch:
         step = sketch.step(4)
     parameters = {"first": 8 * 32 + 32, "last": 32 * 4 + 4}
@@ -221,7 +221,7 @@ def test_ranks_share_the_global_batch():
         Sharding("ddp", 2).microbatches(8, 3)
 
 
-def test_a_plan_for_several_ranks_has_what_they_add():
+def test_a_plan_for_several_ranks_includes_their_extra_bytes():
     settings = {"global_batch": 8, "without": (SAC_KIND, REGIONS_KIND), "chunked_loss": False}
     alone = plan(net(64, 64), 2**40, microbatch=4, **settings)
     shared = plan(net(64, 64), 2**40, microbatch=4, sharding=Sharding("ddp", 2), **settings)
@@ -231,7 +231,7 @@ def test_a_plan_for_several_ranks_has_what_they_add():
         assert shared.peak_bytes == sketch.step(4).peak_bytes + gradients
 
 
-# Devices, values, and input that is wrong.
+# Devices, models whose shapes need values, and wrong input.
 
 
 class NeedsValues(Net):
@@ -291,6 +291,6 @@ def test_a_whole_step_is_estimated_once_for_several_budgets():
         (lambda: Sharding("ddp", 0), "ranks must be a whole number of at least 1, got 0"),
     ],
 )
-def test_wrong_input_is_told(make, message):
+def test_wrong_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -29,13 +29,13 @@ def report_of(*layers, rest=10):
         (24, ["a", "b", "c", "d"]),
     ],
 )
-def test_the_fewest_bytes_that_fit(budget, names):
+def test_recommended_layers_save_as_few_bytes_as_the_budget_needs(budget, names):
     report = report_of(("a", 45, 5), ("b", 30, 5), ("c", 11, 1), ("d", 2, 1), ("e", 2, 3))
     assert report.held_bytes == 100 * MIB
     assert report.recommend_layers(budget) == names
 
 
-def test_of_equal_layers_the_first_are_taken():
+def test_the_first_of_equal_layers_are_recommended():
     report = report_of(*[(f"layers.{index}", 20, 2) for index in range(4)])
     assert report.recommend_layers(60) == ["layers.0", "layers.1"]
 
@@ -49,12 +49,12 @@ def test_a_budget_that_nothing_fits_is_an_error_with_the_figures():
 
 
 @pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), True, "512", None])
-def test_a_budget_that_is_none_is_refused(budget):
+def test_an_invalid_budget_is_refused(budget):
     with pytest.raises(ValueError, match="memory_budget_mb must be a number above 0, got"):
         report_of(("a", 45, 5)).recommend_layers(budget)
 
 
-def test_the_table_is_read_at_80_columns_whatever_the_names():
+def test_the_table_fits_80_columns_with_any_names():
     layers = [
         (f"model.language_model.decoder.transformer.layers.{index}", 200000 - index, 1)
         for index in range(40)

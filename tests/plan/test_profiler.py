@@ -54,7 +54,7 @@ class Tower(nn.Module):
         return self.head(torch.tanh(x))
 
 
-TOWER = {  # held, and what stays when it is recomputed
+TOWER = {  # held bytes, and those that stay when the layer is recomputed
     "blocks.0": (256 + 128, 128),
     "blocks.1": (256 + 128, 128),
     "blocks.2": (256, 0),
@@ -72,12 +72,12 @@ def profile(model, batch, **options):
     return MemoryProfiler(model).profile(batch, 1, **options)
 
 
-def test_every_layer_by_hand():
+def test_held_bytes_of_every_layer_by_hand():
     report = MemoryProfiler(Tower()).profile(torch.randn(4, 8))
     assert figures(report) == TOWER
     assert [layer.name for layer in report.layers] == list(
         TOWER
-    )  # most first, equal ones in the model's order
+    )  # sorted by bytes, equal ones in the model's order
     assert report.held_bytes == 1284
     assert report.spread == 0
     assert [layer.class_name for layer in report.layers][:5] == ["Residual"] * 3 + [
@@ -101,7 +101,7 @@ def test_the_layers_add_up_to_what_the_model_holds(name):
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
 @pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])
-def test_recomputing_what_is_recommended_frees_exactly_what_was_said(name, share):
+def test_recomputing_the_recommended_layers_frees_the_predicted_bytes(name, share):
     case = Case(load_workload(name))
     module = case.build()
     batch = case.batch()
@@ -143,7 +143,7 @@ def test_a_layer_that_runs_at_every_timestep_is_one_layer():
     }
 
 
-def test_a_loop_holds_as_much_as_it_has_turns():
+def test_a_loop_holds_bytes_in_proportion_to_its_turns():
     class Loop(Tower):
         def forward(self, x, turns):
             for _ in range(turns):
@@ -156,7 +156,7 @@ def test_a_loop_holds_as_much_as_it_has_turns():
 
 
 class Caller(nn.Module):
-    """Runs a module that is registered elsewhere."""
+    """A layer that runs a module which is registered elsewhere."""
 
     def __init__(self, other):
         super().__init__()
@@ -195,7 +195,7 @@ class Output:
     name: str = "text"
 
 
-def test_any_arguments_and_outputs():
+def test_layers_with_any_arguments_and_outputs_are_measured():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -224,7 +224,7 @@ def test_any_arguments_and_outputs():
     assert (report.layers[1].bytes, report.layers[1].boundary_bytes) == (128, 0)
 
 
-def test_an_input_that_nobody_keeps_is_kept_by_recomputing():
+def test_recompute_keeps_an_input_that_the_plain_layer_does_not():
     class Adds(nn.Module):
         def __init__(self):
             super().__init__()
@@ -289,7 +289,7 @@ def test_hugging_face_models(kind):
     assert all(layer.saving_bytes > 0.8 * layer.bytes > 0 for layer in blocks)
 
 
-def test_a_model_that_repeats_nothing_is_divided_into_its_children():
+def test_a_model_without_blocks_is_divided_into_its_children():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -350,7 +350,7 @@ def test_a_pattern_names_the_blocks():
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_and_the_generators_are_as_they_were(training, fails):
+def test_the_model_and_the_generators_are_unchanged(training, fails):
     model = nn.Sequential(
         *[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(2)]
     )
@@ -433,12 +433,12 @@ def test_a_model_in_eval_mode_is_profiled_as_it_trains():
         ),
     ],
 )
-def test_wrong_input_is_said(build, message):
+def test_wrong_input_is_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_the_profiler_answers_from_its_latest_report():
+def test_the_profiler_returns_figures_of_its_latest_report():
     profiler = MemoryProfiler(Tower())
     profiler.profile(torch.randn(4, 8))
     assert profiler.recommend_layers(1284 / MIB) == []
@@ -522,14 +522,14 @@ UNDYING = property(lambda life: None, lambda life, value: None)
     ("plant", "caught_by"),
     [
         (outermost_owns, test_bytes_belong_to_the_innermost_layer),
-        (owner_stays_after_the_layer, test_every_layer_by_hand),
-        (views_count_again, test_every_layer_by_hand),
-        (boundaries_are_free, test_every_layer_by_hand),
-        (dead_storages_are_held, test_every_layer_by_hand),
+        (owner_stays_after_the_layer, test_held_bytes_of_every_layer_by_hand),
+        (views_count_again, test_held_bytes_of_every_layer_by_hand),
+        (boundaries_are_free, test_held_bytes_of_every_layer_by_hand),
+        (dead_storages_are_held, test_held_bytes_of_every_layer_by_hand),
     ],
     ids=lambda function: function.__name__,
 )
-def test_the_figures_catch(monkeypatch, plant, caught_by):
+def test_planted_faults_change_the_figures(monkeypatch, plant, caught_by):
     caught_by()
     plant(monkeypatch)
     with pytest.raises(AssertionError):

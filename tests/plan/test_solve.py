@@ -1,4 +1,4 @@
-"""The planner's solver against all choices there are: within the budget, and in time.
+"""Compare the planner's solver with all possible choices: within the budget, and in time.
 
 python -m pytest tests/plan/test_solve.py
 """
@@ -58,7 +58,7 @@ def large_chain(seed, *, num_blocks=None, num_choices=77):
 
 
 def all_plans(stages, head):
-    """The peak and the cost of all choices there are, the cheapest of each peak."""
+    """Return the peak and the cost of all possible choices, the cheapest of each peak."""
     plans = {}
     for chosen in itertools.product(*(range(len(stage.choices)) for stage in stages)):
         cost = sum(stage.choices[index].cost for stage, index in zip(stages, chosen, strict=True))
@@ -101,7 +101,7 @@ def faults(solver, num_chains=400):
     return found
 
 
-# The peak by hand, and the best there is on small chains.
+# The peak by hand, and the best plan of small chains.
 
 
 def test_the_peak_of_a_step_by_hand():
@@ -113,23 +113,23 @@ def test_the_peak_of_a_step_by_hand():
     assert peak_of([], [], head_bytes=4) == 4
 
 
-def test_small_chains_have_the_best_plan_there_is_and_none_only_where_there_is_none():
+def test_the_plan_of_a_small_chain_is_the_best_one_or_none_exists():
     assert faults(solve) == {}
     answers = [
         solve(stages, budget, head_bytes=head)
         for stages, head, budget in map(small_chain, range(400))
     ]
-    assert 100 < sum(answer is None for answer in answers) < 300  # both kinds are there
+    assert 100 < sum(answer is None for answer in answers) < 300  # both kinds occur
 
 
-def test_the_best_plan_does_not_depend_on_the_bound_that_shortens_menus(monkeypatch):
-    """Dynamic programming alone finds the same costs: the bound drops nothing needed."""
+def test_the_bound_that_shortens_menus_does_not_change_the_best_plan(monkeypatch):
+    """Find the same costs by dynamic programming alone: the bound drops nothing needed."""
     monkeypatch.setattr(solve_module, "price_menus", lambda menus, known: (None, menus))
     assert faults(solve) == {}
 
 
-def test_few_quanta_stay_within_their_word(monkeypatch):
-    """With 64 quanta a plan is found when there is one, and is never above the budget.
+def test_few_quanta_find_plans_within_the_budget_and_near_the_best_cost(monkeypatch):
+    """Find a plan with 64 quanta if one exists, never above the budget.
 
     It never costs more than a plan for a budget that is smaller by a quantum for each block.
     """
@@ -167,8 +167,8 @@ def scaled(choice, factor):
     )
 
 
-def test_sums_that_only_differ_in_their_last_bytes_are_told_apart():
-    """A solver that rounds each block up to a quantum finds no plan, or a dearer one."""
+def test_sums_that_only_differ_in_their_last_bytes_are_distinguished():
+    """Catch a solver that rounds each block up to a quantum: no plan, or a more expensive one."""
     stages = [
         Stage((Choice("keep", GIB + 1, 0, 0.0), Choice("again", GIB, 0, 1.0))) for _ in range(20)
     ]
@@ -264,7 +264,7 @@ def test_a_greedy_solver_costs_more_than_the_best_plan_or_finds_none():
 
 
 def test_large_chains_are_within_the_budget_and_use_97_percent_of_one_that_binds():
-    """A budget binds when the cheapest choices do not fit and some others do.
+    """Take budgets that bind: the cheapest choices do not fit and some others do.
 
     A plan may leave what no single block can use: with 24 blocks of 20 choices that is far less
     than 3%. A chain of few blocks, or with coarse menus, may leave more, and has no bound here.
@@ -304,8 +304,8 @@ def least_cost_by_price(stages, room):
     return max(bound(10 ** (exponent / 50)) for exponent in range(-600, -350))
 
 
-def test_large_plans_cost_at_most_a_fiftieth_above_a_bound_from_another_way():
-    """The bound ignores transient bytes, so it allows more plans than there are."""
+def test_large_plans_cost_at_most_2_percent_more_than_an_independent_bound():
+    """Compare with a bound that ignores transient bytes, so it allows too many plans."""
     for seed in range(6):
         stages, _ = large_chain(seed)
         budget = int(sum(stage.choices[-1].held_bytes for stage in stages) * (0.3 + 0.1 * seed))
@@ -314,12 +314,12 @@ def test_large_plans_cost_at_most_a_fiftieth_above_a_bound_from_another_way():
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_two_hundred_blocks_with_77_choices_take_at_most_a_second_and_leave_little(share):
+def test_200_blocks_with_77_choices_take_at_most_a_second_and_use_the_budget(share):
     stages, _ = large_chain(0, num_blocks=200)
     budget = int(sum(stage.choices[-1].held_bytes for stage in stages) * share)
     seconds = []
     for _ in range(3):
-        start = time.process_time()  # of this process, whatever else the machine does
+        start = time.process_time()  # CPU time of this process, whatever else the machine does
         found = solve(stages, budget, head_bytes=10**9)
         seconds.append(time.process_time() - start)
     assert 0.999 * budget <= found.peak_bytes <= budget
@@ -327,7 +327,7 @@ def test_two_hundred_blocks_with_77_choices_take_at_most_a_second_and_leave_litt
 
 
 def test_equal_blocks_differ_only_as_far_as_they_must():
-    """Equal menus meet one price at once; moving all blocks would leave half the budget."""
+    """Change only some of the equal blocks; changing all would leave half of the budget."""
     stage = Stage(
         (Choice("keep", 600_000_007, 0, 0.0), Choice("again", 100_000_003, 400_000_001, 1.0))
     )
@@ -340,7 +340,7 @@ def test_equal_blocks_differ_only_as_far_as_they_must():
 # The least peak.
 
 
-def test_the_least_peak_is_the_least_there_is_and_the_cheapest_of_those():
+def test_the_least_peak_is_the_minimum_at_its_lowest_cost():
     for seed in range(300):
         stages, head, _ = small_chain(seed)
         plans, found = all_plans(stages, head), least_peak(stages, head_bytes=head)
@@ -355,12 +355,12 @@ def test_the_least_peak_of_a_large_chain_is_exact_to_the_byte():
     assert solve(stages, found.peak_bytes - 1, head_bytes=head) is None
 
 
-def test_choices_that_hold_least_may_not_be_those_with_the_least_peak():
+def test_the_choices_that_hold_least_need_not_have_the_least_peak():
     stages = [Stage((Choice("again", 1, 100, 0.0), Choice("keep", 50, 0, 0.0)))]
     assert least_peak(stages) == Solution((1,), 50, 0.0)
 
 
-# One block, the head, nothing, and input that is wrong.
+# One block, the head, no blocks, and wrong input.
 
 
 def test_a_single_block_takes_its_cheapest_choice_that_fits():
@@ -375,7 +375,7 @@ def test_a_single_block_takes_its_cheapest_choice_that_fits():
     assert solve(stages, 72) is None
 
 
-def test_a_head_that_needs_much_is_paid_for_by_the_blocks():
+def test_blocks_recompute_to_make_room_for_the_head():
     stages = [Stage((Choice("keep", 10, 0, 0.0), Choice("again", 1, 9, 1.0)))] * 4
     assert solve(stages, 60, head_bytes=20) == Solution((0, 0, 0, 0), 60, 0.0)
     assert solve(stages, 59, head_bytes=20).cost == 1.0
@@ -388,7 +388,7 @@ def test_a_chain_of_no_blocks_holds_its_head():
     assert solve([], 9, head_bytes=10) is None
 
 
-def test_what_others_beat_in_everything_is_left_out():
+def test_choices_that_are_worse_in_everything_are_left_out():
     rows = [(1.0, 5, 5), (1.0, 5, 6), (1.0, 4, 9), (1.0, 5, 5)]
     assert sorted(unbeaten(rows)) == [0, 2]
 
@@ -423,6 +423,6 @@ def test_what_others_beat_in_everything_is_left_out():
         (lambda: least_peak([], head_bytes=-1), "head_bytes must be .* got -1"),
     ],
 )
-def test_wrong_input_is_told_what_to_do(make, message):
+def test_wrong_input_is_refused_with_advice(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""A whole step to the byte, the owners of its peak, its picture, and the command.
+"""Measure a whole step to the byte, the owners of its peak, its picture, and the command.
 
 python -m pytest tests/plan/test_timeline.py
 """
@@ -118,15 +118,15 @@ def test_forward_and_backward_are_those_of_measure_memory(name):
     check_against_measure_memory(name)
 
 
-def test_with_recompute_too():
+def test_owners_add_up_under_recompute():
     check_against_measure_memory(prepare=recompute_blocks)
 
 
-def test_it_is_the_same_each_time():
+def test_a_timeline_is_repeatable():
     assert measure_timeline(*case_of("transformer")) == measure_timeline(*case_of("transformer"))
 
 
-# Whose the bytes are.
+# Owners of bytes.
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_it_is_the_same_each_time():
     ],
     ids=["sgd", "momentum", "amsgrad"],
 )
-def test_the_state_is_that_of_the_optimizer_and_there_from_the_start(optimizer, copies):
+def test_the_optimizer_state_counts_from_the_start(optimizer, copies):
     timeline = small_step(optimizer)
     state = set(timeline.owners["optimizer state"])
     assert len(state) == 1
@@ -189,7 +189,7 @@ def test_sparse_gradients_are_gradients():
 
 
 @pytest.mark.parametrize("way", ["recompute_blocks", "checkpoint"])
-def test_what_is_recomputed_in_backward_is_the_layers_activation(way):
+def test_recomputed_tensors_are_activations_of_their_layer(way):
     module, batch, loss = case_of("transformer")
     if way == "recompute_blocks":
         recompute_blocks(module)
@@ -204,19 +204,19 @@ def test_what_is_recomputed_in_backward_is_the_layers_activation(way):
     assert peak.phase == "backward"
     one_block = 2.2 * 2**20
     alone = [name for name, held in peak.layers.items() if held > 0.9 * one_block]
-    assert alone == ["layers.0"]  # the last one to be recomputed, when the most gradients are there
+    assert alone == ["layers.0"]  # the last block to be recomputed, when the most gradients exist
 
 
-def test_layers_are_those_of_the_pattern():
+def test_layers_are_selected_by_the_pattern():
     module, batch, loss = case_of("transformer")
     timeline = measure_timeline(module, batch, loss, blocks="layers.*.feed_forward")
     assert {f"layers.{index}.feed_forward" for index in range(4)} <= set(timeline.peak.layers)
 
 
-# What is left behind, and errors.
+# Side effects and errors.
 
 
-def test_weights_gradients_and_the_optimizer_stay_as_they_were():
+def test_weights_gradients_and_the_optimizer_are_unchanged():
     module, batch, loss = case_of("resnet")
     module.eval()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
@@ -265,12 +265,12 @@ def test_an_optimizer_that_has_stepped_keeps_its_state():
         ),
     ],
 )
-def test_wrong_input_is_said(module, options, message):
+def test_wrong_input_is_refused(module, options, message):
     with pytest.raises(ValueError, match=message):
         measure_timeline(module, torch.randn(4, 8), **({"loss": square_sum} | options))
 
 
-def test_a_loss_that_uses_another_module_is_told():
+def test_a_loss_that_uses_another_module_is_refused():
     module, other = nn.Linear(8, 8), nn.Linear(8, 8)
     with pytest.raises(
         ValueError, match="no gradient in Linear: let the loss use the module that it gets"
@@ -324,14 +324,12 @@ def parameters_are_forgotten(monkeypatch):
         (parameters_are_forgotten, test_a_small_step_by_hand),
         (
             recompute_is_a_temporary,
-            lambda: test_what_is_recomputed_in_backward_is_the_layers_activation(
-                "recompute_blocks"
-            ),
+            lambda: test_recomputed_tensors_are_activations_of_their_layer("recompute_blocks"),
         ),
     ],
     ids=["gradients", "parameters", "recompute"],
 )
-def test_the_figures_catch(monkeypatch, plant, caught_by):
+def test_planted_faults_change_the_figures(monkeypatch, plant, caught_by):
     caught_by()
     plant(monkeypatch)
     with pytest.raises(AssertionError):
@@ -357,7 +355,7 @@ def test_plot_colours_every_owner():
     assert set(memory.GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
 
 
-def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
+def test_plot_without_matplotlib_names_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install 'matplotlib>=3\.8'"):
         plot_timeline(small_step(), tmp_path / "step.png")
@@ -385,7 +383,7 @@ def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path)
     assert read_size(tmp_path / "step.png")
 
 
-def test_memory_writes_json_with_where_it_comes_from():
+def test_memory_writes_json_with_its_origin():
     ended = run("--model", "mlp", "--batch-size", "8", "--json", "-", "--device", "cpu")
     data = json.loads(ended.stdout)
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
@@ -410,7 +408,7 @@ def test_memory_writes_json_with_where_it_comes_from():
         ([], "Missing option '--model'"),
     ],
 )
-def test_memory_says_wrong_usage_in_one_line(arguments, message):
+def test_memory_reports_wrong_usage_in_one_line(arguments, message):
     ended = run(*arguments)
     assert ended.exit_code == 2
     assert message in ended.output

@@ -199,7 +199,7 @@ def test_layers_are_the_same_where_some_blocks_recompute():
         ),
     ],
 )
-def test_wrong_input_is_said(make, message):
+def test_wrong_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message.replace("*", "[*]")):
         make()
 

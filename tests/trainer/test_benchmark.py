@@ -20,7 +20,7 @@ def square_sum(model, batch):
     return model(batch).square().sum()
 
 
-def test_an_accumulated_step_trains_once_and_tells_terms_and_time():
+def test_an_accumulated_step_trains_once_and_returns_terms_and_time():
     torch.manual_seed(0)
     model, data = nn.Linear(4, 4), list(torch.randn(6, 2, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,7 +36,7 @@ def test_an_accumulated_step_trains_once_and_tells_terms_and_time():
 
 
 def test_an_accumulated_step_waits_for_the_device_before_and_after(monkeypatch):
-    """The window waits for its loss, and the optimizer's step is launched after that."""
+    """Wait twice: for the window's loss, and for the optimizer step launched after it."""
     waited = []
     monkeypatch.setattr(benchmark, "wait_for_device", lambda: waited.append(1))
     model = nn.Linear(4, 4)
@@ -56,7 +56,7 @@ class Clock:
         self.now += seconds
 
 
-def test_steps_are_held_against_the_first():
+def test_steps_are_compared_with_the_first():
     clock, waited = Clock(), []
     steps = {
         "ours": lambda: clock.take(2.0),
@@ -77,7 +77,7 @@ def test_steps_are_held_against_the_first():
         compare_steps({})
 
 
-def test_cuda_is_waited_for_where_it_was_used(monkeypatch):
+def test_timing_waits_for_cuda_if_it_was_used(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))

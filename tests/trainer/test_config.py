@@ -16,19 +16,19 @@ def write(path, text):
     return path
 
 
-def test_words_go_over_the_file_and_the_file_over_what_is_default(tmp_path):
+def test_words_override_the_file_and_the_file_overrides_defaults(tmp_path):
     path = write(tmp_path / "c.yaml", "steps: 50\noptimizer: {learning_rate: 1e-4, beta2: 0.99}\n")
     config = load_config(
         path, ["optimizer.learning_rate=3e-4", "recompute.strategy=sac", "clip_norm=null"]
     )
     assert (config.steps, config.optimizer.beta2, config.clip_norm) == (50, 0.99, None)
-    assert config.optimizer.learning_rate == 3e-4  # YAML itself takes 3e-4 for text
+    assert config.optimizer.learning_rate == 3e-4  # YAML itself reads 3e-4 as text
     assert config.recomputation().enabled
     assert config.recomputation().strategy == "sac"
     assert config.seed == Config().seed
 
 
-def test_what_is_saved_reads_back_as_the_same(tmp_path):
+def test_a_saved_configuration_loads_as_the_same(tmp_path):
     config = load_config(
         None, ["recompute.strategy=full", "recompute.exclude_patterns=[head]", "data.length=32"]
     )
@@ -36,7 +36,7 @@ def test_what_is_saved_reads_back_as_the_same(tmp_path):
 
 
 def test_every_key_can_be_set_by_a_word():
-    """A key that a word does not reach is an option that nobody can use."""
+    """Reach every key from the command line, since any other could not be used."""
     config = Config()
     for key in flat_keys(Config):
         value = config
@@ -55,7 +55,7 @@ def test_configuration_can_not_be_changed():
         Config().steps = 3
 
 
-def test_recompute_that_is_named_is_on_and_one_that_is_switched_off_is_off():
+def test_naming_a_strategy_turns_recompute_on_unless_enabled_is_false():
     assert not Config().recomputation().enabled
     assert (
         load_config(None, ["recompute={strategy: plan, plan: plan.json}"]).recomputation().enabled
@@ -67,7 +67,7 @@ def test_recompute_that_is_named_is_on_and_one_that_is_switched_off_is_off():
     )
 
 
-def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
+def test_warm_up_defaults_to_a_twentieth_of_the_steps():
     assert load_config(None, ["steps=200"]).learning_rates().warmup_steps == 10
     assert load_config(None, ["steps=5"]).learning_rates().warmup_steps == 0
     assert load_config(None, ["schedule.warmup_steps=7"]).learning_rates().warmup_steps == 7
@@ -111,7 +111,7 @@ def test_warm_up_is_a_twentieth_of_the_steps_unless_it_is_given():
         ("evaluate.every=0", r"evaluate\.every must be 1 or more, or null for never; got 0"),
     ],
 )
-def test_a_wrong_word_is_named_with_the_right_one(word, message):
+def test_a_misspelled_key_is_named_with_the_right_one(word, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, [word])
 
@@ -141,7 +141,7 @@ def test_a_wrong_word_is_named_with_the_right_one(word, message):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(words, message):
+def test_settings_that_contradict_each_other_are_refused(words, message):
     with pytest.raises(ValueError, match=message):
         load_config(None, words)
 
@@ -155,12 +155,12 @@ def test_what_does_not_go_together_is_refused(words, message):
         ("setps: 3", r"did you mean steps\?"),
     ],
 )
-def test_a_wrong_file_is_told(tmp_path, text, message):
+def test_an_invalid_file_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         load_config(write(tmp_path / "c.yaml", text))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"can't read the configuration .*none\.yaml: No such file"
     ):

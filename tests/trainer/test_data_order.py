@@ -18,7 +18,7 @@ def test_every_epoch_has_every_sample_once(size, seed, epoch):
     assert sorted(found) == list(range(size))
 
 
-def test_a_position_has_its_sample_whatever_else_is_asked_for():
+def test_a_position_has_the_same_sample_in_any_range():
     order = Order(1000, seed=3)
     positions = numpy.arange(5000)
     together = order(positions)
@@ -27,7 +27,7 @@ def test_a_position_has_its_sample_whatever_else_is_asked_for():
 
 
 def test_order_of_a_seed_never_changes():
-    """A run that is resumed with a later version goes on with the same samples."""
+    """Keep the order, so that a run resumed with a later version sees the same samples."""
     assert Order(100, seed=0)(range(10)).tolist() == [17, 69, 51, 12, 86, 31, 40, 19, 74, 58]
     assert Order(100, seed=0)(range(100, 110)).tolist() == [70, 69, 82, 30, 89, 39, 96, 95, 27, 58]
     assert Order(10**9, seed=7)([0, 123_456_789, 10**12]).tolist() == [
@@ -46,8 +46,8 @@ def test_epochs_and_seeds_differ():
     assert len(orders) == 25
 
 
-def test_neighbours_are_torn_apart_and_places_are_even():
-    """Of 10,000 samples about two pairs stay neighbours, and each place gets each part."""
+def test_neighbours_are_separated_and_every_place_is_equally_likely():
+    """Expect about two of 10,000 samples to keep a neighbour, and even places."""
     size = 10_000
     found = Order(size, seed=1)(numpy.arange(size))
     neighbours = (numpy.abs(numpy.diff(found)) == 1).sum()
@@ -57,11 +57,11 @@ def test_neighbours_are_torn_apart_and_places_are_even():
     assert abs(numpy.corrcoef(numpy.arange(size), found)[0, 1]) < 0.05
 
 
-def test_what_is_not_shuffled_stands_as_it_is():
+def test_unshuffled_data_keeps_its_order():
     assert Order(3, shuffle=False)(range(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_nothing_to_order_and_negative_positions_are_refused():
+def test_empty_data_and_negative_positions_are_refused():
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         Order(0)
     with pytest.raises(ValueError, match="positions count from 0, got -1"):

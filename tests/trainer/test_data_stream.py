@@ -14,7 +14,7 @@ from curry_train.data import Stream
 
 
 class Numbers:
-    """A batch is the list of its samples."""
+    """A dataset whose batch is the list of its samples."""
 
     def __init__(self, size):
         self.size = size
@@ -35,7 +35,7 @@ def chained(parts):
 
 
 def windows(source, count):
-    """The samples of each window, in the order that this rank sees them."""
+    """Return the samples of each window, in the order of this rank."""
     per_window = source.microbatches_per_window
     parts = list(itertools.islice(source, count * per_window))
     return [
@@ -52,7 +52,7 @@ def test_any_number_of_ranks_trains_on_the_same_samples_in_each_window(ranks):
 
 
 def test_microbatches_are_the_same_ones_on_any_number_of_ranks():
-    """So that a run on two ranks adds up the same microbatches."""
+    """Give two ranks the same microbatches as one, so that they add up the same sums."""
     alone = list(itertools.islice(stream(), 4))
     first, second = (list(itertools.islice(stream(ranks=2, rank=rank), 2)) for rank in range(2))
     assert alone == [first[0], second[0], first[1], second[1]]
@@ -70,7 +70,7 @@ def test_a_stream_goes_on_from_a_position_with_another_number_of_ranks():
 
 
 def test_position_moves_with_the_last_microbatch_of_a_window():
-    """A state that is saved between two windows neither repeats nor loses a sample."""
+    """Move the position only then: a state saved between windows repeats and loses no sample."""
     source = stream()
     seen = [source.position for _ in itertools.islice(source, 9)]
     assert seen == [0, 0, 0, 8, 8, 8, 8, 16, 16]
@@ -82,7 +82,7 @@ def test_position_moves_with_the_last_microbatch_of_a_window():
     batch=st.sampled_from([4, 8]),
 )
 @settings(max_examples=80, deadline=None)
-def test_skipped_positions_are_passed_over_and_no_other(ranges, start, batch):
+def test_exactly_the_skipped_positions_are_left_out(ranges, start, batch):
     skipped = [(first, first + length) for first, length in ranges]
     source = stream(batch_size=batch, shuffle=False, size=1000, skipped=skipped, position=start)
     inside = {place for first, stop in skipped for place in range(first, stop)}
@@ -110,6 +110,6 @@ def test_samples_names_what_a_window_trains_on():
         ({"skipped": [(5, 5)]}, "can't skip positions 5 to 5"),
     ],
 )
-def test_what_can_not_be_is_refused(options, message):
+def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         stream(**options)

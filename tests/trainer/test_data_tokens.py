@@ -49,12 +49,12 @@ def test_samples_do_not_cross_from_one_array_to_the_next():
     ]
 
 
-def test_documents_are_padded_and_nothing_of_the_next_one_is_learned():
+def test_documents_are_padded_and_no_target_is_from_the_next_one():
     data = tokens(range(12), documents=[[0, 3, 4]])
     batch = data.batch([0, 1, 2])
     assert (
         len(data) == 3
-    )  # of 3 tokens, none of the one that has a single token, of 8 tokens in two samples
+    )  # the documents of 3 and 8 tokens, the latter in two samples; a single token has no target
     assert batch["tokens"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7], [8, 9, 10, 0]]
     assert batch["targets"].tolist() == [[1, 2, -100, -100], [5, 6, 7, 8], [9, 10, 11, -100]]
 
@@ -82,21 +82,21 @@ def test_hugging_face_gets_labels_that_it_shifts_itself():
     assert "attention_mask" not in layout_of(example)[0](*[EXAMPLE["tokens"]] * 3)
 
 
-def test_models_that_take_no_text_say_what_they_take():
+def test_a_model_without_token_input_is_refused_with_its_input():
     with pytest.raises(ValueError, match=r"this one takes a tuple: use data\.source=workload"):
         layout_of(load_workload("mlp").batch(1))
     with pytest.raises(ValueError, match="a mapping of pixels"):
         layout_of({"pixels": torch.zeros(1)})
 
 
-def test_token_outside_of_the_models_vocabulary_is_told_with_its_place():
+def test_a_token_outside_of_the_vocabulary_is_named_with_its_place():
     with pytest.raises(
         ValueError, match=r"array 0 has token 9 at 3, but the model's vocabulary has 9 tokens: "
     ):
         tokens([1, 2, 3, 9, 4], vocabulary=9).batch([0])
 
 
-def test_files_are_mapped_in_order_with_what_stands_beside_them(tmp_path):
+def test_files_are_mapped_in_order_with_their_masks_and_documents(tmp_path):
     numpy.save(tmp_path / "b.npy", numpy.arange(100, 109, dtype="uint16"))
     numpy.save(tmp_path / "a.npy", numpy.arange(9, dtype="uint32"))
     for name in "ab":
@@ -135,7 +135,7 @@ def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
         (numpy.array([{}]), {}, "holds no array that can be mapped"),
     ],
 )
-def test_files_that_can_not_be_trained_on_are_refused(tmp_path, write, options, message):
+def test_invalid_token_files_are_refused(tmp_path, write, options, message):
     if write is not None:
         numpy.save(tmp_path / "0.npy", write, allow_pickle=True)
     with pytest.raises(ValueError, match=message):
@@ -158,14 +158,14 @@ def test_library_text_is_that_of_this_python():
     assert b"def dataclass(" in text.tobytes()
 
 
-def test_library_without_sources_says_what_to_do(tmp_path):
+def test_a_python_without_sources_gets_a_message_with_the_fix(tmp_path):
     with pytest.raises(
         RuntimeError, match=r"holds no Python sources to train on .* data\.source=tokens"
     ):
         read_library_text(tmp_path)
 
 
-def test_a_part_has_its_own_samples_and_no_others():
+def test_a_subset_has_its_own_samples_and_no_others():
     part = DatasetSlice(tokens(range(41)), 3, 5)
     assert len(part) == 2
     assert part.batch([0, 1])["tokens"][:, 0].tolist() == [12, 16]

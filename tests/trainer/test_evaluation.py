@@ -45,8 +45,8 @@ def test_every_sample_counts_once_and_microbatches_do_not_matter():
     assert measure(module, samples=100) == measure(module)
 
 
-def test_the_model_is_as_it_was():
-    """BatchNorm would learn from the dev samples, dropout would draw other numbers afterwards."""
+def test_evaluation_leaves_the_model_and_generators_unchanged():
+    """Evaluate without BatchNorm learning from dev samples or dropout moving generators."""
     module = CASE.build().train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
@@ -57,7 +57,7 @@ def test_the_model_is_as_it_was():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_ranks_share_the_samples_even_where_they_do_not_divide():
+def test_ranks_share_samples_that_do_not_divide_evenly():
     alone = measure(CASE.build())
     assert (
         run_on_ranks(f"{__file__}:measured_on_ranks") == [[pytest.approx(alone, rel=1e-6)] * 2] * 2

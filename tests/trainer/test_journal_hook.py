@@ -26,7 +26,7 @@ def trained(runs, *words, resume=None, watch=()):
         return train_run(run, watch=watch)
 
 
-def test_a_run_leaves_what_it_is_made_of_each_step_and_its_end(tmp_path):
+def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
     done = trained(tmp_path, "steps=6")
     lines = lines_of(done.folder)
     assert [line["kind"] for line in lines if line["kind"] != "save"] == [
@@ -67,7 +67,7 @@ def test_a_resume_is_a_new_attempt_of_the_same_journal(tmp_path):
     assert history.facts["config"]["optimizer"]["learning_rate"] == 1e-4
 
 
-def test_an_error_is_the_reason_of_the_end(tmp_path):
+def test_an_error_is_recorded_as_the_reason_of_the_end(tmp_path):
     def fail(report):
         raise ZeroDivisionError("at step 2")
 
@@ -89,7 +89,7 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
     )
 
 
-def test_saves_and_what_the_retention_deletes_are_in_the_journal(tmp_path):
+def test_saves_and_deletions_are_in_the_journal(tmp_path):
     retention = "{rollback_keep: 2, recovery_keep: 1}"
     policy = f"{{rollback_every: 1, recovery_every: null, best_k: 0, retention: {retention}}}"
     words = ("steps=6", "evaluate.every=null", f"checkpoint={policy}")
@@ -104,7 +104,7 @@ def test_saves_and_what_the_retention_deletes_are_in_the_journal(tmp_path):
     assert left == ["step-00000005.dcp", "step-00000006.dcp"]
 
 
-def test_a_run_that_is_opened_and_not_trained_is_closed(tmp_path):
+def test_a_run_that_is_opened_but_not_trained_is_closed(tmp_path):
     with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
         pass
     assert [line["kind"] for line in lines_of(run.folder)] == ["start", "stop"]

@@ -67,8 +67,8 @@ def test_steps_equal_those_written_by_hand():
     assert (report.step, report.ended_by, report.finished) == (3, "steps", True)
 
 
-def test_a_run_in_two_parts_equals_one():
-    """The schedule depends on the step alone, whatever was run before."""
+def test_a_run_in_two_halves_equals_one_run():
+    """Compute the schedule from the step alone, whatever ran before."""
     whole, halves = parts(), parts()
     schedule = lambda step: 0.9**step  # noqa: E731
     run(*whole, steps=6, schedule=schedule)
@@ -89,7 +89,7 @@ def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.005]
 
 
-def test_dev_loss_saves_and_hooks_come_when_they_are_due():
+def test_dev_loss_saves_and_hooks_run_when_they_are_due():
     reports, saves, dev = [], [], iter(range(100))
     run(
         *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3,
@@ -109,13 +109,13 @@ def test_dev_loss_saves_and_hooks_come_when_they_are_due():
     )
 
 
-def test_state_is_saved_once_where_no_cadence_was_asked_for():
+def test_state_is_saved_once_without_a_cadence():
     saves = []
     run(*parts(), steps=3, save=saves.append)
     assert saves == [3]
 
 
-def test_data_that_end_end_the_run_and_are_saved():
+def test_the_end_of_the_data_ends_the_run_and_saves():
     saves = []
     report = run(
         *parts(), batches(5), steps=9, accumulation=GradientAccumulation(2), save=saves.append
@@ -123,7 +123,7 @@ def test_data_that_end_end_the_run_and_are_saved():
     assert (report.step, report.ended_by, report.finished, saves) == (3, "data", False, [3])
 
 
-def test_nothing_is_done_where_all_steps_are_done():
+def test_a_finished_run_does_nothing():
     module, optimizer = parts()
     before, saves = copy.deepcopy(module.state_dict()), []
     report = run(module, optimizer, steps=3, first_step=3, save=saves.append)
@@ -132,7 +132,7 @@ def test_nothing_is_done_where_all_steps_are_done():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_step_end_and_saves(number):
+def test_a_signal_ends_the_run_after_its_step_and_saves(number):
     saves, handler = [], signal.getsignal(number)
     with Stop(STOP_SIGNALS) as stop:
         report = run(
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
     assert saves == [1, 2]
 
 
-def test_a_scaler_skips_what_overflows_and_the_run_goes_on():
+def test_a_scaler_skips_an_overflow_and_the_run_continues():
     module, optimizer = parts(1e-6)
     scaler, reports = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
     large = lambda module, batch: 1024 * CASE.workload.loss(module, batch)  # noqa: E731
@@ -189,7 +189,7 @@ def test_a_scaler_skips_what_overflows_and_the_run_goes_on():
     assert report.last.stepped
 
 
-def test_a_scaler_that_skips_for_ever_ends_the_run():
+def test_a_scaler_that_never_stops_skipping_ends_the_run():
     module, optimizer = parts()
     module[0][0].weight.register_hook(lambda gradient: gradient * float("nan"))
     done = []
@@ -213,7 +213,7 @@ def test_a_scaler_that_skips_for_ever_ends_the_run():
         ({"steps": 3, "save_every": 0, "save": print}, "save_every must be at least 1, got 0"),
     ],
 )
-def test_what_can_not_be_is_refused(options, message):
+def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         run(*parts(), **options)
 

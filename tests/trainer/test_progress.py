@@ -18,7 +18,7 @@ WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2
 
 
 def shown(runs, *words, terminal=False, resume=None):
-    """All that was printed."""
+    """Return the printed output."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=80, highlight=False, soft_wrap=True)
     with open_named_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
@@ -57,7 +57,7 @@ def test_a_terminal_gets_a_bar_and_the_dev_losses(tmp_path):
     assert "tokens/s" in out
 
 
-def test_other_data_than_text_count_terms(tmp_path):
+def test_data_other_than_text_is_counted_in_terms(tmp_path):
     assert "terms/s" in shown(
         tmp_path, "model=mlp", "data.source=workload", "steps=1", "batch_size=4"
     )
@@ -75,7 +75,7 @@ def test_tensorboard_gets_the_figures(tmp_path):
     assert read.Scalars("loss")[-1].value == pytest.approx(trained.report.last.loss)
 
 
-def test_tensorboard_that_is_not_installed_is_told(tmp_path, monkeypatch):
+def test_missing_tensorboard_gets_a_message(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *arguments, **options):

@@ -14,7 +14,7 @@ from journals import lines_of
 from tree import ROOT
 
 PROJECT = ROOT / "template/project"
-MOST_FILES = 10  # the lock and the wheel that `new` adds make twelve
+MOST_FILES = 10  # `new` adds the lock and the wheel: twelve
 MOST_LINES = 900
 MOST_LOOP_LINES = 250
 WORDS = (
@@ -26,7 +26,7 @@ WORDS = (
     "evaluate={every: 2, samples: 6}",
 )
 
-# Trains the model and the data of the project with `curry_train.trainer` instead of its own loop.
+# Train the project's model on its data with `curry_train.trainer` instead of its own loop.
 BY_THE_TRAINER = """
 import sys
 from curry_train.config import load_config
@@ -77,7 +77,7 @@ def figures(runs):
     return kept, [line["value"] for line in lines if line["kind"] == "eval"]
 
 
-def test_it_can_be_read_in_one_sitting():
+def test_the_project_has_few_files_and_lines():
     left_by_runs = {"__pycache__", "runs", ".pytest_cache", ".ruff_cache", ".venv"}
     files = []
     for path in PROJECT.rglob("*"):
@@ -96,7 +96,7 @@ def test_the_placeholders_are_where_the_renderer_looks():
         assert "my_project" in (PROJECT / name).read_text()
 
 
-def test_the_visible_loop_is_that_of_the_trainer_to_the_bit(project, tmp_path):
+def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
     words = [*WORDS, "recompute.strategy=sac", "precision=bfloat16"]
     run(project, "train.py", *words, f"runs={tmp_path}/own")
     run(project, "-c", BY_THE_TRAINER, *words, f"runs={tmp_path}/trainer")
@@ -124,8 +124,8 @@ def test_a_plan_file_of_the_command_is_applied(project, tmp_path):
     assert "step 4/4" in out
 
 
-def test_the_commands_take_its_configuration(project, tmp_path):
-    """`train` and the checks of `runs` use the model that config.yaml names."""
+def test_commands_use_the_configuration_of_the_project(project, tmp_path):
+    """Use the model that config.yaml names in `train` and the checks of `runs`."""
     words = [*WORDS, "steps=2", f"runs={tmp_path}"]
     out = run(project, "-m", "curry_train", "train", "--config", "config.yaml", *words)
     assert "2 steps done" in out

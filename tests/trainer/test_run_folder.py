@@ -45,13 +45,13 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     )
 
 
-def test_from_the_best_parameters_a_new_run_begins(tmp_path):
+def test_resuming_from_the_best_parameters_starts_a_new_run(tmp_path):
     folder = new_run(config(tmp_path))
     saved(folder, 1)
     assert run_to_resume(config(tmp_path), "run-001@best") == (None, f"{folder}@best")
 
 
-def test_what_is_not_there_is_told_with_what_is(tmp_path):
+def test_a_missing_run_or_step_is_answered_with_the_existing_ones(tmp_path):
     with pytest.raises(
         ValueError, match=r"no saved state to resume from for 'latest': no run in .*runs has one"
     ):
@@ -72,7 +72,7 @@ def test_what_is_not_there_is_told_with_what_is(tmp_path):
         run_to_resume(config(tmp_path, "name=zzz"), "latest")
 
 
-def test_another_configuration_is_kept_beside_the_first(tmp_path):
+def test_a_changed_configuration_is_saved_beside_the_first(tmp_path):
     folder = new_run(config(tmp_path))
     note_resumed(folder, config(tmp_path), step=5)
     assert [path.name for path in folder.iterdir()] == ["config.yaml"]

@@ -23,7 +23,7 @@ def test_warm_up_rises_in_a_line_to_the_peak_and_the_last_step_has_the_least():
     assert factor(10_000) == pytest.approx(0.1)
 
 
-def test_a_line_and_a_constant():
+def test_linear_and_constant_schedules():
     assert [LearningRateSchedule(5, least=0.5, shape="linear")(step) for step in range(6)] == [
         1.0,
         0.875,
@@ -55,6 +55,6 @@ def test_shortest_runs_have_a_rate_in_every_step(steps):
         ({"shape": "cos"}, "shape must be one of cosine, linear, constant; got 'cos'"),
     ],
 )
-def test_what_can_not_be_is_refused(options, message):
+def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LearningRateSchedule(10, **options)

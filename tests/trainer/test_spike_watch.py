@@ -41,7 +41,7 @@ def plant(run, steps=BAD, times=20.0):
 
 
 class Marked:
-    """Each batch says by how much its loss is to be multiplied."""
+    """A dataset whose batches carry the factor of their loss."""
 
     def __init__(self, dataset, bad, times):
         self.dataset, self.bad, self.times = dataset, bad, times
@@ -80,7 +80,7 @@ def recovered(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs")).folder
 
 
-def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
+def test_the_run_goes_back_to_before_a_spike_and_skips_its_samples(recovered):
     spike, rollback, skip = events_of(recovered, "spike", "rollback", "skip")
     assert (spike["first"], spike["step"]) == (34, 36)
     assert spike["loss"] > spike["limit"] > spike["baseline"]
@@ -101,7 +101,7 @@ def test_a_spike_is_gone_back_from_and_its_samples_are_skipped(recovered):
     }  # fmt: skip
 
 
-def test_the_steps_before_the_samples_are_done_again_to_the_bit(recovered):
+def test_steps_before_the_skipped_samples_are_repeated_bit_equal(recovered):
     losses = {}
     for line in events_of(recovered, "step"):
         losses.setdefault(line["step"], []).append(line["loss"])
@@ -110,13 +110,13 @@ def test_the_steps_before_the_samples_are_done_again_to_the_bit(recovered):
     assert losses[35][0] > losses[35][1] + 1
 
 
-def test_the_end_is_that_of_a_run_that_never_saw_the_samples(recovered, tmp_path):
+def test_the_final_state_equals_a_run_that_never_saw_the_samples(recovered, tmp_path):
     without = trained(tmp_path, "data.skip=[[124, 152]]", "spike.action=none", planted=False).folder
     assert equal(recovered, without)
     assert not equal(recovered, trained(tmp_path, "spike.action=none").folder)
 
 
-def test_again_it_is_the_same_to_the_bit(recovered, tmp_path):
+def test_a_repeated_run_is_bit_equal(recovered, tmp_path):
     again = trained(tmp_path).folder
     assert equal(recovered, again)
     facts = ("step", "kind", "loss", "reason", "start", "stop", "from_step")
@@ -134,8 +134,8 @@ def test_again_it_is_the_same_to_the_bit(recovered, tmp_path):
 @pytest.mark.parametrize(
     "stop", [(35, 1), (31, 2), (40, 1)], ids=["in the spike", "after going back", "later"]
 )
-def test_stopped_and_resumed_it_is_the_same_to_the_bit(recovered, tmp_path, stop):
-    """Stopped by a signal at the first or second time that it does a step."""
+def test_a_run_that_was_stopped_and_resumed_is_bit_equal(recovered, tmp_path, stop):
+    """Stop by a signal when a step is done for the first or the second time."""
     at, times = stop
     seen = []
 
@@ -152,7 +152,7 @@ def test_stopped_and_resumed_it_is_the_same_to_the_bit(recovered, tmp_path, stop
     assert len(events_of(second.folder, "rollback")) == 1
 
 
-def test_a_loss_that_is_not_finite_is_gone_back_from_at_once(tmp_path):
+def test_a_loss_that_is_not_finite_causes_a_rollback_at_once(tmp_path):
     with open_named_run(load_config(None, [*WORDS, f"runs={tmp_path}"])) as run:
         plant(run, (34, 34), float("nan"))
         folder = train_run(run).folder
@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_finite_is_gone_back_from_at_once(tmp_path):
     assert lines_of(folder)[-1]["reason"] == "steps"
 
 
-def test_without_rollback_it_ends_the_run_as_before(tmp_path):
+def test_without_rollback_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     with open_named_run(
         load_config(None, [*WORDS, f"runs={tmp_path}", "spike.action=warn"])
     ) as run:
@@ -171,7 +171,7 @@ def test_without_rollback_it_ends_the_run_as_before(tmp_path):
             train_run(run)
 
 
-def test_warn_says_so_and_trains_on(tmp_path, caplog):
+def test_warn_records_the_spike_and_trains_on(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         folder = trained(tmp_path, "spike.action=warn").folder
     assert len(events_of(folder, "spike")) == 1
@@ -185,7 +185,7 @@ def test_none_does_not_watch(tmp_path):
     assert events_of(folder, "spike", "rollback") == []
 
 
-def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
+def test_a_spike_that_returns_ends_the_run_with_advice(tmp_path):
     with pytest.raises(SpikeNotRecovered) as raised:
         trained(
             tmp_path, "spike.attempts=2", "checkpoint.retention.rollback_keep=9", steps=(34, 400)
@@ -197,13 +197,13 @@ def test_a_spike_that_comes_again_ends_the_run_with_what_to_do(tmp_path):
     assert "--resume run-001@before-" in words
     assert lines_of(folder)[-1]["reason"].startswith("SpikeNotRecovered: ")
     skips = [(line["start"], line["stop"]) for line in events_of(folder, "skip")]
-    assert skips[1][0] < skips[0][0]  # each attempt reaches further back
+    assert skips[1][0] < skips[0][0]  # each attempt goes further back
     where = words.rsplit(" ", 1)[1]
     again = trained(tmp_path, "steps=33", resume=where, planted=False)
     assert again.report.step == 33
 
 
-def test_a_spike_before_anything_was_saved_says_what_to_set(tmp_path):
+def test_a_spike_before_the_first_save_names_the_setting_to_change(tmp_path):
     with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
         trained(tmp_path, "checkpoint={rollback_every: 100}")
 
@@ -246,7 +246,7 @@ def test_two_ranks_recover_alike(tmp_path, parallel):
     assert steps == [*range(1, 37), *range(31, 49)]
 
 
-def test_what_is_skipped_and_can_not_be_read_is_an_error_that_says_so(recovered, tmp_path):
+def test_a_file_of_skips_that_can_not_be_read_is_an_error(recovered, tmp_path):
     folder = trained(tmp_path, "steps=12", planted=False).folder
     (folder / RECOVERIES_FILE_NAME).write_text("[{")
     with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):

@@ -41,7 +41,7 @@ from curry_train.workloads.workload import Case
         ),
     ],
 )
-def test_a_wrong_launch_says_how_to_start_it(monkeypatch, size, options, message):
+def test_a_wrong_launch_gets_the_right_command(monkeypatch, size, options, message):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if size:
@@ -52,7 +52,7 @@ def test_a_wrong_launch_says_how_to_start_it(monkeypatch, size, options, message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
+def test_missing_cuda_is_refused_before_the_group_is_joined(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with (
         pytest.raises(NoSuchDevice, match="no CUDA device"),
@@ -62,8 +62,8 @@ def test_cuda_that_is_not_there_is_told_before_anything_is_joined(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_more_ranks_than_gpus_is_told(monkeypatch):
-    """NCCL would hang, or fail with a word about duplicates."""
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    """Refuse at once, where NCCL would hang or report duplicates."""
     monkeypatch.setattr("curry_train.trainer.find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
@@ -75,7 +75,7 @@ def test_more_ranks_than_gpus_is_told(monkeypatch):
         pass
 
 
-def test_one_process_alone_shares_nothing():
+def test_a_single_process_starts_no_group():
     module = Case(load_workload("mlp")).build()
     with start_ranks() as (ranks, device):
         assert (ranks.first, ranks.size, ranks.agree(lambda: "x")) == (True, 1, "x")
@@ -83,7 +83,7 @@ def test_one_process_alone_shares_nothing():
     assert not torch.distributed.is_initialized()
 
 
-def test_blocks_are_shards_of_their_own_and_ranks_agree_with_the_first():
+def test_blocks_are_sharded_one_by_one_and_ranks_start_with_equal_weights():
     found = run_on_ranks(f"{__file__}:shared_by_two")
     assert (
         found

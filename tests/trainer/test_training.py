@@ -28,7 +28,7 @@ TINY = (
 
 
 def losses(runs, *words, resume=None, stop_after=None):
-    """The loss of each step, and how the run ended."""
+    """Return the loss of each step, and how the run ended."""
     found = []
 
     def hook(report):
@@ -57,7 +57,7 @@ class _hooked:  # noqa: N801
     "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
 )
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
-    """A byte costs 5.5 nats by chance, and 3.2 by the frequency of each byte."""
+    """Beat 3.2 nats per byte, the entropy of byte frequencies; chance is 5.5."""
     config = load_config(
         None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"]
     )
@@ -71,8 +71,8 @@ def plain(tmp_path_factory):
     return losses(tmp_path_factory.mktemp("plain"))[0]
 
 
-def test_strategies_of_recompute_leave_every_loss_as_it_is(tmp_path, plain):
-    """Bit-equal, because recompute changes what is kept and not what is computed."""
+def test_recompute_strategies_change_no_loss(tmp_path, plain):
+    """Compare bit by bit, because recompute changes what is kept and not what is computed."""
     with pytest.raises(Infeasible) as too_small:
         plan("training_models:tiny", 2**10, global_batch=8, microbatch=2)
     budget = round(1.05 * too_small.value.least_bytes)
@@ -105,8 +105,8 @@ def test_recompute_that_would_change_nothing_is_refused(tmp_path):
         losses(tmp_path, "recompute={strategy: selective, memory_threshold_mb: 1000}")
 
 
-def test_accumulation_gives_the_losses_of_the_whole_batch(tmp_path, plain):
-    """Each step adds up the losses of the same eight samples in another order."""
+def test_accumulation_has_the_losses_of_the_whole_batch(tmp_path, plain):
+    """Allow rounding, since the losses of the eight samples are added in another order."""
     assert losses(tmp_path, "microbatch=8")[0] == pytest.approx(plain, rel=1e-6)
 
 
@@ -171,12 +171,12 @@ def test_two_ranks_give_the_losses_of_one(ranked, plain, parallel):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_recompute_on_two_ranks_leaves_every_loss_as_it_is(ranked, parallel):
+def test_recompute_on_two_ranks_changes_no_loss(ranked, parallel):
     assert ranked[0][f"{parallel}, sac"]["losses"] == ranked[0][parallel]["losses"]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_trains_near_the_whole_one(tmp_path, ranked, plain, precision):
+def test_losses_in_half_precision_stay_near_those_in_float32(tmp_path, ranked, plain, precision):
     for found in (
         losses(tmp_path, f"precision={precision}")[0],
         ranked[0][f"fsdp2, {precision}"]["losses"],
@@ -187,8 +187,10 @@ def test_half_precision_trains_near_the_whole_one(tmp_path, ranked, plain, preci
         assert found != plain
 
 
-def test_masked_documents_of_all_lengths_weigh_the_same_on_two_ranks(tmp_path, ranked, documents):
-    """Ranks have different numbers of terms, so a mean of means would be off by percents."""
+def test_ranks_with_different_numbers_of_tokens_weigh_each_token_equally(
+    tmp_path, ranked, documents
+):
+    """Give ranks different numbers of terms: a mean of means would be off by percents."""
     alone, _ = losses(tmp_path, *documents)
     whole, _ = losses(tmp_path, *documents, "microbatch=8")
     assert ranked[0]["documents"]["losses"] == pytest.approx(alone, rel=1e-6)
@@ -199,11 +201,11 @@ def test_dropout_draws_other_numbers_on_each_rank(ranked):
     assert ranked[0]["drawn"] != ranked[1]["drawn"]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(ranked, stopped, plain):
+def test_a_run_resumes_on_another_number_of_ranks(ranked, stopped, plain):
     assert stopped[0] + ranked[0]["resumed"]["losses"] == pytest.approx(plain, rel=1e-6)
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path):
+def test_a_stopped_run_resumes_bit_equal(tmp_path):
     words = ("model=training_models:with_dropout",)
     whole, _ = losses(tmp_path, *words)
     first, ended = losses(tmp_path, *words, stop_after=4)
@@ -213,7 +215,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path):
     assert resumed.folder == ended.folder
 
 
-def test_a_new_learning_rate_counts_after_resuming(tmp_path, stopped):
+def test_a_new_learning_rate_applies_after_resuming(tmp_path, stopped):
     same, _ = losses(tmp_path, resume=stopped[1].saved.location)
     other, _ = losses(tmp_path, "optimizer.learning_rate=0.1", resume=stopped[1].saved.location)
     assert same[0] == other[0]
@@ -228,7 +230,7 @@ def test_a_hugging_face_model_trains_in_the_same_loop(tmp_path):
     assert trained.report.last.dev_loss < found[0] - 1
 
 
-def test_data_and_model_of_ones_own_train(tmp_path):
+def test_a_users_own_data_and_model_train(tmp_path):
     words = (
         "model=training_models:line",
         "data.source=training_models:points",

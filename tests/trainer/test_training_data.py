@@ -27,11 +27,11 @@ def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
     assert train.batch([0])["tokens"].shape == (1, 16)
 
 
-def test_nothing_is_held_back_where_the_fraction_is_none():
+def test_a_dev_fraction_of_zero_holds_nothing_back():
     assert opened("training_models:tiny", "data.dev_fraction=0")[1] is None
 
 
-def test_length_is_the_models_own_unless_it_is_given():
+def test_the_length_defaults_to_the_models_own():
     train, _ = opened("training_models:tiny", "data.length=5")
     assert train.batch([0])["tokens"].shape == (1, 5)
 
@@ -43,7 +43,7 @@ def test_files_of_tokens_are_read(tmp_path):
     assert train.batch([1])["tokens"].tolist() == [list(range(16, 32))]
 
 
-def test_a_dataset_of_ones_own_is_found_by_its_name():
+def test_a_users_own_dataset_is_found_by_its_name():
     train, dev = opened(
         "training_models:line", "data.source=training_models:points", "data.dev_fraction=0.1"
     )
@@ -61,14 +61,14 @@ def test_batches_of_the_workload_itself_are_the_same_each_time():
     assert not torch.equal(train.batch([5])[0], train.batch([6])[0])
 
 
-def test_text_for_a_model_that_knows_fewer_tokens_is_refused():
+def test_text_with_more_tokens_than_the_vocabulary_is_refused():
     with pytest.raises(
         WorkloadError, match="text needs a vocabulary of 256 bytes, and transformer has 100 tokens"
     ):
         opened("training_models:few_tokens", vocabulary=100)
 
 
-def test_so_few_samples_that_none_is_left_is_told(tmp_path):
+def test_too_few_samples_to_train_on_are_refused(tmp_path):
     numpy.save(tmp_path / "0.npy", numpy.arange(20))
     with pytest.raises(
         ValueError,
@@ -77,7 +77,7 @@ def test_so_few_samples_that_none_is_left_is_told(tmp_path):
         opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
 
 
-def test_a_factory_that_fails_is_told_as_the_users():
+def test_an_error_in_the_users_dataset_names_the_users_line():
     with pytest.raises(
         WorkloadError,
         match="training_models:broken: the factory raised RuntimeError: no weights here",
