@@ -226,6 +226,23 @@ def test_a_tensor_outside_of_modules_is_not_copied_and_may_not_be_written_into()
         checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
 
 
+def test_a_tensor_outside_of_modules_that_only_later_timesteps_write_into_is_refused():
+    module = build()
+    x = currents()
+    total = torch.zeros(1)
+    calls = []
+
+    def step(x, state):
+        calls.append(0)
+        if len(calls) > 1:
+            total.add_(1)
+        return module.step(x, state)
+
+    with pytest.raises(HiddenState, match="step writes into 'total' of step"):
+        checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
+    assert calls == []
+
+
 def test_an_attribute_of_the_model_itself_is_found():
     class Own(Net):
         total = 0.0

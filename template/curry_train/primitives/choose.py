@@ -18,7 +18,7 @@ from ..core.measure import (
     measure_memory,
 )
 from ..core.rerun import generators_kept
-from .hidden_state import TimestepFunction, places_of, put_back_later
+from .hidden_state import TimestepFunction, holders_of, put_back_later
 from .recompute import ChainBroken, chains_of, recompute_segments, remove_segments
 from .snn_timesteps import (
     ChunkSchedule,
@@ -99,7 +99,7 @@ def choose_chunk_size(
     """
     check_chunks(None, levels)
     timesteps = slice_time(inputs, time_dim)
-    with generators_kept(), put_back_later(places_of(step)):
+    with generators_kept(), put_back_later(holders_of(step)):
         costs = measure_costs(step, timesteps, state)
     return best_chunk_size(len(timesteps), costs, levels)
 

@@ -5,9 +5,9 @@ several times, and every attribute or variable that changes in between is tested
 values, to higher counts, and to tensors that autograd tracks. If the step's result, the parameters
 that its graph reaches or the random numbers that it draws are then different, the value is hidden
 state, and the step is refused. Values that change without any effect, such as a stored copy of the
-last output, are returned to the caller, which must restore them after a recomputation.
+last output, are restored after a recomputation.
 
-Why so long: search, snapshots and trials work on one notion of a place, and an owned copy of the
+Why so long: search, snapshots and trials work on one notion of a holder, and an owned copy of the
 technique is to stay within four modules.
 
 Proof: `python -m pytest tests/primitives/test_snn_timesteps_refusals.py`.
@@ -18,8 +18,8 @@ import functools
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, ModuleType
@@ -45,7 +45,7 @@ def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
     return result[0], result[1]
 
 
-# Places where a function can keep state between calls: modules, objects and variables.
+# Holders of state between calls: modules, objects, and functions with their closure's variables.
 
 # Attributes that every module has, such as hooks and submodules.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -54,35 +54,8 @@ DEEPEST_SEARCH = 3
 # What a function's closure holds that is no variable of its own.
 NO_VARIABLES = (nn.Module, type, FunctionType, ModuleType)
 
-# The name of a place, which of its values (`Place.where`), and the name of one value.
-ValueKey = tuple[str, str, str]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Named values of a module, an object or a function that may change between calls."""
-
-    name: str  # path of the module, object or function
-    kind: str  # name of its class, or "function"
-    where: str  # "attribute", "buffer" or "variable"
-    values: MutableMapping[str, Any]  # the live mapping; for variables, of the closure's cells
-    # A module's tensors are small enough to be copied; a variable may be a whole data set.
-    is_module: bool = False
-    # Names of BatchNorm's running statistics, which no forward in training mode reads.
-    statistics: frozenset[str] = frozenset()
-
-    def current(self) -> dict[str, Any]:
-        """Return the values by name."""
-        if self.where == "variable":
-            return {name: cell.cell_contents for name, cell in self.values.items()}
-        hidden = MODULE_ATTRIBUTES if self.where == "attribute" else frozenset[str]()
-        return {name: value for name, value in self.values.items() if name not in hidden}
-
-    def write(self, name: str, value: Any) -> None:
-        if self.where == "variable":
-            self.values[name].cell_contents = value
-        else:
-            self.values[name] = value
+# Modules, objects and functions by name.
+Holders = Mapping[str, Any]
 
 
 def code_of(function: Any) -> Any:
@@ -98,56 +71,15 @@ def code_of(function: Any) -> Any:
 
 def roots_of(function: Any) -> dict[str, nn.Module]:
     """Return the modules that a function reaches, by name; "" is the module of a method."""
-    reached = _reached(function)
+    reached = holders_of(function, submodules=False)
     return {name: value for name, value in reached.items() if isinstance(value, nn.Module)}
 
 
-def places_of(function: Any) -> list[Place]:
-    """List every place where a function can keep state."""
-    places: list[Place] = []
-    for name, value in _reached(function).items():
-        if isinstance(value, dict):
-            places.append(Place(name, "function", "variable", value))
-        elif not isinstance(value, nn.Module):
-            places.append(Place(name, type(value).__name__, "attribute", vars(value)))
+def holders_of(function: Any, *, submodules: bool = True) -> dict[str, Any]:
+    """Return everything in which a function can keep state, by name, nearest first.
 
-    for name, module in _modules_of(roots_of(function)).items():
-        kind = type(module).__name__
-        statistics = frozenset(module._buffers if is_batch_norm(module) else ())
-        places.append(Place(name, kind, "attribute", vars(module), is_module=True))
-        places.append(Place(name, kind, "buffer", module._buffers, True, statistics))
-    return places
-
-
-def _modules_of(roots: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return all modules by name, also those in lists and dicts, as spiking neurons often are."""
-    waiting = list(roots.items())
-    found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    while waiting:
-        root, module = waiting.pop(0)
-        for path, submodule in module.named_modules():
-            if id(submodule) in seen:
-                continue
-            seen.add(id(submodule))
-            name = _join(root, path)
-            found[name] = submodule
-            for key, value in vars(submodule).items():
-                if key not in MODULE_ATTRIBUTES:
-                    inner = _modules_in(key, value)
-                    waiting += [(_join(name, inner_name), member) for inner_name, member in inner]
-    return found
-
-
-def _modules_in(name: str, container: Any) -> list[tuple[str, nn.Module]]:
-    if not isinstance(container, list | tuple | dict):
-        return []
-    pairs = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(_join(name, key), value) for key, value in pairs if isinstance(value, nn.Module)]
-
-
-def _reached(function: Any) -> dict[str, Any]:
-    """Return modules, objects and the cells of closure variables by name, nearest first."""
+    With `submodules` also the modules inside of modules.
+    """
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any, int]] = [("", function, 0)]
     seen: set[int] = set()
@@ -156,49 +88,55 @@ def _reached(function: Any) -> dict[str, Any]:
         if id(value) in seen or depth > DEEPEST_SEARCH:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if isinstance(value, FunctionType):
+            found[_join(name, value.__name__)] = value
+            name = ""  # what a function reaches has a name of its own
+        elif isinstance(value, nn.Module):
             found[name] = value
-        elif isinstance(value, functools.partial):
-            bound = [("", value.func), *enumerate(value.args), *value.keywords.items()]
-            waiting += [(_join(name, key), member, depth) for key, member in bound]
-        elif inspect.ismethod(value):
-            waiting += [(name, value.__self__, depth), (name, value.__func__, depth)]
-        elif isinstance(value, FunctionType):
-            cells = _filled_cells(value)
-            found[_join(name, value.__name__)] = {
-                key: cell
-                for key, cell in cells.items()
-                if not isinstance(cell.cell_contents, NO_VARIABLES)
-            }
-            waiting += [(key, cell.cell_contents, depth + 1) for key, cell in cells.items()]
-            waiting += [(key, member, depth + 1) for key, member in _globals_of(value).items()]
+            if not submodules:
+                continue
+            depth -= 1
         elif is_object(value):
             found[name or type(value).__name__] = value
-            held = [pair for pair in vars(value).items() if isinstance(pair[1], nn.Module)]
-            waiting += [(_join(name, key), member, depth + 1) for key, member in held]
-        else:
-            waiting += [(key, member, depth + 1) for key, member in _modules_in(name, value)]
+        waiting += [(_join(name, key), inner, depth + 1) for key, inner in _inside(value)]
     return found
 
 
-def _filled_cells(function: FunctionType) -> dict[str, Any]:
-    """Return a function's closure cells by name, without variables that are not set yet."""
-    names = function.__code__.co_freevars
-    filled = inspect.getclosurevars(function).nonlocals if names else {}
-    cells = zip(names, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if name in filled}
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what a function, module, object or container may call, by name."""
+    if isinstance(value, functools.partial):
+        yield from [("", value.func), *enumerate(value.args), *value.keywords.items()]
+    elif inspect.ismethod(value):
+        yield from [("", value.__self__), ("", value.__func__)]
+    elif isinstance(value, FunctionType):
+        yield from _variables(value).items()
+        for name in value.__code__.co_names:
+            used = value.__globals__.get(name)
+            of_this_file = getattr(used, "__globals__", None) is value.__globals__
+            if isinstance(used, nn.Module) or of_this_file:
+                yield name, used
+    elif isinstance(value, nn.Module):
+        yield from value.named_children()
+        # Spiking neurons often stand in a plain list.
+        for key, container in vars(value).items():
+            if key not in MODULE_ATTRIBUTES and isinstance(container, list | tuple | dict):
+                yield from ((_join(key, inner), module) for inner, module in _inside(container))
+    else:
+        contents = contents_of(value) or {}
+        yield from ((key, held) for key, held in contents.items() if isinstance(held, nn.Module))
 
 
-def _globals_of(function: FunctionType) -> dict[str, Any]:
-    """Return the global modules that a function uses, and functions of the same file."""
-    space = function.__globals__
-    used = {name: space.get(name) for name in function.__code__.co_names}
-    return {
-        name: value
-        for name, value in used.items()
-        if isinstance(value, nn.Module)
-        or (isinstance(value, FunctionType) and value.__globals__ is space)
-    }
+def _variables(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of a function's closure, without those that are not set yet."""
+    found = {}
+    for name, cell in _cells(function).items():
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def _cells(function: FunctionType) -> dict[str, Any]:
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 def _join(name: str, key: Any) -> str:
@@ -213,51 +151,79 @@ def is_object(value: Any) -> bool:
     return is_foreign and has_attributes and not isinstance(value, type | Tensor | nn.Module)
 
 
-# Snapshots of attributes, containers and tensor contents, to compare and to restore.
+# What a holder, a container or an object holds, by key.
+
+
+def contents_of(value: Any) -> dict[Any, Any] | None:
+    """Return the contents as a new dictionary; None for values that hold nothing."""
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, list | tuple | deque):
+        return dict(enumerate(value))
+    if isinstance(value, FunctionType):
+        variables = _variables(value).items()
+        return {name: held for name, held in variables if not isinstance(held, NO_VARIABLES)}
+    if isinstance(value, nn.Module):
+        own = {name: held for name, held in vars(value).items() if name not in MODULE_ATTRIBUTES}
+        return own | value._buffers
+    return dict(vars(value)) if is_object(value) else None
+
+
+def fill(value: Any, contents: dict[Any, Any]) -> None:
+    """Replace everything that a value holds with `contents`, if it differs."""
+    now = contents_of(value) or {}
+    if list(now) == list(contents) and all(now[key] is contents[key] for key in now):
+        return
+    if isinstance(value, list | deque):
+        value.clear()
+        value.extend(contents.values())
+    elif isinstance(value, FunctionType):
+        for key, held in contents.items():
+            _cells(value)[key].cell_contents = held
+    elif isinstance(value, nn.Module):
+        for key in now.keys() - contents.keys():
+            del _mapping_with(key, value)[key]
+        for key, held in contents.items():
+            _mapping_with(key, value)[key] = held
+    elif not isinstance(value, tuple):
+        mapping = value if isinstance(value, dict) else vars(value)
+        mapping.clear()
+        mapping.update(contents)
+
+
+def _mapping_with(name: str, module: nn.Module) -> dict[str, Any]:
+    return module._buffers if name in module._buffers else vars(module)
+
+
+# Snapshots of holders, and of the containers, objects and tensors in them.
 
 # A longer container is data: its entries are not recorded, only its length.
 LONGEST_RECORDED_CONTAINER = 1000
+# Levels of containers that are recorded below a value of a holder. An object counts twice and must
+# leave two levels, so that objects inside of objects are not recorded.
+DEEPEST_RECORD = 4
 PLAIN_VALUE_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
+# The name of a holder, and the name of one of its values.
+ValueKey = tuple[str, str]
+# A `ValueKey` and the keys inside of that value; the name of a holder alone for itself.
+ValuePath = tuple[Any, ...]
 # Copies by identity and version of the tensor, so that each tensor is copied once.
 TensorCopies = dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
 class RecordedValue:
-    """One recorded value and, if it `is_open`, everything in it.
+    """A value at one moment; what it holds is recorded beside it, under longer paths."""
 
-    With `copies`, writes into a tensor can be undone. Containers that are long or deeply nested,
-    and the objects that an object holds, are not recorded.
-    """
+    value: Any
+    length: int
+    version: int
+    copy: Tensor | None  # with it, writes into a tensor can be undone
+    contents: dict[Any, Any] | None  # if they are recorded
 
-    def __init__(self, value: Any, *, copies: TensorCopies | None, depth: int = 4) -> None:
-        is_container = isinstance(value, list | tuple | dict | deque)
-        self.value = value
-        self.length = len(value) if is_container else 0
-        self.version = version_of(value)
-        self.is_copied = copies is not None
-        self.copy: Tensor | None = None
-        if copies is not None and isinstance(value, Tensor):
-            key = id(value), self.version
-            copies.setdefault(key, (value, value.detach().clone()))
-            self.copy = copies[key][1]
-
-        # Objects count twice, so that those inside of objects stay closed.
-        levels = 1 if is_container else 2
-        self.is_open = (
-            (is_container or is_object(value))
-            and depth > 2 * (levels - 1)
-            and self.length <= LONGEST_RECORDED_CONTAINER
-        )
-        self.inside = {
-            key: RecordedValue(entry, copies=copies, depth=depth - levels)
-            for key, entry in (_contents_of(value) if self.is_open else {}).items()
-        }
-
-    def put_back(self) -> Any:
-        """Restore the contents of the value and return it."""
-        for entry in self.inside.values():
-            entry.put_back()
+    def put_back(self) -> None:
+        """Restore the contents of the value."""
         # Values are compared, because BatchNorm writes without counting up the version.
         if self.copy is not None and not _is_equal(self.value.detach(), self.copy):
             with torch.no_grad():
@@ -265,70 +231,23 @@ class RecordedValue:
                     self.value.copy_(self.copy)
                 else:
                     self.value.set_(self.copy.clone())
-        if self.is_open:
-            now = _contents_of(self.value)
-            before = {key: entry.value for key, entry in self.inside.items()}
-            if list(now) != list(before) or any(now[key] is not before[key] for key in now):
-                _fill(self.value, before)
-        return self.value
+        if self.contents is not None:
+            fill(self.value, self.contents)
 
-    def rebuilt(self, change: Callable[[Any], Any]) -> Any:
-        """Build a separate value in which `change` is applied to every tensor and plain value."""
-        if isinstance(self.value, Tensor):
-            return change((self.value.detach() if self.copy is None else self.copy).clone())
-        if not self.is_open:
-            return change(self.value)
-        contents = {key: entry.rebuilt(change) for key, entry in self.inside.items()}
-        if isinstance(self.value, tuple):
-            kind = type(self.value)
-            return kind(*contents.values()) if hasattr(kind, "_fields") else kind(contents.values())
-        new = copy.copy(self.value)
-        _fill(new, contents)
-        return new
+    def is_as(self, later: "RecordedValue") -> bool:
+        """Return whether the later value is the same.
 
-    def changed(self, later: "RecordedValue") -> bool:
-        """Return whether the later value is another one.
-
-        A tensor that was replaced or written into counts as changed, whatever it holds.
+        A tensor that was replaced or written into is another one, whatever it holds.
         """
         if isinstance(self.value, PLAIN_VALUE_TYPES) and isinstance(later.value, PLAIN_VALUE_TYPES):
-            return type(self.value) is not type(later.value) or bool(self.value != later.value)
-        if self.value is not later.value or self.is_written(later) or self.length != later.length:
-            return True
-        if list(self.inside) != list(later.inside):
-            return True
-        return any(entry.changed(later.inside[key]) for key, entry in self.inside.items())
-
-    def is_written(self, later: "RecordedValue") -> bool:
-        """Return whether a tensor in the value was written into."""
-        if self.value is later.value and self.version != later.version:
-            return True
-        common = self.inside.keys() & later.inside.keys()
-        return any(self.inside[key].is_written(later.inside[key]) for key in common)
+            return type(self.value) is type(later.value) and bool(self.value == later.value)
+        same = self.value is later.value and self.length == later.length
+        return same and self.version == later.version
 
 
 def version_of(value: Any) -> int:
     """Return how often a tensor was written into; 0 for values that have no version."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def _contents_of(value: Any) -> dict[Any, Any]:
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, list | tuple | deque):
-        return dict(enumerate(value))
-    return dict(vars(value)) if is_object(value) else {}
-
-
-def _fill(value: Any, contents: dict[Any, Any]) -> None:
-    """Replace everything in a container or an object with `contents`."""
-    if isinstance(value, list | deque):
-        value.clear()
-        value.extend(contents.values())
-    elif isinstance(value, dict) or is_object(value):
-        mapping = value if isinstance(value, dict) else vars(value)
-        mapping.clear()
-        mapping.update(contents)
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
@@ -339,78 +258,88 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 class ValueSnapshot:
-    """Recorded values of places.
+    """Recorded values of holders, with copies of the tensors of modules.
 
-    `only` restricts this to some values, each with whether its tensors are copied. Without it, all
-    values are recorded, and the tensors of modules are copied.
+    The tensors of functions and objects are not copied: one may be a whole data set.
     """
 
-    def __init__(
-        self,
-        places: Sequence[Place],
-        *,
-        only: Mapping[ValueKey, bool] | None = None,
-        copies: TensorCopies | None = None,
+    def __init__(self, holders: Holders, *, copies: TensorCopies | None = None) -> None:
+        self.values: dict[ValuePath, RecordedValue] = {}
+        self._holders = [(holder, contents_of(holder) or {}) for holder in holders.values()]
+        self._copies = {} if copies is None else copies
+        for (name, holder), (_, contents) in zip(holders.items(), self._holders, strict=True):
+            for key, value in contents.items():
+                self._record((name, key), value, copied=isinstance(holder, nn.Module))
+
+    def _record(
+        self, path: ValuePath, value: Any, *, copied: bool, depth: int = DEEPEST_RECORD
     ) -> None:
-        self.places = places
-        self.only = only
-        copies = {} if copies is None else copies
-        self.values: dict[ValueKey, RecordedValue] = {}
-        for place in places:
-            for name, value in place.current().items():
-                key = place.name, place.where, name
-                if only is None or key in only:
-                    copied = place.is_module if only is None else only[key]
-                    self.values[key] = RecordedValue(value, copies=copies if copied else None)
+        is_open = not isinstance(value, nn.Module | FunctionType)  # these are holders themselves
+        contents = contents_of(value) if is_open else None
+        length = len(contents or ())
+        levels = 2 if is_object(value) else 1
+        if length > LONGEST_RECORDED_CONTAINER or depth <= 2 * (levels - 1):
+            contents = None
+        saved = None
+        if copied and isinstance(value, Tensor):
+            same = id(value), version_of(value)
+            if same not in self._copies:
+                self._copies[same] = (value, value.detach().clone())
+            saved = self._copies[same][1]
+        self.values[path] = RecordedValue(value, length, version_of(value), saved, contents)
+        for key, inner in (contents or {}).items():
+            self._record((*path, key), inner, copied=copied, depth=depth - levels)
 
     def put_back(self) -> None:
         """Restore the recorded values, and delete values that were added since."""
-        for place in self.places:
-            now = place.current()
-            for name in now:
-                key = place.name, place.where, name
-                if key not in self.values and (self.only is None or key in self.only):
-                    del place.values[name]
-            for key, recorded in self.values.items():
-                if key[:2] == (place.name, place.where):
-                    value = recorded.put_back()
-                    if key[2] not in now or now[key[2]] is not value:
-                        place.write(key[2], value)
+        for holder, contents in self._holders:
+            fill(holder, contents)
+        for recorded in self.values.values():
+            recorded.put_back()
 
     def changed(self, later: "ValueSnapshot") -> list[ValueKey]:
         """List the keys whose values differ later, or that only one of the two recorded."""
         common = self.values.keys() & later.values.keys()
-        return [
-            key
-            for key in dict.fromkeys([*self.values, *later.values])
-            if key not in common or self.values[key].changed(later.values[key])
+        differing = [
+            path[:2]
+            for path in [*self.values, *later.values]
+            if path not in common or not self.values[path].is_as(later.values[path])
         ]
-
-    def writes(self, key: ValueKey, later: "ValueSnapshot") -> bool:
-        """Return whether a tensor in the value of a key was written into since."""
-        in_both = key in self.values and key in later.values
-        return in_both and self.values[key].is_written(later.values[key])
+        return list(dict.fromkeys(differing))
 
     def rebuilt(
         self, keys: Sequence[ValueKey], change: Callable[[Any], Any] = lambda value: value
     ) -> dict[ValueKey, Any]:
-        """Build separate values for some keys, with `change` applied to each."""
-        return {key: self.values[key].rebuilt(change) for key in keys if key in self.values}
+        """Build separate values for some keys, with `change` applied to each in them."""
+        return {key: self._rebuilt(key, change) for key in keys if key in self.values}
+
+    def _rebuilt(self, path: ValuePath, change: Callable[[Any], Any]) -> Any:
+        recorded = self.values[path]
+        value = recorded.value
+        if isinstance(value, Tensor):
+            return change((value.detach() if recorded.copy is None else recorded.copy).clone())
+        if recorded.contents is None:
+            return change(value)
+        contents = {key: self._rebuilt((*path, key), change) for key in recorded.contents}
+        if isinstance(value, tuple):
+            kind = type(value)
+            return kind(*contents.values()) if hasattr(kind, "_fields") else kind(contents.values())
+        new = copy.copy(value)
+        fill(new, contents)
+        return new
 
 
 @contextmanager
-def put_back_later(
-    places: Sequence[Place], *, only: Mapping[ValueKey, bool] | None = None
-) -> Iterator[None]:
-    """Restore the values of places, or only some of them, on exit."""
-    before = ValueSnapshot(places, only=only)
+def put_back_later(holders: Holders) -> Iterator[None]:
+    """Restore the values of holders on exit."""
+    before = ValueSnapshot(holders)
     try:
         yield
     finally:
         before.put_back()
 
 
-# Run one step repeatedly, from the same random numbers and from chosen attribute values.
+# Run one step repeatedly, from the same random numbers and from chosen values.
 
 BROKEN_STEP_ERRORS = (
     *(ArithmeticError, AssertionError, LookupError),
@@ -420,7 +349,7 @@ BROKEN_STEP_ERRORS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one step, without what it leaves behind in places."""
+    """Result of one step, without what it leaves behind in holders."""
 
     values: list[Any]  # the leaves of the output and the state
     shape: TreeSpec  # their structure
@@ -448,7 +377,7 @@ class StepProbe:
     copies: TensorCopies = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = places_of(self.step)
+        self.holders = holders_of(self.step)
         self.parameters: dict[str, nn.Parameter] = {}
         for root, module in roots_of(self.step).items():
             if any(map(is_lazy, module.parameters())):
@@ -458,8 +387,8 @@ class StepProbe:
                 self.parameters[_join(root, name)] = parameter
 
     def keep(self) -> ValueSnapshot:
-        """Record the current values of all places."""
-        return ValueSnapshot(self.places, copies=self.copies)
+        """Record the current values of all holders."""
+        return ValueSnapshot(self.holders, copies=self.copies)
 
     def run(self, index: int, state: Any) -> Outcome:
         """Run one timestep on copies of its input and state."""
@@ -484,14 +413,17 @@ class StepProbe:
         return Outcome(_copies(leaves), shape, reached, generators, new_state, made)
 
     def run_from(self, base: ValueSnapshot, values: dict[ValueKey, Any]) -> Outcome:
-        """Run the first timestep with places restored to `base`, except for `values`."""
+        """Run the first timestep with holders restored to `base`, except for `values`."""
         base.put_back()
-        for place in self.places:
-            for name in place.current():
-                key = place.name, place.where, name
-                if key in values:
-                    place.write(name, values[key])
+        for name, holder in self.holders.items():
+            given = {key: value for (owner, key), value in values.items() if owner == name}
+            fill(holder, (contents_of(holder) or {}) | given)
         return self.run(0, self.state)
+
+    def is_statistic(self, key: ValueKey) -> bool:
+        """Return whether this is of BatchNorm, which does not read it in training mode."""
+        holder = self.holders[key[0]]
+        return is_batch_norm(holder) and key[1] in holder._buffers
 
     def matters(self, base: ValueSnapshot, values: dict[ValueKey, Any], plain: Outcome) -> bool:
         """Return whether a step with other values gives another outcome, or fails."""
@@ -528,7 +460,7 @@ def _copies(tree: Any) -> Any:
 
 def _same_value(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.dtype == other.dtype and torch.equal(value.nan_to_num(), other.nan_to_num())
+        return _is_equal(value, other)
     is_plain = isinstance(value, PLAIN_VALUE_TYPES)
     return type(value) is type(other) and (not is_plain or value == other)
 
@@ -571,13 +503,11 @@ class HiddenState(ValueError):
         self.attribute = attribute
 
 
-def check_step(
-    step: TimestepFunction, timesteps: Sequence[Any], state: Any
-) -> dict[ValueKey, bool]:
+def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> bool:
     """Raise `HiddenState` if a step depends on more than its input and state.
 
-    Return the values that the step changes without depending on them, each with whether the step
-    writes into tensors of it.
+    Return whether the step changes values without depending on them: these have to be put back
+    after a recomputation.
     """
     probe = StepProbe(step, timesteps, state)
     before = probe.keep()
@@ -587,17 +517,25 @@ def check_step(
         before.put_back()
 
 
-def _check(probe: StepProbe, before: ValueSnapshot) -> dict[ValueKey, bool]:
-    reference = _first_run(probe, before)
-    _check_repeatable(probe, before, reference)
+def _check(probe: StepProbe, before: ValueSnapshot) -> bool:
+    versions = {name: version_of(value) for name, value in probe.parameters.items()}
+    reference = _first_run(probe)
+    _refuse_writes(probe, before, versions)
+    # On a CPU, another result from the same values means hidden state. On other devices a kernel
+    # may add in another order each time.
+    probe.exact = probe.run_from(before, {}).is_as(reference, exact=True)
+    tensors = [value for value in reference.values if isinstance(value, Tensor)]
+    if not probe.exact and all(tensor.device.type == "cpu" for tensor in tensors):
+        raise HiddenState(OUTSIDE_STATE_MESSAGE)
 
-    # From here on the places are not restored between runs, so each run starts from what the run
+    # From here on the holders are not restored between runs, so each run starts from what the run
     # before has left in them.
     after_one = probe.keep()
     repeated = probe.run(0, probe.state)
     after_two = probe.keep()
     next_step = probe.run(1, reference.state)
     after_three = probe.keep()
+    _refuse_writes(probe, before, versions)
     if tree_flatten(next_step.state)[1] != tree_flatten(reference.state)[1]:
         raise ValueError(
             "the state that step returns has another structure after the second timestep than "
@@ -605,29 +543,30 @@ def _check(probe: StepProbe, before: ValueSnapshot) -> dict[ValueKey, bool]:
             "over time with `outputs`"
         )
 
-    statistics = {
-        (place.name, place.where, name) for place in probe.places for name in place.statistics
-    }
-    changed = dict.fromkeys([*after_one.changed(after_two), *after_two.changed(after_three)])
-    changing = [key for key in changed if key not in statistics]
+    # A value may exist only since the second or the third run.
+    changing = [*after_one.changed(after_two), *after_two.changed(after_three)]
+    changing = [key for key in dict.fromkeys(changing) if not probe.is_statistic(key)]
     if not repeated.is_as(reference, exact=probe.exact):
-        raise _refusal_of_repeat(probe, before, after_one, changing, reference)
+        changed = dict.fromkeys([*before.changed(after_one), *changing])
+        suspects = [key for key in changed if key in after_one.values]
+        if not suspects:
+            raise HiddenState(OUTSIDE_STATE_MESSAGE)
+        raise _refusal(
+            probe,
+            suspects,
+            lambda keys: probe.matters(before, after_one.rebuilt(keys), reference),
+        )
     if changing:
         _try_out(probe, changing, after_one, after_three)
         # Try again from a state that is far off, in which every neuron spikes.
         probe.state = tree_map(partial(_disturbed, scale=NOISE_SCALES[0]), reference.state)
         _try_out(probe, changing, after_one, after_three)
     _check_attached(reference)
-    # A value may exist only since the second or the third run.
-    return {
-        key: after_one.writes(key, after_two) or after_two.writes(key, after_three)
-        for key in changing
-    }
+    return bool(changing)
 
 
-def _first_run(probe: StepProbe, before: ValueSnapshot) -> Outcome:
-    """Run the step; raise if its state, or what it writes into, can't be recomputed."""
-    versions = {name: version_of(value) for name, value in probe.parameters.items()}
+def _first_run(probe: StepProbe) -> Outcome:
+    """Run the step; raise if its state can't be recomputed."""
     try:
         outcome = probe.run(0, probe.state)
     except RuntimeError as error:
@@ -644,16 +583,20 @@ def _first_run(probe: StepProbe, before: ValueSnapshot) -> Outcome:
                 f"the state that step returns holds {type(leaf).__name__}: keep tensors in tuples, "
                 "lists or dicts, because only those are freed and recomputed"
             )
+    return outcome
+
+
+def _refuse_writes(probe: StepProbe, before: ValueSnapshot, versions: Mapping[str, int]) -> None:
+    """Raise if the step writes into a parameter, or into a tensor that was not copied."""
     written = [
         tuple(name.rpartition(".")[::2])
         for name, parameter in probe.parameters.items()
         if version_of(parameter) != versions[name]
     ]
-    after = probe.keep()
     written += [
-        (key[0], key[2])
-        for key in before.changed(after)
-        if before.writes(key, after) and not before.values[key].is_copied
+        path[:2]
+        for path, recorded in before.values.items()
+        if recorded.copy is None and version_of(recorded.value) != recorded.version
     ]
     for module, attribute in written:
         raise HiddenState(
@@ -662,19 +605,6 @@ def _first_run(probe: StepProbe, before: ValueSnapshot) -> Outcome:
             module,
             attribute,
         )
-    return outcome
-
-
-def _check_repeatable(probe: StepProbe, before: ValueSnapshot, reference: Outcome) -> None:
-    """Run the step again from restored places, and set `probe.exact` to whether it repeats.
-
-    On a CPU, a different result means hidden state. On other devices a kernel may add in another
-    order each time, so a different result is accepted there.
-    """
-    probe.exact = probe.run_from(before, {}).is_as(reference, exact=True)
-    tensors = [value for value in reference.values if isinstance(value, Tensor)]
-    if not probe.exact and all(tensor.device.type == "cpu" for tensor in tensors):
-        raise HiddenState(OUTSIDE_STATE_MESSAGE)
 
 
 def _check_attached(reference: Outcome) -> None:
@@ -689,27 +619,6 @@ def _check_attached(reference: Outcome) -> None:
         )
 
 
-def _refusal_of_repeat(
-    probe: StepProbe,
-    before: ValueSnapshot,
-    after_one: ValueSnapshot,
-    changing: list[ValueKey],
-    reference: Outcome,
-) -> HiddenState:
-    """Return the error for a step whose second run, without restored places, differs.
-
-    It names the first value that makes the difference when it alone is carried over.
-    """
-    changed = dict.fromkeys([*before.changed(after_one), *changing])
-    suspects = [key for key in changed if key in after_one.values]
-    if not suspects:
-        return HiddenState(OUTSIDE_STATE_MESSAGE)
-    for key in suspects:
-        if probe.matters(before, after_one.rebuilt([key]), reference):
-            return _refusal(probe, key)
-    return _refusal(probe, suspects[0])
-
-
 def _try_out(
     probe: StepProbe, keys: list[ValueKey], after_one: ValueSnapshot, after_three: ValueSnapshot
 ) -> None:
@@ -722,35 +631,41 @@ def _try_out(
     def replaced(source: ValueSnapshot, change: Callable[[Any], Any] = lambda value: value) -> Any:
         return lambda keys: probe.matters(after_one, source.rebuilt(keys, change), unchanged)
 
-    trials = [
+    disturbed = [partial(_disturbed, more=more) for more in COUNTER_INCREMENTS]
+    disturbed += [partial(_disturbed, scale=scale) for scale in NOISE_SCALES]
+    for matters in (
         replaced(after_three),
         lambda keys: probe.is_traced(after_one, keys),
-        *[replaced(after_one, partial(_counted_on, more=more)) for more in COUNTER_INCREMENTS],
-        *[replaced(after_one, partial(_disturbed, scale=scale)) for scale in NOISE_SCALES],
-    ]
-    for matters in trials:
+        *[replaced(after_one, change) for change in disturbed],
+    ):
         if matters(keys):
-            raise _refusal(probe, next((key for key in keys if matters([key])), keys[0]))
+            raise _refusal(probe, keys, matters)
 
 
-def _counted_on(value: Any, *, more: int) -> Any:
+def _disturbed(value: Any, *, more: int = 0, scale: float = 0.0) -> Any:
+    """Count a number on, or add noise so that a potential crosses its threshold somewhere."""
     if isinstance(value, bool):
-        return not value
-    return value + more if isinstance(value, int | float) else value
-
-
-def _disturbed(value: Any, *, scale: float) -> Any:
-    """Add so much noise that a potential crosses its threshold for some neurons."""
-    if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel()):
+        return value != bool(more)
+    if isinstance(value, int | float):
+        return value + more
+    if not (scale and isinstance(value, Tensor) and value.is_floating_point() and value.numel()):
         return value
     noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
     return value + noise.to(value) * scale * (1 + value.abs().max())
 
 
-def _refusal(probe: StepProbe, key: ValueKey) -> HiddenState:
-    name, where, attribute = key
-    kinds = {(place.name, place.where): place.kind for place in probe.places}
-    label = f"{name} ({kinds[name, where]})" if name else kinds[name, where]
+def _refusal(
+    probe: StepProbe, keys: list[ValueKey], matters: Callable[[list[ValueKey]], bool]
+) -> HiddenState:
+    """Return the error; it names the first value that makes the difference by itself."""
+    key = next((key for key in keys if matters([key])), keys[0])
+    name, attribute = key
+    holder = probe.holders[name]
+    kind = type(holder).__name__
+    label = f"{name} ({kind})" if name else kind
+    where = "variable" if isinstance(holder, FunctionType) else "attribute"
+    if isinstance(holder, nn.Module) and attribute in holder._buffers:
+        where = "buffer"
     return HiddenState(
         f"{label} keeps state from one timestep to the next in its {where} {attribute!r}, and a "
         "recomputed chunk would start from the last value: gradients would be wrong without any "

@@ -40,12 +40,11 @@ from ..core.rerun import (
     statistics_kept,
 )
 from .hidden_state import (
-    Place,
+    Holders,
     TimestepFunction,
-    ValueKey,
     check_step,
     code_of,
-    places_of,
+    holders_of,
     put_back_later,
     roots_of,
     take_step,
@@ -145,10 +144,8 @@ class Collected:
 
     def finish(self) -> Any:
         """Return the collected outputs and release them: recomputation keeps this object alive."""
-        collected = self._all
-        total = self._total
-        self._all = []
-        self._total = None
+        collected, self._all = self._all, []
+        total, self._total = self._total, None
         if self.outputs == "stack":
             return tree_map(lambda *leaves: self._stack(leaves), *collected)
         if self.outputs == "mean":
@@ -224,19 +221,18 @@ def measure_costs(step: TimestepFunction, timesteps: Sequence[Any], state: Any) 
     The first timestep may hold other bytes, because it starts from the initial state.
     """
     held = []
-    generator_before = torch.get_rng_state()
+    generators = Generators(tree_leaves(state))
     with torch.enable_grad(), _AliveBytes() as alive:
         for index in range(3):
             _, state = take_step(step, timesteps[min(index, len(timesteps) - 1)], state)
             held.append(alive.total)
-    generator_after = torch.get_rng_state()
 
     storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     boundary_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     # A chunk that draws random numbers saves the generator's state too.
-    if not torch.equal(generator_before, generator_after):
-        boundary_bytes += generator_after.nbytes
+    if generators.moved():
+        boundary_bytes += torch.get_rng_state().nbytes
     return Costs(boundary_bytes, held[2] - held[1])
 
 
@@ -326,9 +322,8 @@ def checkpoint_timesteps(
     chunks in larger chunks and recomputes each timestep at most twice.
 
     Without `chunk_size` the first call measures costs, and chunks get shorter towards the end; with
-    it all chunks have the same size. The first call also runs a
-    few steps to detect hidden state. In eval mode, without grad mode, and with one chunk as long as
-    the whole loop, this is the plain loop.
+    it all chunks have the same size. The first call also runs a few steps to detect hidden state.
+    In eval mode, without grad mode, and with one chunk for all timesteps, this is the plain loop.
     """
     check_chunks(chunk_size, levels)
     timesteps = slice_time(inputs, time_dim)
@@ -349,8 +344,7 @@ def checkpoint_timesteps(
         timesteps,
         collected,
         modules=list(roots.values()),
-        places=places_of(step) if known.left_behind else (),
-        left_behind=known.left_behind,
+        left_behind=holders_of(step) if known.leaves_behind else {},
     )
     state = loop.run(state, 0, schedule, again=False)
     return collected.finish(), state
@@ -389,17 +383,15 @@ def recompute_timesteps(
 
 def remove_timesteps(model: nn.Module) -> list[str]:
     """Undo `recompute_timesteps` and return the names of the modules that were recomputing."""
-    changed = {
-        name: module
-        for name, module in model.named_modules()
-        if TIMESTEPS_ATTRIBUTE in module.__dict__
-    }
-    for module in changed.values():
-        del module.__dict__["unroll"]
-        before = module.__dict__.pop(TIMESTEPS_ATTRIBUTE)
-        if before is not None:
-            module.__dict__["unroll"] = before
-    return list(changed)
+    changed = []
+    for name, module in model.named_modules():
+        if TIMESTEPS_ATTRIBUTE in module.__dict__:
+            changed.append(name)
+            del module.__dict__["unroll"]
+            before = module.__dict__.pop(TIMESTEPS_ATTRIBUTE)
+            if before is not None:
+                module.__dict__["unroll"] = before
+    return changed
 
 
 def steppers(model: nn.Module) -> dict[str, nn.Module]:
@@ -410,16 +402,12 @@ def steppers(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(not other or name.startswith(f"{other}.") for other in found)
-        if not inside and _is_unroll(getattr(module, "unroll", None)):
+        unroll = getattr(module, "unroll", None)
+        if inside or not callable(unroll):
+            continue
+        if list(inspect.signature(unroll).parameters)[:3] == ["step", "inputs", "state"]:
             found[name] = module
     return found
-
-
-def _is_unroll(method: Any) -> bool:
-    if not callable(method):
-        return False
-    names = list(inspect.signature(method).parameters)
-    return names[:3] == ["step", "inputs", "state"]
 
 
 def check_chunks(chunk_size: int | None, levels: int) -> None:
@@ -437,12 +425,9 @@ def check_chunks(chunk_size: int | None, levels: int) -> None:
 
 @dataclass
 class _Known:
-    """Results of the first call with a step.
+    """Results of the first call with a step; a reference to a module would keep it alive."""
 
-    They hold names only: a reference to a module would keep it alive.
-    """
-
-    left_behind: Mapping[ValueKey, bool]
+    leaves_behind: bool  # values that the step changes and does not depend on
     costs: Costs | None = None
 
 
@@ -473,7 +458,7 @@ def _learn(
     if key not in of_owner:
         of_owner[key] = _Known(check_step(step, timesteps, state))
     if costs and of_owner[key].costs is None:
-        with generators_kept(), put_back_later(places_of(step)):
+        with generators_kept(), put_back_later(holders_of(step)):
             of_owner[key].costs = measure_costs(step, timesteps, state)
     return of_owner[key]
 
@@ -486,8 +471,7 @@ class _ChunkedLoop:
     timesteps: Sequence[Any]
     collected: Collected
     modules: Sequence[nn.Module]
-    places: Sequence[Place]
-    left_behind: Mapping[ValueKey, bool]
+    left_behind: Holders  # what a recompute changes and must put back
     shape: TreeSpec | None = None
     versions: dict[int, list[int]] = field(default_factory=dict)
 
@@ -567,7 +551,7 @@ class _Chunk:
             stack.enter_context(statistics_kept(self.loop.modules))
             stack.enter_context(function_modes_as(self.function_modes))
             if self.loop.left_behind:
-                stack.enter_context(put_back_later(self.loop.places, only=self.loop.left_behind))
+                stack.enter_context(put_back_later(self.loop.left_behind))
             if self.drawn_from is not None:
                 stack.enter_context(self.drawn_from.again())
             return self._run(leaves, again=True)
