@@ -13,11 +13,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-NODE = "node@22.23.3"  # what `skills` needs, for all of them: the machine's own may be older
+NODE = "node@22.23.3"  # `skills` needs this version; the machine's own may be older
 
 
 class Unavailable(RuntimeError):
-    """A client's package can't be had here."""
+    """Raised when a client's package can't be installed here."""
 
 
 def packages_folder() -> Path:
@@ -53,7 +53,7 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
                 text=True,
                 timeout=seconds,
             )
-            with suppress(OSError):  # somebody else was first
+            with suppress(OSError):  # another process was first
                 Path(half).rename(folder)
             Path(half).mkdir(exist_ok=True)
     except subprocess.TimeoutExpired:

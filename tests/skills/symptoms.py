@@ -48,7 +48,7 @@ def rows_with_a_test(technique: str) -> list[str]:
 
 
 def seeded(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build with the same random numbers each time."""
+    """Build a model with the same random numbers each time."""
     torch.manual_seed(0)
     return build(*args, **kwargs)
 

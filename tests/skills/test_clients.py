@@ -84,7 +84,7 @@ def test_a_marketplace_that_leads_nowhere_is_noticed(name, bundle):
     assert set(problems(loaded, bundle)) == {f"did not load {skill}" for skill in NAMES}, output
 
 
-def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):
+def test_a_package_that_can_not_be_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CURRY_CLIENTS_DIR", str(tmp_path))
     with pytest.raises(Unavailable, match=r"skills@1 is not in .*: `make clients` installs it"):
         package("skills@1")
@@ -100,9 +100,7 @@ def test_a_package_that_cannot_be_had_is_named(tmp_path, monkeypatch):
         ("exec sleep 20", "npm did not bring skills@1 within 1 s"),
     ],
 )
-def test_a_package_that_does_not_come_is_named_and_nothing_is_left(
-    tmp_path, monkeypatch, program, message
-):
+def test_a_failed_download_is_named_and_leaves_nothing(tmp_path, monkeypatch, program, message):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/npm").write_text(f"#!/bin/sh\n{program}\n")
     (tmp_path / "bin/npm").chmod(0o755)
@@ -114,7 +112,7 @@ def test_a_package_that_does_not_come_is_named_and_nothing_is_left(
 
 
 class Typed(list):
-    """A place where nothing is installed, and the commands are kept."""
+    """A client stand-in that installs nothing and records the commands."""
 
     def say(self, *words, answer=""):
         self.append(words)
@@ -122,7 +120,7 @@ class Typed(list):
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_readme_installs_as_it_was_tried(name):
+def test_the_readme_has_the_install_commands_that_were_run(name):
     typed, source = Typed(), re.compile(r"(?:https://github\.com/)?curry-train/curry-train")
     CLIENTS[name].install(typed, "SOURCE")
     row = re.search(
@@ -143,7 +141,7 @@ def test_versions_are_pinned():
     )
 
 
-def test_the_record_is_of_these_clients_and_these_skills():
+def test_the_record_has_the_current_clients_and_skills():
     record = json.loads((ROOT / "evidence/clients.json").read_text())
     assert set(record) >= RECORD_KEYS
     assert [(row["client"], row["package"]) for row in record["rows"]] == [

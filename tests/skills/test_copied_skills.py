@@ -1,6 +1,6 @@
 """Skills work wherever they were installed: inside the bundle, or as a folder alone.
 
-The user's repository, with the model, is elsewhere each time, as it is for an agent. Paths hold a
+The user's repository, with the model, is in another folder, as it is for an agent. Paths hold a
 space.
 Run: `python -m pytest tests/skills/test_copied_skills.py`.
 """
@@ -53,7 +53,7 @@ def build():
 
 
 def problems_of_a_copy(folder: Path) -> list[str]:
-    """Return what in a skill's folder needs something outside of it, other than by ORIENTATION."""
+    """List what a skill's folder needs from outside of it, but for ORIENTATION."""
     page = (folder / "SKILL.md").read_text(encoding="utf-8")
     _, _, steps = page.partition("\n## Steps\n")
     found = (
@@ -143,7 +143,7 @@ def read_only(elsewhere):
     subprocess.run(
         [sys.executable, "-m", "compileall", "-q", root / "template", root / "scripts"], check=True
     )
-    paths = [root, *root.rglob("*")]  # with what Python would write there by itself
+    paths = [root, *root.rglob("*")]  # includes the caches that Python would write
     before = {path: path.stat().st_mtime_ns for path in paths}
     for path in paths:
         path.chmod(path.stat().st_mode & ~0o222)
@@ -194,7 +194,7 @@ def test_a_command_of_the_skill_runs_from_the_users_folder(name, read_only, else
     ended = run(command, user, elsewhere[1])
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     if "--out" in command:
-        assert len(list(user.iterdir())) > 2, "what it wrote is in the user's folder"
+        assert len(list(user.iterdir())) > 2, "its output must be in the user's folder"
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +228,7 @@ def test_the_installed_command_runs_on_the_users_model(installed, elsewhere, use
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_skill_copied_alone_says_how_to_get_the_rest_and_that_suffices(
-    name, cloned, elsewhere, user
-):
+def test_a_skill_copied_alone_gets_the_rest_by_its_own_instructions(name, cloned, elsewhere, user):
     alone = user / ".agents/skills" / name
     shutil.copytree(ROOT / "skills" / name, alone)
     assert problems_of_a_copy(alone) == []
@@ -246,7 +244,7 @@ def test_a_skill_copied_alone_says_how_to_get_the_rest_and_that_suffices(
     assert (user / "my_package/training").is_dir() == (name not in TOOLS)
 
 
-def test_a_gate_runs_on_the_users_model_from_what_a_copied_skill_gets(cloned, elsewhere, user):
+def test_a_gate_runs_on_the_users_model_from_the_clone_of_a_copied_skill(cloned, elsewhere, user):
     command = from_root(chosen("sac", "--gate sac "), cloned)
     ended = run(command, user, elsewhere[1])
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"

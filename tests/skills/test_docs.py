@@ -41,7 +41,7 @@ def test_the_pages_quote_figures_at_all():
     assert len(quoted_figures(ROOT)) >= 1
 
 
-def test_every_record_says_how_it_came_about():
+def test_every_record_has_its_origin():
     assert incomplete_records(ROOT) == []
 
 

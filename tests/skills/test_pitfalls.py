@@ -1,4 +1,4 @@
-"""Pitfalls of the page `pitfalls`, which concern several techniques, each with its cure.
+"""Reproduce the pitfalls of the page `pitfalls`, each with its cure.
 
 python -m pytest tests/skills/test_pitfalls.py
 """
@@ -53,7 +53,7 @@ def square(model, batch):
     return model(batch).float().square().mean()
 
 
-def test_autocast_around_forward_alone_is_the_same_when_backward_runs_outside_of_it(model, batch):
+def test_autocast_around_forward_alone_is_restored_for_the_recomputation(model, batch):
     def loss(model, batch):
         with torch.autocast("cpu", torch.bfloat16):
             return square(model, batch)
@@ -64,7 +64,7 @@ def test_autocast_around_forward_alone_is_the_same_when_backward_runs_outside_of
     assert compare(plain, record_step(recomputed, batch, loss)).bit_equal
     assert not compare(
         plain, record_step(model, batch, square)
-    ).bit_equal  # autocast does something here
+    ).bit_equal  # autocast changes the result here
 
 
 def test_early_stop_skips_the_end_of_the_block_and_repeats_its_beginning(batch):
@@ -80,7 +80,7 @@ def test_early_stop_skips_the_end_of_the_block_and_repeats_its_beginning(batch):
     assert counts == {"start": 2, "end": 1}
 
 
-def test_hooks_of_what_is_inside_a_block_run_twice_up_to_where_it_stops(batch):
+def test_hooks_inside_a_block_run_twice_up_to_the_early_stop(batch):
     seen = []
     block = Recompute(Block())
     for name in ("up", "down"):
@@ -90,7 +90,7 @@ def test_hooks_of_what_is_inside_a_block_run_twice_up_to_where_it_stops(batch):
     assert seen == ["up", "down", "block", "up"]
 
 
-def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_would_not_notice(
+def test_overwriting_the_input_of_a_recomputed_block_is_an_error(
     batch,
 ):
     class Tanh(nn.Module):
@@ -105,7 +105,7 @@ def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_w
         out.sum().backward()
         return scale.grad
 
-    assert written_over(Tanh()).abs().sum() > 0  # tanh keeps what comes out of it
+    assert written_over(Tanh()).abs().sum() > 0  # tanh keeps its output, not its input
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         written_over(Recompute(Tanh()))
 
@@ -113,9 +113,7 @@ def test_what_goes_into_a_block_may_not_be_written_over_though_the_plain_block_w
 @pytest.mark.parametrize(
     "give", [lambda mask: mask, lambda mask: (mask,)], ids=["by keyword", "in a container"]
 )
-def test_what_torch_does_not_watch_is_silently_wrong_once_written_over_and_ours_refuses_it(
-    batch, give
-):
+def test_an_overwritten_keyword_is_silently_wrong_under_torch_and_refused_by_ours(batch, give):
     def gradient(wrap, *, overwritten):
         torch.manual_seed(0)
         block, mask = Masked(), torch.ones(64, 16)
@@ -136,7 +134,7 @@ def test_what_torch_does_not_watch_is_silently_wrong_once_written_over_and_ours_
         gradient(Recompute, overwritten=True)
 
 
-def test_a_block_that_takes_a_slice_keeps_what_it_was_cut_from(model, batch):
+def test_a_block_whose_input_is_a_slice_keeps_the_whole_tensor(model, batch):
     def sliced(model, batch, cut):
         wide = torch.tanh(model[0](batch)).repeat(1, 64)
         return model[1](cut(wide[:, :16])).square().mean()
@@ -151,7 +149,7 @@ def test_a_block_that_takes_a_slice_keeps_what_it_was_cut_from(model, batch):
     assert view > 10 * copied
 
 
-def test_the_mode_may_not_change_between_forward_and_backward(batch):
+def test_eval_before_backward_breaks_torchs_checkpoint_and_not_recompute(batch):
     def step(block, forward):
         torch.manual_seed(1)
         loss = square(forward, batch)
@@ -169,7 +167,7 @@ def test_the_mode_may_not_change_between_forward_and_backward(batch):
     assert all(map(torch.equal, step(ours, ours), expected))
 
 
-def test_a_step_that_does_not_repeat_itself_is_not_asked_to_be_equal_to_the_bit():
+def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
     steps = itertools.count()
 
     def loss(model, batch):
@@ -192,7 +190,7 @@ def test_a_step_that_does_not_repeat_itself_is_not_asked_to_be_equal_to_the_bit(
     assert required(square) == "bit-equal"
 
 
-def test_batch_norm_sees_the_microbatch_whatever_accumulates(batch):
+def test_batch_norm_uses_statistics_of_the_microbatch_under_accumulation(batch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
     whole, parts = copy.deepcopy(model), copy.deepcopy(model)

@@ -40,7 +40,7 @@ def python_files_of(page):
 TEXTS = [
     block.text for block in fenced_blocks(PAGES[0].read_text(encoding="utf-8"), language="text")
 ]
-# What the README shows of a command, where two runs print the same; the first line names the
+# Output in the README of commands that print the same in every run; the first line names the
 # machine.
 SHOWN = {
     "curry-train validate --model my_model.py:build": next(
@@ -49,7 +49,7 @@ SHOWN = {
 }
 
 
-# Stands for what pip writes for the entry point, with the python of the test.
+# Replaces the script that pip writes for the entry point, with the python of the test.
 INSTALLED_COMMAND = """\
 #!/bin/sh
 exec python -c 'from curry_train.cli.main import main; main(prog_name="curry-train")' "$@"
@@ -100,7 +100,7 @@ def test_command_runs(block, copy):
             )
             continue
         assert words[0] in ("python", "make", "curry-train", "cd")
-        # What is installed already is used.
+        # Use the packages that are installed already.
         command = f"{line} PYTHON=python" if words[0] == "make" else line
         ended = subprocess.run(
             command, shell=True, cwd=copy, env=environment, capture_output=True, text=True

@@ -65,7 +65,7 @@ CLASSES = (
     torch.optim.lr_scheduler.LRScheduler,
 )
 ABSENT = {"torch._dynamo.config.activation_memory_budget": "the page says that it does not exist"}
-WORDS = {  # neither torch's nor ours
+WORDS = {  # names from elsewhere
     "aot_eager": "a backend, which torch finds by its name",
     "context.is_recompute": "torch's, on what a policy is given",
     "mean_hours_between_failures": "a key of a project's configuration",
@@ -85,7 +85,7 @@ OTHERS = {
 
 
 def prose(text):
-    """The lines outside of fences and of the frontmatter, with their numbers."""
+    """Yield the lines outside of fences and of the frontmatter, with their numbers."""
     fence, lines = None, text.splitlines()
     start = lines.index("---", 1) + 1 if lines[:1] == ["---"] else 0
     for number, line in enumerate(lines[start:], start=start + 1):
@@ -201,11 +201,11 @@ PAGES = sorted((ROOT / "skills").rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "skills")))
-def test_what_a_page_names_exists(page):
+def test_every_name_on_a_page_exists(page):
     assert list(unknown(page.name, page.read_text(encoding="utf-8"))) == []
 
 
-def test_enough_is_looked_at():
+def test_pages_and_names_are_found_in_number():
     spans = [
         span
         for page in PAGES
@@ -241,7 +241,7 @@ def test_enough_is_looked_at():
             "window.train_kwargs",
         ),
         *("recompute_block(model)", "choose_segment", "RecomputeConfig", "HostMemoryMissing"),
-        "tests/skills/test_pitfalls.py::test_that_nobody_wrote",
+        "tests/skills/test_pitfalls.py::test_that_does_not_exist",
     ],
 )
 def test_a_planted_name_that_is_not_there_is_caught(name):
@@ -253,7 +253,7 @@ def test_a_planted_name_that_is_not_there_is_caught(name):
 @pytest.mark.parametrize(
     "name", ["torch.nn.functional.gelu", "aten.gelu.default", "Tensor.register_hook", "a.json"]
 )
-def test_what_is_there_is_left_alone(name):
+def test_names_that_exist_are_accepted(name):
     assert list(unknown("page.md", f"Use `{name}`.\n")) == []
 
 

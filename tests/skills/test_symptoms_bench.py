@@ -25,7 +25,7 @@ SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
 
 
 class Machine:
-    """Time that passes where a step says so, times how slow the machine is just then."""
+    """A clock that steps move, times the slowness of the machine at that moment."""
 
     def __init__(self, slowness):
         self.now, self.slowness = 0.0, itertools.cycle(slowness)
@@ -49,9 +49,9 @@ def ticking(*seconds):
 
 
 @symptom("the same command gives other seconds each time")
-def test_seconds_follow_the_machine_and_the_ratio_does_not():
+def test_a_slower_machine_changes_seconds_but_not_the_ratio():
     runs = []
-    for busy in (1.0, 1.7):  # nobody else, and then somebody who comes and goes
+    for busy in (1.0, 1.7):  # no other process, then one that comes and goes
         machine = Machine([busy] * 4 + [1.0] * 4 + [busy * 1.2] * 2)
         steps = {
             "plain": lambda machine=machine: machine.step(1.0),
@@ -78,7 +78,7 @@ def test_seconds_follow_the_machine_and_the_ratio_does_not():
 
 
 @symptom("steps of your own loop take no time at all on CUDA")
-def test_a_device_that_answers_before_it_is_done_is_waited_for():
+def test_the_timer_waits_for_a_device_that_returns_early():
     def compared(repeats, **options):
         machine = PlantedMachine(unit=1.0, steps=10**6, cold_steps=0, stall_every=10**6)
         steps = {"once": lambda: machine.launch(1.0), "twice": lambda: machine.launch(2.0)}
@@ -91,7 +91,7 @@ def test_a_device_that_answers_before_it_is_done_is_waited_for():
 
 
 @symptom("the last rounds took 0.5 of the time of the first rounds")
-def test_steps_that_are_not_warm_yet_are_left_out_and_not_averaged_away():
+def test_warm_up_steps_are_left_out_and_not_averaged_in():
     cold = [10.0] * 4 + [1.0] * 16  # two configurations, two rounds
 
     def noted(seconds, **options):
@@ -108,7 +108,7 @@ def test_steps_that_are_not_warm_yet_are_left_out_and_not_averaged_away():
 
 
 @symptom("`no difference seen`, and there must be one")
-def test_a_small_difference_takes_more_rounds():
+def test_a_small_difference_needs_more_rounds_to_be_seen():
     draw = random.Random(1)
 
     def found(rounds):
@@ -123,7 +123,7 @@ def test_a_small_difference_takes_more_rounds():
 
 
 @symptom("MFU above 100%")
-def test_utilisation_above_the_peak_is_another_peak():
+def test_utilisation_above_100_percent_comes_from_a_wrong_peak():
     found = figures(Case(SMALL), peak=1e6, clock=ticking(0.1)).plain
     assert found.mfu > 1
     assert "give --peak" in found.notes[0]
@@ -133,7 +133,7 @@ def test_utilisation_above_the_peak_is_another_peak():
 
 
 @symptom("utilisation rises with recompute, and training gets slower")
-def test_what_runs_again_is_no_work_of_the_model():
+def test_recomputed_flops_do_not_count_as_work_of_the_model():
     plain, full = figures(Case(SMALL), "full", peak=1e9, clock=ticking(0.50, 0.55)).rows
     assert full.hfu > plain.hfu  # the wrong fix: the FLOPs that ran, as a sign of a good step
     assert full.mfu < plain.mfu
@@ -146,7 +146,7 @@ def skip_a_block(model, sample):
 
 
 @symptom("`changes the training result` beside a lever")
-def test_a_lever_that_leaves_something_out_is_fast_and_told_apart_from_other_random_numbers():
+def test_a_lever_that_skips_work_is_distinguished_from_other_random_numbers():
     fast = Lever("fast", (skip_a_block,))
     for rounds in (1, 4):  # the wrong fix: more steps change nothing, as all are the same
         row = measure_levers(Case(SMALL), [fast], rounds=rounds, warmup=0).rows[1]
@@ -154,11 +154,11 @@ def test_a_lever_that_leaves_something_out_is_fast_and_told_apart_from_other_ran
     dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
     row = figures(Case(dropout), "accumulate=2").rows[1]
     assert "unless random numbers" in row.notes[0]
-    assert grad_accum.equal_windows(Case(dropout)).passed  # and the technique's gate knows
+    assert grad_accum.equal_windows(Case(dropout)).passed  # the technique's gate fails
 
 
 @symptom("a lever is refused: `can't be cut into 4 microbatches`")
-def test_accumulation_cuts_the_batch_that_plain_takes_at_once():
+def test_accumulation_cuts_the_same_batch_that_the_plain_step_takes():
     row = figures(Case(SMALL, batch_size=2), "accumulate=4").rows[1]
     assert row.outcome == REFUSED_OUTCOME
     assert "--batch-size 4 or more" in row.why
@@ -174,7 +174,7 @@ def test_accumulation_cuts_the_batch_that_plain_takes_at_once():
 def test_a_peak_in_the_optimizers_step_is_not_lowered_by_recompute():
     plain, full, twice = figures(Case(mlp()), "full", "full+accumulate=2").rows
     assert full.peak_ratio == 1.0
-    assert twice.peak_ratio == pytest.approx(1.0, abs=1e-5)  # the wrong fix: more of the same
+    assert twice.peak_ratio == pytest.approx(1.0, abs=1e-5)  # the wrong fix: more recompute
     lighter = figures(Case(mlp()), optimizer="sgd").plain
     assert lighter.peak_bytes < 0.6 * plain.peak_bytes
     larger = figures(Case(mlp(), batch_size=512), "full").rows[1]
@@ -186,7 +186,7 @@ def test_every_row_has_a_test_and_every_test_a_row():
 
 
 def test_the_batch_is_the_same_for_all_steps():
-    """Run the steps that the ratios compare."""
+    """Run the compared steps, and find one batch in all of them."""
     steps = [TrainingStep(Case(SMALL), find_lever(name)) for name in ("full", "accumulate=2")]
     whole = [torch.cat([each["tokens"] for each in step.window]) for step in steps]
     assert torch.equal(*whole)

@@ -18,7 +18,7 @@ def test_every_row_has_a_test():
 
 
 @symptom("losses jump after a resume, without an error")
-def test_what_is_left_out_of_a_save_changes_the_losses(tmp_path):
+def test_state_left_out_of_a_save_changes_the_losses(tmp_path):
     state, bare, whole = new_state(), new_state(seed=1), new_state(seed=1)
     train(state, 3)
     with Store(tmp_path) as store:
@@ -32,7 +32,7 @@ def test_what_is_left_out_of_a_save_changes_the_losses(tmp_path):
 
 
 @symptom("`StateMismatch`: ... of ... tensors match")
-def test_what_does_not_fit_is_refused_and_loading_the_rest_leaves_a_start(tmp_path):
+def test_a_state_that_does_not_fit_is_refused_and_a_partial_load_is_a_fresh_start(tmp_path):
     def wider():
         return torch.nn.Sequential(*list(network())[:3], torch.nn.Linear(16, 5))
 
@@ -54,7 +54,7 @@ def test_a_second_writer_is_refused_until_the_first_ends(tmp_path):
         with pytest.raises(LockedRun, match=f"held by process {os.getpid()}"):
             Store(tmp_path).open()
         (tmp_path / "writer.lock").unlink()
-        with Store(tmp_path) as second:  # the wrong fix: now two write
+        with Store(tmp_path) as second:  # the wrong fix: now two processes write
             assert second
     with Store(tmp_path):
         pass

@@ -45,7 +45,7 @@ def test_hooks_count_recomputed_layers_twice_and_the_others_once():
         case.workload.mean_loss(model, case.batch()).backward()
         flow.step()
     assert calls["layers.0.attention.wq"] == 2
-    assert calls["head"] == calls["embedding"] == 1  # which half of it would be wrong
+    assert calls["head"] == calls["embedding"] == 1  # so halving every count would be wrong
     assert {layer.calls for layer in flow.records[0].layers.values()} == {1}
 
 
@@ -74,7 +74,7 @@ def _norm(model):
 
 
 @symptom("gradient norms are 65536 times too large")
-def test_the_scalers_scale_is_taken_out():
+def test_the_scale_of_the_scaler_is_removed():
     norms = []
     for given in (False, True):
         model = blocks(linear, nn.GELU)
@@ -101,7 +101,7 @@ def test_sums_in_float32_drift():
 
 
 @symptom("a layer's gradient is 0 in the log, and it is frozen or not reached")
-def test_what_has_no_gradient_is_none_and_has_a_reason():
+def test_a_layer_without_a_gradient_has_none_with_a_reason():
     model = blocks(linear, nn.GELU, depth=3)
     model[0].requires_grad_(False)
     model.extra = nn.ModuleList([linear()])
@@ -114,19 +114,21 @@ def test_what_has_no_gradient_is_none_and_has_a_reason():
 
 
 @symptom("`has no module with parameters to probe`")
-def test_a_model_that_is_one_layer():
+def test_a_model_of_one_layer_is_probed():
     with pytest.raises(ValueError, match="has no module with parameters to probe"):
         GradFlow(nn.Linear(16, 16))
     assert one_step(nn.Sequential(nn.Linear(16, 16))).layers["0"].gradient.norm > 0
 
 
 @symptom("`SGD holds no parameter of this model`")
-def test_an_optimizer_of_other_parameters():
+def test_an_optimizer_of_other_parameters_is_refused():
     model = blocks(linear, nn.GELU)
     optimizer = torch.optim.SGD(blocks(linear, nn.GELU).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="SGD holds no parameter of this model"):
         GradFlow(model, optimizer)
-    assert one_step(model).layers["0.0"].update is None  # left out, there is no update to see
+    assert (
+        one_step(model).layers["0.0"].update is None
+    )  # without the optimizer there are no update figures
     assert (
         one_step(model, torch.optim.SGD(model.parameters(), lr=0.1)).layers["0.0"].update.distance
         > 0
@@ -157,7 +159,7 @@ def on_one_rank_alone(everywhere):
 
 
 @symptom("the job hangs at a probed step")
-def test_every_rank_has_to_open_it():
+def test_opening_the_probe_on_one_rank_alone_is_an_error():
     assert run_on_ranks(f"{__file__}:on_one_rank_alone", everywhere=True) == [1, 1]
     with pytest.raises(RuntimeError, match=r"did not end within|failed"):
         run_on_ranks(f"{__file__}:on_one_rank_alone", everywhere=False, timeout=25.0)

@@ -19,7 +19,7 @@ def test_every_row_has_a_test():
 
 
 @symptom("it came back after 3 rollbacks")
-def test_what_is_not_the_data_is_not_helped_by_skipping_more_of_them(tmp_path):
+def test_skipping_more_data_does_not_help_if_the_data_is_not_the_cause(tmp_path):
     for attempts in (2, 4):
         with pytest.raises(SpikeNotRecovered, match=f"came back after {attempts} rollbacks"):
             trained(tmp_path / str(attempts), f"spike.attempts={attempts}", KEPT, steps=FOREVER)
@@ -36,7 +36,7 @@ def test_what_is_not_the_data_is_not_helped_by_skipping_more_of_them(tmp_path):
 
 
 @symptom("there is nothing to go back to")
-def test_a_spike_before_the_first_save_is_met_again_unless_there_is_one(tmp_path):
+def test_a_spike_before_the_first_save_needs_an_earlier_save(tmp_path):
     late = "checkpoint={rollback_every: 100}"
     for again in ("first", "anew"):
         with pytest.raises(SpikeNotRecovered, match="nothing to go back to"):
@@ -52,7 +52,7 @@ def test_one_high_loss_of_small_batches_is_no_spike_with_patience(tmp_path):
     assert spike_runs.first_alarm(noisy, patience=1, threshold=40.0) is None
     assert (
         spike_runs.first_alarm([*noisy, *[1e4] * 3], patience=3) is not None
-    )  # and a real one is still found
+    )  # a real spike is still found
     assert (
         events_of(trained(tmp_path, "spike.action=none").folder, "spike") == []
-    )  # none finds nothing at all
+    )  # action none finds no spike at all

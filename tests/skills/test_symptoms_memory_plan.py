@@ -38,7 +38,7 @@ def peak_with(optimizer, *, change=None):
 
 
 @symptom("`nothing fits`: the least peak is ...")
-def test_where_nothing_fits_a_lever_of_the_message_does_what_it_says():
+def test_a_lever_that_the_message_names_frees_the_predicted_bytes():
     budget = 180 * KIB
     with pytest.raises(Infeasible, match="nothing fits 180 KiB: the least peak is") as refused:
         plan(SMALL, budget, **QUICK)
@@ -71,10 +71,10 @@ def test_a_plan_for_another_model_is_refused_and_an_edited_one_is_over_its_budge
     ):
         found.apply(wider.build())
     edited = replace(found, fingerprint=plan(wider, 2**30, **QUICK).fingerprint)
-    edited.apply(wider.build())  # the wrong fix: it is applied
+    edited.apply(wider.build())  # the wrong fix: it is applied without an error
     assert (
         measured_peak(Case(wider, batch_size=1), edited.apply) > 2 * found.peak_bytes
-    )  # and predicts nothing
+    )  # but its predictions are wrong
     assert plan(wider, 2**30, **QUICK).apply(wider.build()) == []
 
 
@@ -86,7 +86,7 @@ def test_a_model_whose_shapes_need_values_is_measured_and_the_figure_is_right():
 
 
 class Classifier(nn.Module):
-    """A head that is wider than all else, behind blocks that are not."""
+    """A classifier whose head is its widest layer."""
 
     def __init__(self, classes=512, *, twice=False):
         super().__init__()
@@ -116,7 +116,7 @@ def peak_of_loss(loss, **options):
 
 
 @symptom("chunked loss saves nothing, and `chunked_loss_report` says all logits made for ...")
-def test_a_loss_that_reads_the_logits_makes_them_whole():
+def test_a_loss_that_reads_the_logits_allocates_them_whole():
     def by_hand(logits, targets):
         return F.nll_loss(logits.log_softmax(-1), targets)
 
@@ -132,7 +132,7 @@ def test_a_loss_that_reads_the_logits_makes_them_whole():
 
 
 @symptom("`ValueError`: ... has no output layer")
-def test_a_head_that_is_not_the_widest_is_named():
+def test_a_head_that_is_not_the_widest_layer_must_be_named():
     with pytest.raises(ValueError, match="has no output layer: no Linear is wider than all others"):
         apply_chunked_loss(Classifier(twice=True))
     model, rows, targets = (

@@ -54,7 +54,7 @@ def batch():
 
 
 class Attend(nn.Module):
-    """Without state: keys go in, and come out longer."""
+    """Attention without state: it takes keys, and returns them with new ones appended."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Attend(nn.Module):
 
 
 class Cached(nn.Module):
-    """With state: the keys of earlier calls."""
+    """Attention that stores the keys of earlier calls."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def test_a_cache_that_grows_breaks_torchs_checkpoint_and_not_recompute(batch):
     with pytest.raises(RuntimeError, match="returned an invalid gradient"):
         step(by_torch(unchecked, determinism_check="none"), batch)
     cured = Recompute(cured)
-    for _ in range(2):  # the second step finds a cache
+    for _ in range(2):  # the second step finds a filled cache
         assert compare(step(plain, batch), step(cured, batch)).bit_equal
 
 
@@ -100,7 +100,7 @@ SHORT, LONG = False, True
 
 
 class Route(nn.Module):
-    """Takes a path that is given, or another one with each call."""
+    """A block that takes the path it is given, or a different one in each call."""
 
     def __init__(self, *takes):
         super().__init__()
@@ -117,7 +117,7 @@ class Route(nn.Module):
 
 
 class Decides(nn.Module):
-    """Chooses for its block."""
+    """A model that chooses the path of its block."""
 
     def __init__(self, *takes):
         super().__init__()
@@ -133,13 +133,13 @@ def test_a_path_that_changes_breaks_torchs_checkpoint_and_not_recompute(batch):
     for options in ({}, {"determinism_check": "none"}):
         with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
             step(by_torch(seeded(Route, LONG, SHORT), **options), batch)
-    # The other way round torch stops as soon as it has as many tensors as before, without an error.
+    # With a longer second path torch stops at the expected number of tensors, without an error.
     found = step(by_torch(seeded(Route, SHORT, LONG)), batch)
     assert compare(step(seeded(Route, SHORT, LONG), batch), found).worst > 0.1
     for takes in ((LONG, SHORT), (SHORT, LONG)):
         cured = step(Recompute(seeded(Route, *takes)), batch)
         assert compare(step(seeded(Route, *takes), batch), cured).bit_equal
-    # A path that something outside of the block decides is still another one.
+    # A path that depends on state outside of the block still changes.
     outside = [LONG, SHORT]
     block = seeded(Route)
     block.takes = Outside(outside)
@@ -152,7 +152,7 @@ def test_a_path_that_changes_breaks_torchs_checkpoint_and_not_recompute(batch):
 
 
 class Outside:
-    """A list that the block only refers to."""
+    """State outside of the block, which only refers to it."""
 
     def __init__(self, takes):
         self.takes = takes
@@ -162,7 +162,7 @@ class Outside:
 
 
 @symptom("`was changed in place between the forward and its backward`")
-def test_weights_changed_before_the_backward_are_an_error_and_replaced_ones_are_put_back(batch):
+def test_weights_changed_before_backward_are_an_error_and_replaced_ones_are_restored(batch):
     block = Recompute(seeded(linear))
     loss = mean_square(block, batch)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_weights_changed_before_the_backward_are_an_error_and_replaced_ones_are_
 
 
 class Collecting(nn.Module):
-    """Sums the outputs of its blocks, as models with hidden states do."""
+    """A model that sums the outputs of its blocks, as those that return hidden states do."""
 
     def __init__(self, keep=lambda x: x):
         super().__init__()
@@ -219,7 +219,7 @@ def test_hidden_states_that_are_collected_break_a_segment_and_not_single_blocks(
 
 
 class FrozenStart(nn.Module):
-    """Nothing trains before the first block, as with frozen embeddings under adapters."""
+    """A model with nothing to train before its blocks, as with frozen embeddings under adapters."""
 
     def __init__(self, run=lambda block, x: block(x)):
         super().__init__()
@@ -243,7 +243,7 @@ def reentrant(block, *args):
 def test_reentrant_checkpointing_of_a_frozen_start_loses_gradients(batch):
     plain, broken, cured = seeded(FrozenStart), seeded(FrozenStart, reentrant), seeded(FrozenStart)
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
-        found = step(broken, batch)  # the loss is right, and goes down, since the head trains
+        found = step(broken, batch)  # the loss is right and falls, since the head trains
     assert found.gradients["block.0.weight"] is None
     assert found.gradients["head.weight"] is not None
     cured.block = Recompute(cured.block)
@@ -257,7 +257,7 @@ def test_reentrant_checkpointing_of_a_frozen_start_loses_gradients(batch):
 
 @contextlib.contextmanager
 def warned_always():
-    """Torch says this once in a process, and another test may have heard it."""
+    """Make torch repeat a warning that it otherwise prints once per process."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -306,11 +306,11 @@ def test_the_order_is_recompute_and_then_compile(batch):
     assert found.holds, found.describe()  # a compiler may add in another order
 
 
-# Silently another training.
+# Training that changes without an error.
 
 
 def through_torch(model, **options):
-    """Torch's own function around each block, as people write it."""
+    """Call torch's own function around each block, as scripts do."""
     for block in model:
         run = block.forward
         block.forward = lambda *args, run=run: checkpoint(
@@ -339,11 +339,11 @@ def test_running_statistics_are_updated_twice(batch):
 
 
 @symptom("gradients are wrong with dropout, and no error")
-def test_without_the_generators_state_dropout_draws_again(batch):
+def test_without_restored_generators_dropout_draws_another_mask(batch):
     build = partial(blocks, linear, nn.GELU, partial(nn.Dropout, 0.5), linear, depth=2)
     reference, broken, cured = step(build(), batch), build(), build()
     recompute_blocks(broken, preserve_rng_state=False)
-    found = step(broken, batch)  # from a seed before the step, which does not help
+    found = step(broken, batch)  # with a seed before the step, which does not help
     assert torch.equal(found.loss, reference.loss)
     assert compare(reference, found).worst > 0.5
     recompute_blocks(cured)
@@ -369,7 +369,7 @@ class Jitter(nn.Module):
 
 @symptom("gradients are wrong with `random` or `numpy.random` inside a block")
 @pytest.mark.parametrize("draw", [random.random, draw_with_numpy], ids=["python", "numpy"])
-def test_only_torch_generators_are_put_back(batch, draw):
+def test_only_torchs_generators_are_restored(batch, draw):
     reference, broken = step(seeded(Jitter, draw), batch), Recompute(seeded(Jitter, draw))
     assert compare(reference, step(broken, batch)).worst > 0.1  # both from the same seed
     reference, cured = (seeded(Jitter, draw_with_torch) for _ in range(2))
@@ -377,7 +377,7 @@ def test_only_torch_generators_are_put_back(batch, draw):
 
 
 class Warming(nn.Module):
-    """A factor that grows with each call, or is given."""
+    """A block with a factor that grows in each call, or is given."""
 
     def __init__(self):
         super().__init__()
@@ -389,7 +389,7 @@ class Warming(nn.Module):
 
 
 def spectral():
-    """Two blocks; each forward in training mode sharpens the first one's estimate of a norm."""
+    """Build two blocks; each training forward improves the first one's estimate of a norm."""
     normed = nn.utils.parametrizations.spectral_norm(linear())
     return nn.Sequential(nn.Sequential(normed, nn.Tanh()), nn.Sequential(linear(), nn.Tanh()))
 
@@ -433,6 +433,6 @@ def test_names_are_those_of_the_bare_model(batch):
     assert "0._checkpoint_wrapped_module.0.weight" in dict(theirs.named_parameters())
     assert (
         list(theirs.state_dict()) == names
-    )  # so a saved state looks right, and groups by name are wrong
+    )  # so a saved state looks right, but groups by name are wrong
     recompute_blocks(ours)
     assert [name for name, _ in ours.named_parameters()] == list(ours.state_dict()) == names

@@ -36,7 +36,7 @@ def saved(model):
     "`torch._dynamo.config.activation_memory_budget does not exist`, "
     "or a budget that changes nothing"
 )
-def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks():
+def test_a_budget_set_elsewhere_or_too_late_has_no_effect():
     with pytest.raises(AttributeError, match=r"activation_memory_budget does not exist"):
         torch._dynamo.config.activation_memory_budget = 0.2
     torch._dynamo.activation_memory_budget = 0.2
@@ -44,13 +44,13 @@ def test_the_budget_is_set_elsewhere_or_too_late_until_it_is_set_for_the_blocks(
     del torch._dynamo.activation_memory_budget
     before = saved(model)
     with functorch_config.patch(activation_memory_budget=0.2):
-        assert saved(model) == before  # its code is there already
+        assert saved(model) == before  # its code is compiled already
     assert saved(bounded(block_class(), 1.0)) == before
     assert saved(bounded(block_class(), 0.2)) < 0.8 * before
 
 
 @symptom("gradients are wrong with dropout and a budget in compiled code, and no error")
-def test_another_budget_or_seed_leaves_the_mask_wrong_until_draws_are_kept():
+def test_neither_another_budget_nor_a_seed_makes_the_dropout_mask_right():
     reference = step(build(block_class(dropout)))
     for budget in (0.0, 0.9):
         found = compare(
@@ -92,7 +92,7 @@ def test_a_sequential_that_compiles_itself_stays_eager_until_it_is_compiled_from
 
 
 @symptom("compiled code runs as slow as eager once its FLOPs or its memory were counted")
-def test_a_mode_that_counts_ends_compiled_code_until_torch_forgets_it():
+def test_a_counting_mode_turns_compiled_code_off_until_a_reset():
     runs = []
 
     def backend(graph, inputs):

@@ -26,7 +26,7 @@ def batch():
 
 
 @symptom("`sequential` saves little or nothing")
-def test_one_segment_saves_nothing_and_one_for_each_block_less_than_some_count_between(batch):
+def test_neither_one_segment_nor_one_per_block_saves_the_most(batch):
     build, batch, peaks = partial(blocks, linear, nn.GELU, depth=16), batch.repeat(8, 1), {}
     for count in (1, 4, 16):
         model = build()
@@ -41,13 +41,13 @@ def test_one_segment_saves_nothing_and_one_for_each_block_less_than_some_count_b
 
 
 @pytest.mark.parametrize("depth", [4, 16])
-def test_where_a_block_holds_much_more_than_its_input_no_run_is_better_than_one_block(depth):
+def test_no_segment_beats_single_blocks_that_hold_much_more_than_their_input(depth):
     case = Case(transformer(depth=depth, dim=32, length=32, vocabulary=64))
     assert choose_segments(case.build(), case.batch(), case.workload.mean_loss) == depth
 
 
 @symptom("blocks of Linear and ReLU hold as much as before")
-def test_linear_and_relu_save_nothing_alone_and_something_in_runs(batch):
+def test_linear_and_relu_save_nothing_alone_and_something_in_segments(batch):
     build, smooth = partial(blocks, linear, nn.ReLU), blocks(linear, nn.GELU)
     plain, model = memory(build(), batch), build()
     recompute_blocks(model, preserve_rng_state=False)
@@ -55,7 +55,7 @@ def test_linear_and_relu_save_nothing_alone_and_something_in_runs(batch):
     recompute_blocks(smooth, preserve_rng_state=False)
     assert (
         memory(smooth, batch) == plain
-    )  # GELU held twice as much: what recompute takes off is what it put on
+    )  # GELU held twice as much: recompute frees only what GELU added
     model = build()
     recompute_segments(model, 3, preserve_rng_state=False)
     assert memory(model, batch).held_bytes < 0.7 * plain.held_bytes
@@ -76,7 +76,7 @@ class HeadAndLoss(nn.Module):
 
 
 def loss_in_chunks(model, batch):
-    """The last projection and the loss, recomputed for 32 tokens at a time."""
+    """Recompute the last projection and the loss for 32 tokens at a time."""
     tokens, targets = batch["tokens"], batch["targets"].flatten()
     hidden = model.embedding(tokens)
     for layer in model.layers:
@@ -110,7 +110,7 @@ def test_logits_own_the_peak_until_the_loss_is_chunked():
 
 
 @symptom("out of memory at batch size 1 too")
-def test_gradients_own_the_peak_until_each_is_used_at_once(batch):
+def test_using_each_gradient_at_once_lowers_a_peak_of_gradients(batch):
     def build():
         return blocks(partial(nn.Linear, 256, 256), nn.GELU, depth=4)
 
@@ -141,7 +141,7 @@ def test_fine_tuning_in_eval_mode_recomputes_nothing(batch):
     recompute_blocks(trained)
     assert memory(model.eval(), batch) == memory(plain, batch)
     reference = step(plain, batch)
-    assert not compare(reference, step(trained, batch)).holds  # the dropout is back
+    assert not compare(reference, step(trained, batch)).holds  # dropout is on again
     for module in model.train().modules():
         if isinstance(module, nn.Dropout):
             module.eval()

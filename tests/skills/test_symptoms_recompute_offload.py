@@ -1,4 +1,4 @@
-"""Symptoms of offload: reproduced, cured by the fix, and not by what only looks right.
+"""Symptoms of offload: reproduced, cured, and not cured by the wrong fix.
 
 python -m pytest tests/skills/test_symptoms_recompute_offload.py
 """
@@ -48,7 +48,7 @@ def test_host_memory_is_counted_before_a_step_and_fewer_blocks_or_larger_tensors
         HostMemoryShort, match=r"needs 31.6 MiB more of host memory and 24.0 MiB is available"
     ):
         offload_blocks(model, batch=batch, loss=loss)
-    assert everything_copied(model, batch, loss) > 1.9 * 31.6 * 2**20  # and would have said nothing
+    assert everything_copied(model, batch, loss) > 1.9 * 31.6 * 2**20  # without a warning
     plain = memory(model, batch, loss=loss)
     for options in ({"keep_last": 2}, {"min_bytes": 2**20}):
         model = case.build()
@@ -59,7 +59,7 @@ def test_host_memory_is_counted_before_a_step_and_fewer_blocks_or_larger_tensors
 
 
 class Collecting(nn.Module):
-    """Keeps what passes between its blocks, as models do that are asked for their hidden states."""
+    """A model that collects the outputs of its blocks, as those that return hidden states do."""
 
     def __init__(self, layers, keep):
         super().__init__()
@@ -75,8 +75,8 @@ class Collecting(nn.Module):
 
 
 @symptom("offload moves bytes, and the device holds nearly as much as before")
-def test_what_the_model_itself_collects_stays_on_the_device(batch):
-    build = functools.partial(blocks, linear, nn.Sigmoid)  # an output is all that a block holds
+def test_tensors_that_the_model_collects_stay_on_the_device(batch):
+    build = functools.partial(blocks, linear, nn.Sigmoid)  # a block holds nothing but its output
     held = {}
     for name, keep in {
         "all": lambda x: x,

@@ -42,7 +42,7 @@ def reentrant(block, x):
 
 
 class Shared(nn.Module):
-    """A block that runs several times, and a layer that nobody uses."""
+    """A model with a block that runs several times, and an unused layer."""
 
     def __init__(self, run, *, times):
         super().__init__()
@@ -101,7 +101,7 @@ def shard(model, mesh):
 def orders():
     build, mesh = partial(blocks, linear, nn.GELU, depth=3), init_device_mesh("cpu", (2,))
     batch = rows().chunk(2)[dist.get_rank()]
-    # What is refused, and what looks like the same thing: a second model, which DDP doesn't know.
+    # The refused order, and one that looks alike: a second model, which bypasses DDP.
     wrapped = DistributedDataParallel(build())
     with pytest.raises(ValueError, match="wrap the blocks before DistributedDataParallel"):
         Recompute(wrapped)

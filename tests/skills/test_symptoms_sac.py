@@ -32,7 +32,7 @@ LOSS = CASE.workload.mean_loss
 
 
 def torchs(model, policy, **options):
-    """Torch's own, on each block of a chain."""
+    """Apply torch's own selective checkpointing to each block of a chain."""
     changed = copy.deepcopy(model)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy, **options)
     for block in changed:
@@ -53,7 +53,7 @@ def equal(first, second, batch):
 
 
 class Block(nn.Module):
-    """Three products of one shape; the last is never run again."""
+    """A block of three products of one shape; the last is never recomputed."""
 
     def __init__(self):
         super().__init__()
@@ -76,17 +76,19 @@ def test_every_row_of_the_table_has_a_test():
 
 
 @symptom("`PolicyError`: ... saves no output")
-def test_a_list_of_composite_operations():
+def test_a_list_of_composite_operations_keeps_nothing():
     named = [aten.linear.default, aten.scaled_dot_product_attention.default]
     plain, full = chain(), torchs(chain(), [])
     batch, flops = rows(), functools.partial(count_flops, batch=rows(), loss=mean_square)
     again = recompute_flops(flops(plain), flops(torchs(plain, named)))
     assert (
         again == recompute_flops(flops(plain), flops(full)) > 0
-    )  # torch recomputes everything without a word
+    )  # torch recomputes everything without an error
     with pytest.raises(PolicyError, match="saves no output of 0"):
         ours(plain, named)(batch)
-    with pytest.raises(PolicyError, match="saves no output of 0"):  # one composite for another
+    with pytest.raises(
+        PolicyError, match="saves no output of 0"
+    ):  # replaces one composite operation by another
         ours(plain, [*named, aten.matmul.default])(batch)
     assert recompute_flops(flops(plain), flops(ours(plain, ["aten.mm", "aten.addmm"]))) == 0
 
@@ -94,7 +96,7 @@ def test_a_list_of_composite_operations():
 @symptom(
     "`PolicyError`: ... the wrong way round; or torch's own takes more memory than none at all"
 )
-def test_keeping_all_but_products():
+def test_keeping_all_but_products_takes_more_memory_than_none():
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -116,7 +118,7 @@ def test_keeping_all_but_products():
         ours(plain, backwards)(batch)
     with pytest.raises(
         PolicyError, match="wrong way round"
-    ):  # less of it is still all the products again
+    ):  # keeping less still recomputes all products
         ours(plain, ["aten.silu", "aten.mul"])(batch)
     assert held(ours(plain)) < held(plain)
 
@@ -132,7 +134,7 @@ def every_third():
 
 
 @symptom("gradients are wrong on torch before 2.13 with a policy that counts, and no error")
-def test_a_policy_that_counts():
+def test_a_policy_that_counts_gives_wrong_gradients_before_torch_2_13():
     plain, batch = chain(), rows()
     expected = step(plain, batch)
     policy, seen = every_third()
@@ -141,9 +143,7 @@ def test_a_policy_that_counts():
     assert compare(expected, step(ours(plain, every_third()[0]), batch)).bit_equal
     policy, seen = every_third()
     model = torchs(plain, policy)
-    for _ in range(
-        2
-    ):  # the count is set back before each step, and backward counts on all the same
+    for _ in range(2):  # the count is reset before each step, but backward still continues it
         seen[0] = 0
         assert compare(expected, step(model, batch)).bit_equal != old
 
@@ -159,18 +159,21 @@ class Noisy(nn.Module):
 
 
 @symptom("gradients are wrong with dropout, and no error")
-def test_a_kept_operation_that_draws():
+def test_keeping_an_operation_that_draws_gives_wrong_gradients():
     plain, batch = chain(Noisy), rows()
-    kept = [aten.mm.default, aten.randn_like.default]  # what attention with dropout is on CUDA
+    kept = [
+        aten.mm.default,
+        aten.randn_like.default,
+    ]  # the operation of attention with dropout on CUDA
     assert not equal(plain, torchs(plain, kept), batch)
     assert not equal(
         plain, torchs(plain, [*kept, aten.native_dropout.default]), batch
-    )  # a list of more that draw
+    )  # a list with more operations that draw
     assert equal(plain, ours(plain, kept), batch)
 
 
 class Shared(nn.Sequential):
-    """One weight in all blocks, under autocast."""
+    """A model with one weight in all blocks, under autocast."""
 
     def __init__(self):
         super().__init__(*[nn.Sequential(linear(bias=False), nn.SiLU()) for _ in range(3)])
@@ -184,7 +187,7 @@ def autocast_loss(model, batch, *, cache_enabled=True):
 
 
 @symptom("`RuntimeError`: aten._to_copy.default ... not found in storage")
-def test_a_shared_weight_under_autocast():
+def test_a_shared_weight_under_autocast_fails_unless_casts_are_ignored():
     plain, batch, kept = seeded(Shared), rows(), [aten.mm.default]
     expected = record_step(plain, batch, autocast_loss)
     for options in ({}, {"allow_cache_entry_mutation": True}):
@@ -193,13 +196,13 @@ def test_a_shared_weight_under_autocast():
                 record_step(torchs(plain, kept, **options), batch, autocast_loss)
     assert compare(expected, record_step(ours(plain), batch, autocast_loss)).bit_equal
     uncached = functools.partial(autocast_loss, cache_enabled=False)
-    record = record_step(torchs(plain, kept), batch, uncached)  # runs, and rounds otherwise
+    record = record_step(torchs(plain, kept), batch, uncached)  # runs, but rounds differently
     assert not compare(expected, record).bit_equal
     assert compare(record_step(plain, batch, uncached), record).bit_equal
 
 
 @symptom("`RuntimeError`: Trying to backward an extra time")
-def test_backward_twice():
+def test_a_second_backward_needs_regions_or_recompute():
     batch = rows()
     for model in (torchs(chain(), [aten.mm.default]), ours(chain())):
         loss = mean_square(model, batch)
@@ -225,7 +228,7 @@ class InPlace(nn.Module):
 
 
 @symptom("`RuntimeError`: Tensor cached during selective activation checkpoint has been mutated")
-def test_a_kept_output_that_is_written_over():
+def test_a_kept_output_that_is_overwritten_is_an_error():
     plain, batch, kept = chain(InPlace), rows(), [aten.mm.default]
     expected = step(plain, batch)
     for model in (torchs(plain, kept), ours(plain)):
@@ -238,7 +241,7 @@ def test_a_kept_output_that_is_written_over():
 
 
 @symptom("`PolicyError`: ... MUST_CPU_OFFLOAD")
-def test_offload_by_policy():
+def test_a_policy_of_offload_recomputes_and_moves_nothing():
     def policy(context, operation, *args, **kwargs):
         product = operation is aten.mm.default
         return CheckpointPolicy.MUST_CPU_OFFLOAD if product else CheckpointPolicy.PREFER_RECOMPUTE
@@ -254,7 +257,7 @@ def test_offload_by_policy():
 
 
 @symptom("steps are much slower than the FLOPs say, in eager mode with small batches")
-def test_the_overhead_is_that_of_every_operation():
+def test_a_policy_adds_overhead_to_every_operation():
     def calls(apply):
         return python_calls(CASE, lambda module, case: apply(module))
 
@@ -281,7 +284,7 @@ class Handmade(nn.Module):
 
 
 @symptom("regions free less than a policy does")
-def test_an_activation_of_ones_own():
+def test_a_users_own_activation_must_be_a_module_for_regions():
     batch, held = rows(256), {}
     for name, apply in {
         "regions": apply_regions,

@@ -41,12 +41,12 @@ def trained(module, loss, x):
 
 
 def peak(module, loss, x):
-    loss(module, x[:3])  # the first call looks for hidden state, and measures
+    loss(module, x[:3])  # the first call looks for hidden state and measures
     return measure_memory(module, x, loss).peak_bytes
 
 
 def rate(loop=run_timesteps, **kept):
-    """The loss of a network by its firing rates."""
+    """Return a loss of a network's firing rates."""
 
     def loss(module, x):
         made, _ = loop(module.step, x, module.initial_state(x), outputs="mean", **kept)
@@ -63,7 +63,7 @@ def chunked_rate(**kept):
 
 
 class Handed(KeeperNet):
-    """The same neurons; the step sets their potentials, and hands them out."""
+    """A network of the same neurons, whose step sets and returns their potentials."""
 
     def initial_state(self, x):
         return x.new_zeros(x.shape[1], WIDTH), x.new_zeros(x.shape[1], WIDTH)
@@ -81,7 +81,7 @@ def plain_keepers(module, x):
 
 
 def naive_chunks(module, x, *, reset=False):
-    """Torch's checkpoint around chunks of five timesteps, as people write it."""
+    """Wrap chunks of five timesteps in torch's checkpoint, as scripts do."""
     module.reset()
 
     def run(chunk, total):
@@ -98,7 +98,7 @@ def naive_chunks(module, x, *, reset=False):
 
 
 @symptom("`HiddenState`: ... keeps state from one timestep to the next")
-def test_a_neuron_with_its_potential_inside_is_refused_until_the_step_hands_it_over(x):
+def test_a_neuron_that_stores_its_potential_is_refused_until_the_step_returns_it(x):
     reference, refused = trained(build(KeeperNet), plain_keepers, x), build(KeeperNet)
     with pytest.raises(
         HiddenState, match=r"layers\.1 \(Keeper\) keeps state from one timestep to the next"
@@ -115,22 +115,22 @@ def test_a_neuron_with_its_potential_inside_is_refused_until_the_step_hands_it_o
 
 
 @symptom("gradients are off by some percent with chunks, and no error")
-def test_chunks_start_again_from_the_last_potential_of_the_neurons(x):
+def test_naive_chunks_recompute_from_the_last_potential_with_wrong_gradients(x):
     reference, found = (
         trained(build(KeeperNet), loss, x) for loss in (plain_keepers, naive_chunks)
     )
     assert torch.equal(found.loss, reference.loss)
     assert compare(reference, found).worst > 0.01
     forgetful = trained(build(KeeperNet), lambda module, x: naive_chunks(module, x, reset=True), x)
-    assert not torch.equal(forgetful.loss, reference.loss)  # repeats itself, and is another network
+    assert not torch.equal(forgetful.loss, reference.loss)  # repeatable, but a different network
     assert compare(reference, trained(build(Handed), chunked_rate(), x)).bit_equal
 
 
-# Where gradients begin and end.
+# Boundaries of gradients.
 
 
 @symptom("`Trying to backward through the graph a second time`")
-def test_the_state_of_the_last_batch_is_detached_before_it_goes_in(x):
+def test_the_state_of_the_last_batch_must_be_detached(x):
     def train(module, *, detach, **kept):
         state = module.initial_state(x)
         for batch in (x[:20], x[20:]):
@@ -142,9 +142,7 @@ def test_the_state_of_the_last_batch_is_detached_before_it_goes_in(x):
 
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
         train(build(), detach=False)
-    retained = train(
-        build(), detach=False, retain_graph=True
-    )  # and every batch so far stays in memory
+    retained = train(build(), detach=False, retain_graph=True)  # all earlier batches stay in memory
     whole = build()
     made, state = run_timesteps(whole.step, x[:20], whole.initial_state(x))
     more, _ = run_timesteps(whole.step, x[20:], tuple(part.detach() for part in state))
@@ -163,7 +161,7 @@ class Detaching(Net):
 
 
 @symptom("`ValueError`: the state that step returns is detached")
-def test_windows_are_cut_between_the_calls(x):
+def test_truncation_detaches_between_calls_and_not_in_the_step(x):
     with pytest.raises(ValueError, match="no gradient reaches an earlier timestep"):
         trained(build(Detaching), chunked_rate(), x)
 
@@ -181,12 +179,12 @@ def test_windows_are_cut_between_the_calls(x):
     assert compare(cut, trained(build(), windows(checkpoint_timesteps), x)).bit_equal
     without_time = trained(
         build(Detaching), windows(run_timesteps), x
-    )  # what detaching inside the step comes to
+    )  # the result of detaching inside the step
     assert compare(cut, without_time).worst > 0.01
 
 
 @symptom("`ValueError`: step writes into the state that it is given")
-def test_a_potential_is_made_anew_rather_than_written_into(x):
+def test_a_step_that_writes_into_its_state_is_refused(x):
     class InPlace(Net):
         def step(self, x, state):
             state[0].mul_(0.9).add_(self.first(x))
@@ -209,16 +207,16 @@ def test_a_potential_is_made_anew_rather_than_written_into(x):
             trained(build(InPlace), loss, x)
     reference = trained(build(Anew), rate(), x)
     assert compare(reference, trained(build(Anew), chunked_rate(), x)).bit_equal
-    unchecked = trained(build(InPlace), through_torch, x)  # torch says nothing
+    unchecked = trained(build(InPlace), through_torch, x)  # torch raises no error
     assert torch.equal(unchecked.loss, reference.loss)
     assert compare(reference, unchecked).worst > 0.1
 
 
-# Memory that stays.
+# Memory that is not freed.
 
 
 @symptom("memory still grows with the number of timesteps")
-def test_outputs_are_summed_inside_and_not_stacked():
+def test_a_mean_computed_in_the_loop_holds_less_than_stacked_outputs():
     def stacked(**kept):
         def loss(module, x):
             made, _ = checkpoint_timesteps(module.step, x, module.initial_state(x), **kept)
@@ -235,7 +233,7 @@ def test_outputs_are_summed_inside_and_not_stacked():
 
 
 @symptom("a checkpoint for each timestep saves little")
-def test_each_checkpoint_keeps_a_state():
+def test_a_checkpoint_per_timestep_holds_a_state_per_timestep():
     x = currents(STEPS, 64)
     plain, best = peak(build(), rate(), x), peak(build(), chunked_rate(), x)
     assert peak(build(), chunked_rate(chunk_size=1), x) > 0.6 * plain
@@ -246,11 +244,11 @@ def test_each_checkpoint_keeps_a_state():
 
     assert (
         peak(build(), whole, x) >= plain
-    )  # one checkpoint around all is computed again as a whole
+    )  # one checkpoint around the loop is recomputed as a whole
 
 
 class Loop(nn.Module):
-    """A loop in forward, as people write it; or as one method."""
+    """A model with a loop in forward, as scripts have it."""
 
     def __init__(self):
         super().__init__()
@@ -294,7 +292,7 @@ def test_a_loop_in_forward_becomes_one_line():
     by_block, method = build(Loop), build(OneMethod)
     recompute_blocks(
         by_block, blocks="blocks.*"
-    )  # keeps the input of every block at every timestep
+    )  # holds the input of every block at every timestep
     assert peak(by_block, loss, x) > 0.7 * plain
     recompute_timesteps(method)
     for module in (build(OneLine), method):
@@ -302,11 +300,11 @@ def test_a_loop_in_forward_becomes_one_line():
         assert peak(module, loss, x) < 0.45 * plain
 
 
-# What is counted, and along what.
+# Hooks, counts and dimensions.
 
 
 @symptom("a recorder or hook has more entries than there are timesteps")
-def test_hooks_run_again_and_outputs_do_not(x):
+def test_hooks_run_again_in_recompute_but_outputs_are_recorded_once(x):
     def recorded(loop):
         module, entries = build(), []
         module.last.register_forward_hook(lambda _, __, out: entries.append(out.detach()))
@@ -319,7 +317,7 @@ def test_hooks_run_again_and_outputs_do_not(x):
     assert len(plain) == STEPS < len(entries)
     assert not all(
         map(torch.equal, entries[:STEPS], plain)
-    )  # the first ones are of the check, and the rest out of order
+    )  # the first entries come from the check, and the rest are out of order
     assert torch.equal(made, wanted)
 
 
@@ -344,7 +342,7 @@ def test_spikes_are_counted_in_single_precision():
 
 
 @symptom("`must match the size`, or samples and timesteps trade places")
-def test_time_is_the_dimension_that_is_said():
+def test_a_wrong_time_dimension_steps_through_the_samples():
     module, x = build(), currents(10, 4)
     batch_first = x.transpose(0, 1)
     state = module.initial_state(x)
@@ -354,7 +352,7 @@ def test_time_is_the_dimension_that_is_said():
     assert "is time_dim right?" in raised.value.__notes__[0]
     cropped, _ = checkpoint_timesteps(
         module.step, batch_first[:, :4], state
-    )  # no error, and through the samples
+    )  # without an error it steps through the samples
     assert not torch.equal(cropped, wanted[:4])
     assert not torch.equal(cropped.transpose(0, 1), wanted[:4])
     found, _ = checkpoint_timesteps(module.step, batch_first, state, time_dim=1)

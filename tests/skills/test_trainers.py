@@ -1,4 +1,4 @@
-"""Claims of the page `trainers` on other projects' trainers, and our blocks under them.
+"""Check claims of the page `trainers` on other trainers, and our blocks under them.
 
 python -m pytest tests/skills/test_trainers.py
 """
@@ -53,7 +53,7 @@ def labelled(model, tokens):
 
 
 def switch_on(model):
-    """Hugging Face's own switch, which had another name in 5.0 and before."""
+    """Turn on Hugging Face's own switch, which had another name up to 5.0."""
     name = "activation_checkpointing_enable"
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
 
@@ -113,7 +113,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("owner", "names"), NAMES.items(), ids=list(NAMES))
-def test_what_the_page_names_is_there(owner, names):
+def test_every_name_of_the_page_exists(owner, names):
     found, page = (
         package(owner),
         (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8"),
@@ -221,12 +221,12 @@ def test_trainer_counts_tokens_only_where_the_model_takes_the_count(tmp_path):
     assert off(change(deaf, tmp_path, samples=1, microbatches=6, max_grad_norm=0), large) > 0.3
 
 
-def test_trainer_divides_a_short_window_by_what_is_in_it(tmp_path):
+def test_trainer_divides_a_short_window_by_its_own_size(tmp_path):
     batches = change(llama(), tmp_path, samples=4, microbatches=1)
     assert off(change(llama(), tmp_path, samples=1, microbatches=4), batches) < 1e-5
 
 
-def test_trainer_clips_unless_it_is_told_not_to():
+def test_trainer_clips_unless_max_grad_norm_is_0():
     assert transformers.TrainingArguments.__dataclass_fields__["max_grad_norm"].default == 1.0
 
 
@@ -259,10 +259,10 @@ def test_accelerate_divides_a_short_window_by_the_full_number_of_steps():
     assert gradients == [
         1.0,
         0.5,
-    ]  # of a mean over the window's own microbatches it would be 1.0 as well
+    ]  # a mean over the window's own microbatches would also give 1.0
 
 
-def test_our_windows_under_accelerate_divide_by_what_is_there():
+def test_our_windows_under_accelerate_divide_by_their_own_terms():
     accelerator = package("accelerate").Accelerator(cpu=True)
     accelerator.gradient_accumulation_steps = 1
     layer = nn.Linear(4, 1, bias=False)
@@ -343,7 +343,7 @@ def test_accelerate_finds_recomputed_blocks_by_the_name_of_their_class():
 # Lightning.
 
 
-@pytest.mark.filterwarnings("default")  # Lightning 2.6 uses what torch 2.13 deprecates
+@pytest.mark.filterwarnings("default")  # Lightning 2.6 calls a function that torch 2.13 deprecates
 def test_lightning_clips_once_and_divides_a_short_window_by_the_full_number_of_batches():
     lightning = package("lightning")
 
@@ -399,5 +399,5 @@ def test_lightning_syncs_every_microbatch_of_a_model_that_fully_shard_divided():
     with held_back(
         types.SimpleNamespace(model=types.SimpleNamespace(set_requires_gradient_sync=ask))
     ):
-        pass  # nobody asks what fully_shard gives a model instead of no_sync
+        pass  # Lightning does not call what fully_shard has instead of no_sync
     assert not hasattr(FSDPModule, "no_sync")

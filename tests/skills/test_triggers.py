@@ -1,4 +1,4 @@
-"""A prompt in a user's words finds the right skill by its description, and no similar one.
+"""A user's prompt finds the right skill by its description, and no similar one.
 
 Run: `python -m pytest tests/skills/test_triggers.py`.
 """
@@ -14,7 +14,7 @@ DATA, TEXTS = triggers(), descriptions()
 OURS = set(TEXTS)
 ALL = TEXTS | named(DATA["others"])
 LEAST = 0.9
-# No description was written for these, and words alone do not carry farther. One in nine is chance.
+# No description was written for these prompts, so words alone find fewer. Chance is one in nine.
 LEAST_HELD_OUT = 0.7
 BASELINES = [Words, Vectors]
 
@@ -29,7 +29,7 @@ def test_every_skill_has_prompts():
     assert len(DATA["near_misses"]) >= 20
 
 
-def test_no_prompt_is_there_twice_or_repeats_a_description():
+def test_no_prompt_occurs_twice_or_repeats_a_description():
     every = [
         text for part in ("prompts", "held_out") for each in DATA[part].values() for text in each
     ]
@@ -50,12 +50,12 @@ def test_the_right_skill_is_first(baseline):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_the_right_skill_is_first_for_most_prompts_that_no_description_was_written_for(baseline):
+def test_the_right_skill_is_first_for_most_unseen_prompts(baseline):
     assert share(rank(baseline(TEXTS), DATA["held_out"])) >= LEAST_HELD_OUT
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_no_overlap_is_left_unexplained(baseline):
+def test_every_overlap_has_an_explanation(baseline):
     found = {
         " ".join(sorted((each.found, each.right))): each.prompt
         for each in rank(baseline(TEXTS), DATA["prompts"])
@@ -64,7 +64,7 @@ def test_no_overlap_is_left_unexplained(baseline):
     assert {pair: prompt for pair, prompt in found.items() if pair not in DATA["overlaps"]} == {}
 
 
-def test_overlaps_are_of_skills_that_there_are():
+def test_overlaps_name_existing_skills():
     for pair, reason in DATA["overlaps"].items():
         assert pair.split() == sorted(pair.split())
         assert set(pair.split()) <= OURS
@@ -75,7 +75,9 @@ def test_overlaps_are_of_skills_that_there_are():
 def test_a_near_miss_goes_to_another_skill_of_the_agent(baseline):
     ranked = rank(baseline(ALL), {"none of ours": DATA["near_misses"]})
     lured = {each.prompt for each in ranked if each.found in OURS}
-    assert lured <= set(DATA["shared_words"]), "say which words lure it, or change the description"
+    assert lured <= set(DATA["shared_words"]), (
+        "name the words that attract it, or change the description"
+    )
     assert len(lured) <= len(DATA["near_misses"]) / 3
 
 
@@ -85,16 +87,16 @@ def test_a_prompt_is_not_lost_to_another_skill_of_the_agent(baseline):
     assert sum(each.found in DATA["others"] for each in ranked) <= 0.05 * len(ranked)
 
 
-def test_descriptions_that_say_nothing_are_noticed():
+def test_empty_descriptions_are_caught():
     texts = {name: f"{name}: helps with training. Use when training needs help." for name in TEXTS}
     assert share(rank(Words(texts), DATA["prompts"])) < LEAST
 
 
-def test_two_descriptions_that_are_exchanged_are_noticed():
+def test_two_swapped_descriptions_are_caught():
     texts = TEXTS | {"bench": TEXTS["grad-flow"], "grad-flow": TEXTS["bench"]}
     assert share(rank(Words(texts), DATA["prompts"])) < LEAST
 
 
-def test_what_no_description_has_a_word_of_finds_nothing():
+def test_a_prompt_without_a_known_word_finds_nothing():
     (ranked,) = rank(Words(TEXTS), {"bench": ["zucchini"]})
     assert ranked.found is None

@@ -20,13 +20,13 @@ from tree import skills
 from word_vectors import Space, space, stems
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIR = 0.5  # what two words side by side weigh, to what the two of them weigh
-NEAR = 0.3  # words farther from each other than this cosine count as strangers
-WHOLE = 2.4  # what the direction of a whole text counts, to that of its words one by one
+PAIR = 0.5  # weight of a pair of neighbouring words, relative to the two words
+NEAR = 0.3  # below this cosine two words count as unrelated
+WHOLE = 2.4  # weight of the direction of a whole text, relative to that of its words
 
 
 def terms(text: str) -> list[str]:
-    """Stems, and pairs of neighbours."""
+    """Return stems, and pairs of neighbouring stems."""
     single = stems(text)
     return single + [f"{left} {right}" for left, right in itertools.pairwise(single)]
 
@@ -97,7 +97,7 @@ class Vectors:
 
 @cache
 def all_words() -> Space:
-    """One space for every text and prompt there is."""
+    """Return one space of words for all texts and prompts."""
     data = triggers()
     prompts = [
         text for part in ("prompts", "held_out") for each in data[part].values() for text in each
@@ -125,7 +125,7 @@ def descriptions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Ranked:
-    """The text ranked first and the right one; `found` is None if no word is shared."""
+    """The text that was ranked first, and the right one; `found` is None without a shared word."""
 
     prompt: str
     right: str
@@ -147,12 +147,12 @@ def _first(scores: dict[str, float]) -> str | None:
 
 
 def share(ranked: list[Ranked]) -> float:
-    """The part of them that is right."""
+    """Return the share of prompts whose first text is right."""
     return sum(each.found == each.right for each in ranked) / len(ranked)
 
 
 def main() -> None:
-    """Print both shares, and each prompt that descriptions may be changed for."""
+    """Print the share of each ranker, and the prompts that it gets wrong."""
     for ranker in (Words(descriptions()), Vectors(descriptions())):
         for part in ("prompts", "held_out"):
             ranked = rank(ranker, triggers()[part])

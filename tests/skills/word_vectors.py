@@ -26,7 +26,7 @@ their them then there they thing this three to too try two u us use used using v
 way we went what when where which while why will with would you your
 """
 STOP = set(COMMON.split())
-SAME = {  # what is typed short, or as one word
+SAME = {  # abbreviations, and words written as one
     "accum": "accumulation",
     "attn": "attention",
     "auto": "automatic",
@@ -68,8 +68,8 @@ SAME = {  # what is typed short, or as one word
     "vram": "gpu memory",
 }
 CUT = "ization ations ation ingly ence edly ings ally ent ing ied ies ers ed er es ly s e y"
-ENDINGS = CUT.split()  # the longest come first
-READ = {  # the modules whose documentation is read
+ENDINGS = CUT.split()  # longest first
+READ = {  # modules whose documentation is read
     "torch": [
         "nn",
         "optim",
@@ -88,18 +88,18 @@ READ = {  # the modules whose documentation is read
         "*.py",
         "_neurons",
         "functional",
-    ],  # the only one that speaks of neurons that spike
+    ],  # the only one on spiking neurons
 }
 PROSE = re.compile(r'"""(.*?)"""|((?:^ *# .*\n)+)', re.DOTALL | re.MULTILINE)
 VOCABULARY, DIMENSIONS, WINDOW, SEEN_ENOUGH = 4000, 300, 10, 5
-COMMON_SHARE = 1e-3  # a word that is this part of all words weighs half in the vector of a text
+COMMON_SHARE = 1e-3  # a word with this share of all words has half weight in the vector of a text
 
 
 @cache
 def stem(word: str) -> str:
     """Return the stem of a word: "save", "saves", "saved" and "saving" have the same.
 
-    Cuts the plural, then the longest ending that leaves four letters (three before -ing and -ed),
+    Cut the plural, then the longest ending that leaves four letters (three before -ing and -ed),
     the doubled letter before it, and a last e.
     """
     if (
@@ -127,7 +127,7 @@ def _syllable(start: str) -> bool:
 
 
 def stems(text: str) -> list[str]:
-    """The words of a text without those that any text has; names in code are taken apart."""
+    """Return the words of a text without stop words; names in code are split."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", text)
     words = " ".join(SAME.get(word, word) for word in re.findall("[a-z]+", text.lower())).split()
     return [stem(word) for word in words if word not in STOP]
@@ -135,7 +135,7 @@ def stems(text: str) -> list[str]:
 
 @cache
 def documentation() -> list[str]:
-    """The stems of what READ says in docstrings and comments, in a fixed order."""
+    """Return the stems of docstrings and comments in the modules of READ, in a fixed order."""
     found: list[str] = []
     for name, patterns in READ.items():
         spec = importlib.util.find_spec(name)
@@ -155,7 +155,7 @@ def documentation() -> list[str]:
 
 @dataclass(frozen=True)
 class Space:
-    """A vector of length 1 for each word that is frequent enough, and how rare each is."""
+    """A vector of length 1 for each frequent word, and the rarity of each."""
 
     index: dict[str, int]
     vectors: numpy.ndarray
@@ -165,7 +165,7 @@ class Space:
         return math.log(self.frequency.total() / (self.frequency[word] + 50))
 
     def nearness(self, word: str, others: Iterable[str]) -> float:
-        """The cosine to the nearest of them; 1 where it is one of them."""
+        """Return the cosine to the nearest of some words; 1 for one of them."""
         if word in others:
             return 1.0
         known = [self.index[other] for other in others if other in self.index]
@@ -187,7 +187,7 @@ class Space:
 
 
 def space(needed: set[str]) -> Space:
-    """Vectors for the most frequent words of the documentation, and for those that are needed."""
+    """Return vectors of the most frequent words of the documentation, and of needed ones."""
     corpus = documentation()
     frequency = Counter(corpus)
     kept = sorted(frequency, key=lambda word: (-frequency[word], word))[:VOCABULARY]
