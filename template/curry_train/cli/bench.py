@@ -25,12 +25,14 @@ from ..workloads.workload import Case
 from .options import (
     DTYPES,
     UnusableInput,
+    blocks_text,
     choose_device,
     model_option,
     plot_option,
     require_matplotlib,
     run_options,
     samples_of,
+    settle_blocks,
 )
 from .screen import ScreenCommand
 
@@ -439,6 +441,7 @@ def bench_command(
         size = samples_of(workload, batch_size)
         case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
         _check_blocks(case)
+        case, choice = settle_blocks(case)
         others = [load_workload(other) for other in dict.fromkeys(against)]
         make_optimizer(optimizer, case.build())
         if plot_path:
@@ -460,13 +463,13 @@ def bench_command(
             "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
         ) from error
 
-    click.echo(bench_table(bench), err=json_path == "-")
+    click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}", err=json_path == "-")
     facts = provenance(place)
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])
     if json_path:
         figures = bench.to_json() | {"device": facts["device"]}
-        write_json(json_path, facts | figures | {"seed": seed, "blocks": blocks})
+        write_json(json_path, facts | figures | {"seed": seed, "blocks": choice.to_json()})
 
 
 def _check_blocks(case: Case) -> None:

@@ -34,6 +34,7 @@ from .options import (
     require_matplotlib,
     run_options,
     samples_of,
+    settle_blocks,
 )
 from .screen import ScreenCommand
 
@@ -281,15 +282,17 @@ def grad_flow_command(
         workload = load_workload(spec)
         size = samples_of(workload, batch_size)
         case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
+        case, _ = settle_blocks(case)
         module = case.build()
-        STRATEGIES[strategy].apply(module, Sample(case.batch(), case.workload.mean_loss, blocks))
+        sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
+        STRATEGIES[strategy].apply(module, sample)
         optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
         flow = GradFlow(
             module,
             optimizer,
             every=every,
             layers=list(layers) or None,
-            blocks=blocks,
+            blocks=case.blocks,
             recompute=recompute,
         )
         if plot_path:

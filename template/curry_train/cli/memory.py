@@ -18,12 +18,14 @@ from ..workloads.workload import Case
 from .options import (
     DTYPES,
     UnusableInput,
+    blocks_text,
     choose_device,
     model_option,
     plot_option,
     require_matplotlib,
     run_options,
     samples_of,
+    settle_blocks,
 )
 from .screen import ScreenCommand
 
@@ -170,7 +172,7 @@ def memory_command(
     try:
         workload = load_workload(spec)
         size = samples_of(workload, batch_size)
-        case = Case(workload, device=place, dtype=DTYPES[dtype], batch_size=size, seed=seed)
+        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
         module = case.build()
         batch = case.batch()
         if plot_path:
@@ -178,17 +180,20 @@ def memory_command(
             with contextlib.suppress(NoBlocks):
                 find_blocks(module, blocks)
             require_matplotlib()
-        profile = MemoryProfiler(module).profile(batch, loss=case.workload.mean_loss, blocks=blocks)
-        timeline = measure_timeline(module, batch, case.workload.mean_loss, blocks=blocks)
+        case, choice = settle_blocks(case)
+        loss = case.workload.mean_loss
+        profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
+        timeline = measure_timeline(module, batch, loss, blocks=case.blocks)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
     facts = provenance(place)
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
-    click.echo(f"{header}\n\n{profile.table()}\n\n{timeline.table()}", err=json_path == "-")
+    tables = (header, blocks_text(choice), profile.table(), timeline.table())
+    click.echo("\n\n".join(tables), err=json_path == "-")
     if plot_path:
         plot_timeline(timeline, plot_path)
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
         results = {"profile": profile.to_json(), "timeline": timeline.to_json()}
-        write_json(json_path, facts | {"seed": seed} | results)
+        write_json(json_path, facts | {"seed": seed, "blocks": choice.to_json()} | results)

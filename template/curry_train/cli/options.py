@@ -4,6 +4,8 @@ Proof: `python -m pytest tests/cli/test_cli.py`.
 """
 
 import importlib.util
+import itertools
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import click
 import torch
 
+from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
+from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS
-from ..workloads.workload import Workload, WorkloadError
+from ..workloads.workload import Case, Workload, WorkloadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -134,6 +138,28 @@ def samples_of(workload: Workload, asked: int | None, *, default: int | None = N
             "out, or return a Workload whose batch makes one of any size"
         )
     return own or 1
+
+
+def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:
+    """Choose the blocks of a case by one forward; the choice has no names if there are none."""
+    try:
+        return case.with_running_blocks()
+    except NoBlocks as error:
+        why = error.in_short
+    except RuntimeError as error:
+        # The command's own measurement reports it.
+        why = f"no forward could be recorded: {first_line(error)}"
+    return case, BlockChoice((), None, None, (why,))
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def blocks_text(choice: BlockChoice) -> str:
+    """Return the lines on the blocks, at most 80 columns wide."""
+    lines = [textwrap.wrap(line, 80, subsequent_indent="  ") for line in choice.lines()]
+    return "\n".join(itertools.chain.from_iterable(lines))
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

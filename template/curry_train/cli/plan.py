@@ -413,6 +413,8 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
         for held, owner in owners
     ]
+    for line in plan.settings.get("block_notes", ()):
+        lines += textwrap.wrap(line, 80, subsequent_indent="  ")
     if plan.settings["why_real"]:
         lines += textwrap.wrap(
             f"measured for real, without offload: {plan.settings['why_real']}", 80

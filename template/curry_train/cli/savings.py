@@ -10,6 +10,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ from ..bench.savings import (
 )
 from ..core.blocks import find_blocks
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
+from ..primitives.running_blocks import BlockChoice
 from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
 from .options import (
     DTYPES,
     UnusableInput,
     blocks_option,
+    blocks_text,
     choose_device,
     device_option,
     dtype_option,
@@ -46,6 +49,7 @@ from .options import (
     require_matplotlib,
     samples_of,
     seed_option,
+    settle_blocks,
 )
 from .screen import ScreenCommand
 
@@ -489,15 +493,12 @@ def savings_command(
     place = choose_device(device)
     try:
         names = choose_strategies(strategies)
-        cases = _cases(models or ("transformer",), place, options)
+        cases, choices = _cases(models or ("transformer",), place, options)
         if limit is not None:
             check_limit(limit, place)
         out.mkdir(parents=True, exist_ok=True)
-        facts = provenance(place) | {
-            "dtype": options["dtype"],
-            "seed": options["seed"],
-            "repeats": repeats,
-        }
+        facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
+        facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
         rows = _measure(cases, names, repeats=repeats, limit=limit)
         data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
         write_json(str(out / "savings.json"), data)
@@ -509,7 +510,8 @@ def savings_command(
         write_json(json_path, data)
     echo = partial(click.echo, err=json_path == "-")
     echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
-    echo(savings_table(rows, limit=limit))
+    echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
+    echo("\n" + savings_table(rows, limit=limit))
     echo(f"\nwrote {out / 'savings.json'}\n{picture}")
     if any(row.is_wrong for row in rows):
         sys.exit(1)
@@ -517,9 +519,10 @@ def savings_command(
 
 def _cases(
     models: Sequence[str], device: torch.device, options: dict[str, Any]
-) -> list[CaseAtDepth]:
-    """Return every model at every depth and batch size, the sizes of one depth together."""
+) -> tuple[list[CaseAtDepth], dict[str, BlockChoice]]:
+    """Return models at each depth and, together, its batch sizes; and the blocks of each depth."""
     cases: list[CaseAtDepth] = []
+    choices: dict[str, BlockChoice] = {}
     blocks = options["blocks"]
     for spec in models:
         for depth in options["depths"] or [None]:
@@ -529,11 +532,15 @@ def _cases(
                 size = samples_of(workload, asked)
                 dtype = DTYPES[options["dtype"]]
                 case = Case(workload, device, dtype, size, options["seed"], blocks)
+                if blocks is not None:
+                    # A pattern that matches no module is reported before anything is measured.
+                    find_blocks(case.build(), blocks)
+                name = workload.name if depth is None else f"{workload.name}, depth {depth}"
+                if name not in choices:
+                    choices[name] = settle_blocks(case)[1]
+                case = replace(case, blocks=choices[name].blocks or blocks)
                 cases.append((case, depth))
-            if blocks is not None:
-                # A pattern that matches no module is reported before anything is measured.
-                find_blocks(cases[-1][0].build(), blocks)
-    return cases
+    return cases, choices
 
 
 def _measure(

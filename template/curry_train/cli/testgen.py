@@ -39,6 +39,7 @@ from .options import (
     dtype_option,
     model_option,
     seed_option,
+    settle_blocks,
 )
 from .screen import ScreenCommand
 
@@ -99,7 +100,7 @@ ${skip}    return Case(
         batch_size=$batch_size,
         seed=$seed,
         blocks=$blocks,
-    )
+    )$chosen
 
 
 def test_gates_are_found():
@@ -156,8 +157,12 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
     The model and gates are loaded and run once first; a ValueError names what is wrong.
     """
     workload = load_workload(recipe.model)
+    size = recipe.batch_size if workload.is_divisible else workload.own_batch or recipe.batch_size
+    case = Case(workload, batch_size=size, seed=recipe.seed, blocks=recipe.blocks)
     if recipe.blocks is not None:
-        find_blocks(Case(workload).build(), recipe.blocks)
+        find_blocks(case.build(), recipe.blocks)
+    # Blocks that the model's containers don't give are chosen again in each run of the tests.
+    chosen = settle_blocks(case)[0].blocks != recipe.blocks
     patterns = _checked_patterns(recipe)
     roots = {Path.cwd().resolve(), *filter(None, map(import_root, _imported(recipe)))}
     return TEST_FILE_TEMPLATE.substitute(
@@ -175,6 +180,7 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
         batch_size=recipe.batch_size,
         seed=recipe.seed,
         blocks="None" if recipe.blocks is None else _literal(recipe.blocks),
+        chosen=".with_running_blocks()[0]" if chosen else "",
     )
 
 

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/cli/test_cli.py tests/plan/test_timeline.py`.
 """
 
+import contextlib
 import fnmatch
 import itertools
 import sys
@@ -34,6 +35,7 @@ from ..gates.verdict import (
     no_such_gate,
     techniques_of,
 )
+from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload
 from .options import (
@@ -41,9 +43,11 @@ from .options import (
     DTYPES,
     UnusableInput,
     choose_device,
+    first_line,
     model_option,
     run_options,
     samples_of,
+    settle_blocks,
 )
 from .screen import ScreenCommand
 
@@ -52,7 +56,9 @@ from .screen import ScreenCommand
 VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 
-def print_summary(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, str]) -> None:
+def print_summary(
+    console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, BlockChoice]
+) -> None:
     """Print a line for each technique, and all details of the gates that failed.
 
     A line counts the gates that held, failed and do not apply, with the reason.
@@ -61,7 +67,7 @@ def print_summary(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
-        table.add_row(f"[bold]{escape(workload)}[/]", f"[dim]{escape(blocks[workload])}[/]")
+        table.add_row(f"[bold]{escape(workload)}[/]", _dim(blocks[workload]))
         by_technique: dict[str, list[Verdict]] = {}
         for row in of_workload:
             by_technique.setdefault(row.verdict.gate.split("/")[0], []).append(row.verdict)
@@ -69,6 +75,10 @@ def print_summary(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[
             table.add_row(f"  {technique}", _counted(verdicts))
     console.print(table)
     _print_end(console, rows, more="; --figures shows what each measured")
+
+
+def _dim(choice: BlockChoice) -> str:
+    return f"[dim]{escape(chr(10).join(choice.lines()))}[/]"
 
 
 def _counted(verdicts: Sequence[Verdict]) -> str:
@@ -82,7 +92,9 @@ def _counted(verdicts: Sequence[Verdict]) -> str:
     return f"{counted}: {escape(next(iter(reasons)))}" if reasons else counted
 
 
-def print_figures(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, str]) -> None:
+def print_figures(
+    console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, BlockChoice]
+) -> None:
     """Print a line for each gate with its figures, and all details of the gates that failed."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
@@ -92,9 +104,7 @@ def print_figures(console: Console, rows: Sequence[GateRow], *, blocks: Mapping[
     for group in _together(rows):
         row = group[0]
         if row.workload != last_workload:
-            table.add_row(
-                f"[bold]{escape(row.workload)}[/]", "", f"[dim]{escape(blocks[row.workload])}[/]"
-            )
+            table.add_row(f"[bold]{escape(row.workload)}[/]", "", _dim(blocks[row.workload]))
         name = row.verdict.gate
         if len(group) > 1:
             name = f"{row.verdict.gate.split('/')[0]}: {len(group)} gates"
@@ -223,12 +233,13 @@ def validate_command(
         return
 
     try:
-        workloads = [load_workload(spec) for spec in models or BUILTIN_WORKLOADS]
         cases = []
-        for workload in _told_apart(workloads):
+        choices: dict[str, BlockChoice] = {}
+        for workload in _told_apart([load_workload(spec) for spec in models or BUILTIN_WORKLOADS]):
             size = samples_of(workload, batch_size, default=DEFAULT_BATCH_SIZE)
-            cases.append(Case(workload, place, DTYPES[dtype], size, seed, blocks))
-        blocks_by_workload = {case.workload.name: _blocks(case) for case in cases}
+            case = Case(workload, place, DTYPES[dtype], size, seed, blocks)
+            case, choices[workload.name] = _settle(case)
+            cases.append(case)
     except ValueError as error:
         raise UnusableInput(str(error)) from error
 
@@ -249,11 +260,11 @@ def validate_command(
     with heap_kept():
         rows = list(_measure(cases, gates, given))
     settings["seconds"] = round(time.perf_counter() - start, 1)
-
     show = print_figures if figures or patterns else print_summary
-    show(console, rows, blocks=blocks_by_workload)
+    show(console, rows, blocks=choices)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
+        settings["blocks"] = {name: choice.to_json() for name, choice in choices.items()}
         write_json(json_path, facts | settings | {"results": results})
     _end(rows, patterns)
 
@@ -303,15 +314,17 @@ def _measure(
             progress.advance(task)
 
 
-def _blocks(case: Case) -> str:
-    """Describe the blocks in a few words, or the reason why the model has none.
+def _settle(case: Case) -> tuple[Case, BlockChoice]:
+    """Choose the blocks; a model that can't run keeps those that its containers give.
 
     A pattern that matches no module is an error (ValueError).
     """
+    if case.blocks is not None:
+        with contextlib.suppress(NoBlocks):
+            find_blocks(case.build(), case.blocks)
     try:
-        names = list(find_blocks(case.build(), case.blocks))
-    except NoBlocks as error:
-        return error.in_short
-    if len(names) == 1:
-        return f"1 block, {names[0]}"
-    return f"{len(names)} blocks, {names[0]} to {names[-1]}"
+        return settle_blocks(case)
+    except Exception as error:  # noqa: BLE001
+        # The user's model may raise anything, which each gate reports.
+        note = f"no forward could be recorded: {first_line(error)}"
+        return case, BlockChoice((), None, None, (note,))

@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/gates/test_memory_plan.py tests/gates/test_memory
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -397,11 +397,11 @@ def _planner_options(case: Case) -> dict[str, Any]:
     }
 
 
-def _in_turns(pattern: str | None) -> ModelChange:
+def _in_turns(blocks: str | Sequence[str] | None) -> ModelChange:
     def change(module: nn.Module) -> None:
         options = {
             name: Option((FULL_KIND, REGIONS_KIND)[place % 2])
-            for place, name in enumerate(find_blocks(module, pattern))
+            for place, name in enumerate(find_blocks(module, blocks))
         }
         apply_options(module, options)
 

@@ -31,6 +31,7 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import Life, LiveStorages, operation_flops, tensors_in
 from ..core.rerun import seeded, unwatched
 from ..core.wording import did_you_mean
+from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .profiler import (
@@ -404,7 +405,7 @@ class Sketch:
         *,
         dtype: torch.dtype = torch.float32,
         kernels: str = "cpu",
-        blocks: str | None = None,
+        blocks: str | Sequence[str] | None = None,
         optimizer: str | float = "adamw",
         seed: int = 0,
     ) -> None:
@@ -419,6 +420,8 @@ class Sketch:
         self._optimizer_steps: OptimizerSteps | None = None
         self._plain: dict[tuple[int, bool], StepEstimate] = {}
         self.case: Case
+        # None for a model without blocks.
+        self.choice: BlockChoice | None = None
 
     def __enter__(self) -> "Sketch":
         try:
@@ -429,6 +432,7 @@ class Sketch:
                 self._optimizer_steps = None if needs_rehearsal(self.case) else OptimizerSteps()
                 if self.draws.drawn:
                     _let_layers_run(self.case, self.draws)
+                self._settle_blocks()
                 self._stack = stack.pop_all()
         except NEEDS_VALUES_ERRORS as error:
             self.why_real = who_needs_values(error)
@@ -445,10 +449,20 @@ class Sketch:
             self._stack.enter_context(self.draws)
             if self.draws.drawn:
                 _let_layers_run(self.case, self.draws)
+            self._settle_blocks()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
+
+    def _settle_blocks(self) -> None:
+        """Choose the blocks by one forward of a small batch."""
+        workload = self.case.workload
+        size = self.case.batch_size if workload.is_divisible else workload.own_batch
+        sized = replace(self.case, batch_size=size or self.case.batch_size)
+        with contextlib.suppress(NoBlocks):
+            chosen, self.choice = sized.with_running_blocks()
+            self.case = replace(self.case, blocks=chosen.blocks)
 
     def _load(self) -> Workload:
         return load_workload(self._workload) if isinstance(self._workload, str) else self._workload

@@ -221,7 +221,7 @@ class Planner:
         dtype: torch.dtype = torch.float32,
         optimizer: str | float = "adamw",
         sharding: Sharding | None = None,
-        blocks: str | None = None,
+        blocks: str | Sequence[str] | None = None,
         chunked_loss: bool | None = None,
         without: Sequence[str] = (),
         also: Sequence[str] = (),
@@ -275,6 +275,10 @@ class Planner:
     def __enter__(self) -> "Planner":
         self.tell("building the model from shapes")
         self.sketch.__enter__()
+        blocks = self.sketch.case.blocks
+        self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
+        if self.sketch.choice is not None:
+            self.settings["block_notes"] = self.sketch.choice.lines()
         self._heap.enter_context(heap_kept())
         return self
 

@@ -379,6 +379,12 @@ def _is_below(name: str, others: Iterable[str]) -> bool:
 # The choice, with what it covers and why.
 
 
+class ChosenBlocks(tuple[str, ...]):
+    """Names of blocks that no user named, so that work on the whole model may disregard them."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class BlockChoice:
     """The blocks of a model, and how far they cover what a forward saves."""
@@ -396,14 +402,19 @@ class BlockChoice:
 
     def describe(self) -> str:
         """Describe the blocks in a line: how many, which, and what they hold."""
-        if not self.names:
-            return "no blocks"
         ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
         count = "1 block" if len(self.names) == 1 else f"{len(self.names)} blocks"
         if self.coverage is None:
             return f"{count}, {ends}"
         holds = "holds" if len(self.names) == 1 else "hold"
         return f"{count}, {ends}, {holds} {self.coverage:.0%} of what forward saves"
+
+    def lines(self) -> list[str]:
+        """Return the description and the notes; without blocks the notes give the reason."""
+        return [*([self.describe()] if self.names else []), *self.notes]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"names": self.names, "coverage": self.coverage, "notes": self.notes}
 
 
 def choose_blocks(
@@ -434,7 +445,7 @@ def choose_blocks(
             tuple(static), None, _coverage(record, static), _notes_on(record, static)
         )
     notes = (*why, *_notes_on(record, best))
-    return BlockChoice(tuple(best), tuple(best), _coverage(record, best), notes)
+    return BlockChoice(tuple(best), ChosenBlocks(best), _coverage(record, best), notes)
 
 
 def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:

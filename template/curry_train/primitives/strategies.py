@@ -25,6 +25,7 @@ from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean, nearest
 from .recompute import recompute_blocks, recompute_segments
 from .regions import apply_regions, remove_regions
+from .running_blocks import ChosenBlocks
 from .sac import POLICIES, Policy, apply_sac
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
@@ -196,7 +197,7 @@ def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str]:
-    if sample.blocks is not None:
+    if sample.blocks is not None and not isinstance(sample.blocks, ChosenBlocks):
         raise ValueError(
             f"timesteps are recomputed for the whole loop, not for single blocks, "
             f"got blocks {sample.blocks!r}: leave out --blocks"

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from ..core.blocks import class_as_written
 from ..core.rerun import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
+from ..primitives.running_blocks import BlockChoice, choose_blocks
 
 # Nested batches of tensors and of other containers of samples, cut into samples.
 
@@ -179,8 +180,8 @@ class Case:
     batch_size: int = 4
     seed: int = 0
 
-    # A glob over the names of the blocks to work on.
-    blocks: str | None = None
+    # The names of the blocks to work on, or a glob over them.
+    blocks: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -213,6 +214,15 @@ class Case:
             ),
             move=lambda value: value.to(self.device),
         )
+
+    def with_running_blocks(self) -> "tuple[Case, BlockChoice]":
+        """Return the case on blocks that one forward runs, and their choice.
+
+        Blocks that are given stay. Raises `NoBlocks` if there are none.
+        """
+        loss = self.workload.mean_loss
+        choice = choose_blocks(self.build(), self.batch(), loss, blocks=self.blocks)
+        return replace(self, blocks=choice.blocks), choice
 
     def split(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         """Split a batch into microbatches of these sizes, which must add up to the batch."""

@@ -1,0 +1,157 @@
+"""Commands work on blocks that run, and print what these hold.
+
+python -m pytest tests/cli/test_blocks_that_run.py
+"""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from curry_train.cli.main import main
+
+MODELS = """
+import torch
+from torch import nn
+
+from curry_train.workloads import Workload
+
+
+class Half(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class PairsInLists(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Half(), Half()]) for _ in range(depth))
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = x + second(x + first(x))
+        return x
+
+
+def pairs():
+    return PairsInLists(), torch.randn(8, 24, 16)
+
+
+def broken():
+    return Workload(
+        "broken",
+        PairsInLists,
+        batch=lambda size: torch.randn(size, 24, 15),
+        loss=lambda model, batch: model(batch).square().sum(),
+    )
+"""
+GATES = ("--gate", "recompute/memory", "--gate", "recompute/parity-full", "--gate", "recompute/off")
+LINE = "8 blocks, layers.0.0 to layers.3.1, hold 98% of what forward saves"
+REASON = "the containers give layers.0 to layers.3, of which none is called"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    path = tmp_path_factory.mktemp("blocks") / "models_of_pairs.py"
+    path.write_text(MODELS)
+    return path
+
+
+@pytest.fixture
+def spec(models):
+    return f"{models}:pairs"
+
+
+def run(*words, status=0):
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code == status, (ended.output, ended.exception)
+    return ended.output
+
+
+def unwrapped(text):
+    return " ".join(text.split())
+
+
+def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec, tmp_path):
+    path = tmp_path / "gates.json"
+    output = unwrapped(run("validate", "--model", spec, *GATES, "--json", str(path)))
+    assert "3 held, 0 failed, 0 not applicable" in output
+    assert LINE in output
+    assert REASON in output
+    (blocks,) = json.loads(path.read_text())["blocks"].values()
+    assert blocks["names"][:2] == ["layers.0.0", "layers.0.1"]
+    assert blocks["coverage"] > 0.98
+    assert blocks["notes"] == [REASON]
+
+
+def test_validate_keeps_named_blocks_and_says_that_they_never_run(spec):
+    output = unwrapped(run("validate", "--model", spec, "--blocks", "layers.*", *GATES, status=1))
+    assert "layers.0 to layers.3 are never called" in output
+    assert "hold 0% of what forward saves" in output
+
+
+def test_a_model_that_can_not_run_is_left_to_the_gates(models):
+    output = unwrapped(run("validate", "--model", f"{models}:broken", *GATES, status=1))
+    assert "0 held, 3 failed" in output
+    assert "no forward could be recorded: RuntimeError" in output
+
+
+COMMANDS = {
+    "memory": (),
+    "plan": ("--budget", "2MiB", "--global-batch", "16", "--microbatch", "16"),
+    "bench": ("--lever", "full", "--steps", "3"),
+    "savings": ("--strategy", "full", "--repeats", "1"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_work_on_blocks_that_run_and_print_what_they_hold(
+    command, spec, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    more = ("--out", str(tmp_path / "out")) if command == "savings" else ()
+    output = unwrapped(run(command, "--model", spec, *COMMANDS[command], *more))
+    assert "8 blocks, layers.0.0 to layers.3.1, hold 9" in output
+    assert REASON in output
+
+
+def test_memory_counts_the_bytes_of_blocks_that_run(spec):
+    assert "layers.3.1" in run("memory", "--model", spec)
+
+
+def test_a_plan_recomputes_blocks_that_run(spec, tmp_path):
+    path = tmp_path / "plan.json"
+    run("plan", "--model", spec, *COMMANDS["plan"], "--out", str(path), "--verify")
+    plan = json.loads(path.read_text())
+    assert plan["settings"]["blocks"] == [f"layers.{n}.{m}" for n in range(4) for m in range(2)]
+    assert any(option["kind"] != "none" for option in plan["options"].values())
+
+
+def test_savings_of_full_recompute_are_seen(spec, tmp_path):
+    run("savings", "--model", spec, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path))
+    rows = json.loads((tmp_path / "savings.json").read_text())["rows"]
+    (full,) = [row for row in rows if row["strategy"] == "full"]
+    assert full["peak_ratio"] < 0.6
+
+
+def test_grad_flow_reports_blocks_that_run(spec, tmp_path):
+    path = tmp_path / "flow.json"
+    run("grad-flow", "--model", spec, "--steps", "2", "--strategy", "full", "--json", str(path))
+    (first, _) = json.loads(path.read_text())["steps"]
+    assert {"layers.0.0", "layers.3.1"} <= set(first["order"])
+
+
+def test_generated_tests_choose_blocks_that_run(models, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(models.parent)
+    spec = f"{models.stem}:pairs"
+    path = tmp_path / "test_pairs.py"
+    run("gen-tests", "--model", spec, "--out", str(path), "--gate", "recompute/parity-full")
+    assert ").with_running_blocks()[0]\n" in path.read_text()
+    run("gen-tests", "--model", "mlp", "--out", str(path), "--gate", "recompute/parity-full")
+    assert "with_running_blocks" not in path.read_text()
