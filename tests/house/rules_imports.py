@@ -58,6 +58,7 @@ DISTRIBUTIONS = {
 }
 # Not needed by every user, so imported in the function that needs them.
 DISTRIBUTIONS_IN_FUNCTIONS = {
+    "primitives": {"cut_cross_entropy", "liger_kernel"},
     "runs": {"fsspec", "safetensors", "xxhash"},
     "bench": {"pynvml"},
 }

@@ -5,18 +5,14 @@ from ..core import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "choose": (
-            "choose_chunk_size",
-            "choose_segments",
-        ),
         "chunked_loss": (
             "LossUse",
             "apply_chunked_loss",
             "chunked_cross_entropy",
-            "chunked_log_probabilities",
             "chunked_loss_report",
             "remove_chunked_loss",
         ),
+        "cross_entropy": ("chunked_log_probabilities",),
         "compile_budget": (
             "BudgetUnsafe",
             "memory_budget",
@@ -38,6 +34,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "offload_report",
             "remove_offload",
         ),
+        "loss_backends": ("loss_backend",),
         "recompute": (
             "CheckpointWrapper",
             "Recompute",
@@ -64,6 +61,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Sample",
             "Strategy",
             "apply_config",
+            "choose_chunk_size",
+            "choose_segments",
         ),
         "snn_timesteps": (
             "checkpoint_timesteps",

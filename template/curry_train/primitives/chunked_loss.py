@@ -7,13 +7,11 @@
 
 `F.cross_entropy` on the stand-in runs in chunks, and so does the loss of Hugging Face models. Any
 other operation that reads the logits computes all of them, and `chunked_loss_report` lists those
-operations. Gradients are computed in the forward, so no matrix product runs twice, unless the loss
-is one for each token (`reduction="none"`).
+operations. Forward computes the gradients; only a loss per token repeats a matrix product.
 
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,23 +28,14 @@ from ..core.blocks import Derived, become, match_names, restore
 from .cross_entropy import (
     REDUCTIONS,
     TARGET_DTYPES,
+    Backend,
     autocast_dtype,
+    autocast_to,
     check_chunk_size,
     chunked_cross_entropy,
-    chunked_log_probabilities,
     product_dtype,
     refuse_second_derivative,
-    without_autocast,
 )
-
-__all__ = [
-    "LossUse",
-    "apply_chunked_loss",
-    "chunked_cross_entropy",
-    "chunked_log_probabilities",
-    "chunked_loss_report",
-    "remove_chunked_loss",
-]
 
 # Logits that are not computed yet: the head's product, and the steps between it and a loss.
 
@@ -95,15 +84,8 @@ class Product:
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
-        with torch.enable_grad(), self.as_in_forward():
+        with torch.enable_grad(), autocast_to(self.hidden.device.type, self.autocast):
             return F.linear(*inputs)
-
-    def as_in_forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context with autocast as it was in forward."""
-        device_type = self.hidden.device.type
-        if self.autocast is None:
-            return without_autocast(device_type)
-        return torch.autocast(device_type, dtype=self.autocast)
 
     def check(self) -> None:
         """Raise if an input has changed since forward, so that the logits would differ."""
@@ -184,7 +166,7 @@ class Logits:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
         product = self.product
         product.check()
-        with product.as_in_forward():
+        with autocast_to(product.hidden.device.type, product.autocast):
             loss = chunked_cross_entropy(
                 self.rows,
                 product.weight,
@@ -437,8 +419,7 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Any:
-        # Neither the input itself nor a view of it: those can't be changed in place.
-        return loss.clone()
+        return loss.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -464,7 +445,8 @@ def _plain(leaf: Any, *, operation: str) -> Any:
         return leaf
     if leaf.grad_fn is not None:
         # The operation may send its gradient to the node, which then computes the product again.
-        leaf.grad_fn.read = leaf.logits
+        node: Any = leaf.grad_fn
+        node.read = leaf.logits
     return leaf.logits.read(operation)
 
 
@@ -514,6 +496,7 @@ def apply_chunked_loss(
     head: str | None = None,
     chunk_tokens: int | None = None,
     chunk_bytes: int | None = None,
+    backend: Backend | None = None,
 ) -> list[str]:
     """Make the loss of a model's head run in chunks, in place, and return the head's name.
 
@@ -521,10 +504,11 @@ def apply_chunked_loss(
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
     Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many as fit into
     `chunk_bytes`; without either its logits take at most 64 MiB and half of the gradients' bytes.
-    Call this before DDP, `fully_shard` and `torch.compile`.
+    `backend` is another implementation, from `loss_backend`. Call this before DDP, `fully_shard`
+    and `torch.compile`.
     """
     check_chunk_size(chunk_tokens, chunk_bytes)
-    chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes}
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes, "backend": backend}
     found = _find_heads(model, head)
     for module in found.values():
         become(

@@ -15,6 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ TARGET_DTYPES = (torch.int64, torch.uint8)
 # The target that cross_entropy and Hugging Face models leave out of the loss.
 IGNORED_TARGET = -100
 
+# Computes the loss from the reference, [hidden, weight, bias], targets and the options that are on.
+Backend = Callable[[Callable[..., Tensor], list[Tensor | None], Tensor, dict[str, Any]], Tensor]
+
 # Whether backward was called with retain_graph. Private in torch, and used by AOTAutograd.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -40,8 +44,9 @@ graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 class ChunkOptions:
     """Resolved settings of one call of `chunked_cross_entropy`."""
 
-    # Tokens per chunk.
-    chunk_tokens: int
+    # Tokens per chunk, and the bytes that limit them; at most one is given.
+    chunk_tokens: int | None
+    chunk_bytes: int | None
     # Target that is left out of the loss.
     ignore_index: int
     # "mean", "sum" or "none".
@@ -57,7 +62,20 @@ class ChunkOptions:
     # Dtype of the matrix products.
     dtype: torch.dtype
     # Which of inputs, weight and bias need a gradient.
-    wanted: tuple[bool, bool, bool]
+    wanted: tuple[bool, bool, bool] = (False, False, False)
+
+    @property
+    def size(self) -> int:
+        """Tokens per chunk, once they are chosen."""
+        assert self.chunk_tokens is not None
+        return self.chunk_tokens
+
+
+# Those of them that are off by default.
+OPTIONAL_FIELDS = (
+    *("chunk_tokens", "chunk_bytes", "label_smoothing", "z_loss", "softcap"),
+    "weighted_by_probability",
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,7 @@ def chunked_cross_entropy(
     token_weights: Tensor | str | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias), targets)` in chunks of tokens.
 
@@ -103,23 +122,26 @@ def chunked_cross_entropy(
     `F.cross_entropy` does, whatever the token weights are.
 
     A chunk has `chunk_tokens` tokens, or as many as fit into `chunk_bytes` with the copies of their
-    logits. Without either they take at most 64 MiB and half of the gradients' bytes.
+    logits. Without either they take at most 64 MiB and half of the gradients' bytes. `backend` is
+    another implementation, from `loss_backend`.
     """
     _check(hidden, weight, targets, bias)
     check_chunk_size(chunk_tokens, chunk_bytes)
     _check_numbers(reduction, label_smoothing, z_loss, softcap)
     _check_weights(weight, targets, class_weights, token_weights)
 
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    flat_targets = targets.reshape(-1).long()
     flat_weights = token_weights.reshape(-1) if isinstance(token_weights, Tensor) else None
-    given = Given(rows, weight, bias, flat_targets, class_weights, flat_weights)
-    needs = [
-        torch.is_grad_enabled() and source is not None and source.requires_grad
-        for source in given.sources
-    ]
+    given = Given(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.reshape(-1).long(),
+        class_weights,
+        flat_weights,
+    )
     options = ChunkOptions(
-        chunk_tokens=chunk_tokens or 0,
+        chunk_tokens=chunk_tokens,
+        chunk_bytes=chunk_bytes,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
@@ -127,12 +149,41 @@ def chunked_cross_entropy(
         softcap=softcap,
         weighted_by_probability=isinstance(token_weights, str),
         dtype=product_dtype(hidden),
-        wanted=(needs[0], needs[1], needs[2]),
     )
-    if chunk_tokens is None:
-        options = replace(options, chunk_tokens=_fitting_rows(given, options, chunk_bytes))
-    loss = _Chunked.apply(*vars(given).values(), options) if any(needs) else _run(given, options)[0]
+    compute = _reference if backend is None else partial(_with_backend, backend)
+    loss = compute(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
+
+
+def _reference(given: Given, options: ChunkOptions) -> Tensor:
+    needs = [
+        torch.is_grad_enabled() and source is not None and source.requires_grad
+        for source in given.sources
+    ]
+    options = replace(options, wanted=(needs[0], needs[1], needs[2]))
+    if options.chunk_tokens is None:
+        options = replace(options, chunk_tokens=_fitting_rows(given, options))
+    if not any(needs):
+        return _run(given, options)[0]
+    loss: Tensor = _Chunked.apply(*vars(given).values(), options)
+    return loss
+
+
+def _with_backend(backend: Backend, given: Given, options: ChunkOptions) -> Tensor:
+    """Compute the loss with another implementation, which gets only the options that are on."""
+    used = {"ignore_index": options.ignore_index, "reduction": options.reduction}
+    optional = (*OPTIONAL_FIELDS, "class_weights", "token_weights")
+    for option, value in (vars(options) | vars(given)).items():
+        if option in optional and (isinstance(value, Tensor) or value):
+            used[option] = value
+    sources = [None if source is None else source.to(options.dtype) for source in given.sources]
+
+    def reference(inputs: Tensor, weight: Tensor, bias: Any, *_: Any, **__: Any) -> Tensor:
+        return _reference(replace(given, inputs=inputs, weight=weight, bias=bias), options)
+
+    with autocast_to(given.inputs.device.type, None):
+        loss = backend(reference, sources, given.targets, used)
+        return loss.to(exact_dtype(given.inputs))
 
 
 def chunked_log_probabilities(
@@ -188,11 +239,13 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype if dtype is None or hidden.dtype is torch.float64 else dtype
 
 
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which operations compute in the dtype of their arguments."""
+def autocast_to(
+    device_type: str, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with autocast to this dtype, or with autocast off for None."""
     if not torch.amp.is_autocast_available(device_type):
         return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -260,7 +313,7 @@ def _check_weights(weight: Tensor, targets: Tensor, class_weights: Any, token_we
             )
 
 
-def _fitting_rows(given: Given, options: ChunkOptions, chunk_bytes: int | None) -> int:
+def _fitting_rows(given: Given, options: ChunkOptions) -> int:
     """Return the number of tokens whose inputs, logits and copies fit into a chunk's bytes."""
     itemsize = exact_dtype(given.inputs).itemsize
     copies = itemsize * (1 + (options.softcap is not None))
@@ -268,8 +321,8 @@ def _fitting_rows(given: Given, options: ChunkOptions, chunk_bytes: int | None) 
         copies += options.dtype.itemsize
     classes, width = given.weight.shape
     of_row = classes * copies + width * options.dtype.itemsize
-    if chunk_bytes is not None:
-        return max(1, chunk_bytes // of_row)
+    if options.chunk_bytes is not None:
+        return max(1, options.chunk_bytes // of_row)
     gradients = [
         source.numel() * source.element_size()
         for source, wanted in zip(given.sources, options.wanted, strict=True)
@@ -304,13 +357,14 @@ class _Pass:
         self.class_weights = None
         if given.class_weights is not None:
             self.class_weights = given.class_weights.to(inputs.device, exact)
-        self.gradients = [
-            None
-            if source is None or not wanted
-            else source.new_zeros(source.shape, dtype=source.dtype if source is inputs else exact)
-            for source, wanted in zip(given.sources, options.wanted, strict=True)
-        ]
-        shape = (min(options.chunk_tokens, self.num_rows), self.weight.shape[0])
+        self.gradients: list[Tensor | None] = []
+        for source, wanted in zip(given.sources, options.wanted, strict=True):
+            dtype = inputs.dtype if source is inputs else exact
+            zeros = None
+            if source is not None and wanted:
+                zeros = source.new_zeros(source.shape, dtype=dtype)
+            self.gradients.append(zeros)
+        shape = (min(options.size, self.num_rows), self.weight.shape[0])
         self.buffer = inputs.new_empty(shape, dtype=exact)
         self.rounded = None
         if options.dtype is not exact:
@@ -440,10 +494,10 @@ def _read(ignored: Tensor) -> int | None:
 
 def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Return the loss, the divisor of the gradients, and the gradients of the summed loss."""
-    with torch.no_grad(), without_autocast(given.inputs.device.type):
+    with torch.no_grad(), autocast_to(given.inputs.device.type, None):
         chunks = _Pass(given, options)
-        for start in range(0, chunks.num_rows, options.chunk_tokens):
-            stop = min(start + options.chunk_tokens, chunks.num_rows)
+        for start in range(0, chunks.num_rows, options.size):
+            stop = min(start + options.size, chunks.num_rows)
             chunks.chunk(chunks.order[start:stop])
         if options.reduction == "none":
             return chunks.losses, torch.ones_like(chunks.losses), chunks.gradients
@@ -461,7 +515,7 @@ class _Chunked(torch.autograd.Function):
         given = Given(*tensors)
         ctx.dtypes = [None if source is None else source.dtype for source in given.sources]
         # As many elements as a chunk's logits have.
-        ctx.block = options.chunk_tokens * given.weight.shape[0]
+        ctx.block = options.size * given.weight.shape[0]
         ctx.options = options
         if options.reduction == "none":
             ctx.save_for_backward(*tensors)
