@@ -16,7 +16,6 @@ from curry_train.core.parity import compare, record_step
 from curry_train.gates.same_training import same_training
 from curry_train.gates.verdict import Gate
 from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
-from curry_train.primitives.choose import choose_segments
 from curry_train.primitives.recompute import (
     ChainBroken,
     CheckpointWrapper,
@@ -30,6 +29,7 @@ from curry_train.primitives.strategies import (
     STRATEGIES,
     CheckpointConfig,
     Sample,
+    choose_segments,
 )
 from curry_train.workloads.models import snn
 from curry_train.workloads.workload import Case, Workload

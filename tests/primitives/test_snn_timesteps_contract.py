@@ -22,12 +22,6 @@ from curry_train.core.parity import compare, record, record_step
 from curry_train.core.rerun import seeded
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives import snn_timesteps
-from curry_train.primitives.choose import (
-    best_chunk_size,
-    choose_chunk_size,
-    schedule_peak_bytes,
-    times_again,
-)
 from curry_train.primitives.snn_timesteps import (
     OUTPUT_MODES,
     Costs,
@@ -39,7 +33,13 @@ from curry_train.primitives.snn_timesteps import (
     remove_timesteps,
     run_timesteps,
 )
-from curry_train.primitives.strategies import STRATEGIES
+from curry_train.primitives.strategies import (
+    STRATEGIES,
+    best_chunk_size,
+    choose_chunk_size,
+    schedule_peak_bytes,
+    times_again,
+)
 from curry_train.workloads.models import mlp, snn
 from curry_train.workloads.workload import Case
 

@@ -9,11 +9,11 @@ from snn_models import WIDTH, build, currents
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from curry_train.primitives.choose import choose_chunk_size
 from curry_train.primitives.snn_timesteps import (
     checkpoint_timesteps,
     run_timesteps,
 )
+from curry_train.primitives.strategies import choose_chunk_size
 
 LAZY = nn.LazyLinear(3)
 

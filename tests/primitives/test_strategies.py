@@ -10,7 +10,6 @@ from torch import nn
 from curry_train.bench.steps import find_lever, list_levers
 from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
 from curry_train.plan.saved import OPTION_KINDS, Option
-from curry_train.primitives.choose import profile_layers
 from curry_train.primitives.strategies import (
     ALL_STRATEGIES,
     CONFIGURED_STRATEGIES,
@@ -18,6 +17,7 @@ from curry_train.primitives.strategies import (
     CheckpointConfig,
     Sample,
     apply_config,
+    profile_layers,
 )
 
 

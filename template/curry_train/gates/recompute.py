@@ -39,10 +39,9 @@ from ..core.parity import (
 from ..core.rerun import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..primitives.choose import choose_segments
 from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
-from ..primitives.strategies import STRATEGIES, Apply, Sample, offload_one
+from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
 from .same_training import calls_counted, in_place, same_training, sample_of
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, as_ours, not_applicable

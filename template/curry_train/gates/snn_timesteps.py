@@ -20,7 +20,6 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..core.blocks import NoBlocks
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
 from ..core.rerun import seeded, untouched
-from ..primitives.choose import schedule_peak_bytes, times_again
 from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, take_step
 from ..primitives.snn_timesteps import (
     ChunkSchedule,
@@ -30,7 +29,7 @@ from ..primitives.snn_timesteps import (
     slice_time,
     steppers,
 )
-from ..primitives.strategies import STRATEGIES, Apply, Sample
+from ..primitives.strategies import STRATEGIES, Apply, Sample, schedule_peak_bytes, times_again
 from ..workloads.workload import Case
 from .same_training import same_training, sample_of
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable, with_errors

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import primitives
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, tensors_in
-from ..primitives.strategies import CheckpointConfig, apply_config
+from ..primitives.strategies import CheckpointConfig, apply_config, choose_largest
 from ..workloads.workload import call, map_tensors
 
 # Memory reports: the profile of a model's layers, and the timeline of a training step.
@@ -67,7 +66,7 @@ class ProfileReport:
         of `choose_largest`.
         """
         budget = round(_positive("memory_budget_mb", memory_budget_mb) * BYTES_PER_MIB)
-        chosen, gap = primitives.choose.choose_largest(self.layers, self.held_bytes - budget)
+        chosen, gap = choose_largest(self.layers, self.held_bytes - budget)
         if gap > 0:
             least = "recomputing no layer saves anything"
             if chosen:

@@ -4,7 +4,10 @@
     apply_config(model, CheckpointConfig(enabled=True, strategy="full"))
 
 Commands list `STRATEGIES`; the options of a plan's blocks, the levers of a benchmark and
-`CheckpointConfig.strategy` are views of `ALL_STRATEGIES`.
+`CheckpointConfig.strategy` are views of `ALL_STRATEGIES`. Settings that were not given are chosen
+from measured bytes: layers to recompute, segments, sizes of chunks.
+
+Why so long: the registry, its settings and `CheckpointConfig` name the same strategies.
 
 Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
@@ -17,16 +20,40 @@ from typing import Any
 
 from torch import nn
 
-# Loads choose, offload and snn_timesteps when they are used.
+# Loads offload when it is used.
 from .. import primitives
 from ..core.blocks import find_blocks, match_names
-from ..core.measure import LayerMemory, Loss, measure_memory
+from ..core.measure import (
+    LayerMemory,
+    Loss,
+    as_trained,
+    divide,
+    measure_layers,
+    measure_memory,
+)
 from ..core.measure_compiled import CompileFailed
+from ..core.rerun import generators_kept
 from ..core.wording import did_you_mean, nearest
-from .recompute import recompute_blocks, recompute_segments
+from .hidden_state import TimestepFunction, holders_of, put_back_later
+from .recompute import (
+    ChainBroken,
+    chains_of,
+    recompute_blocks,
+    recompute_segments,
+    remove_segments,
+)
 from .regions import apply_regions, remove_regions
 from .running_blocks import ChosenBlocks
 from .sac import POLICIES, Policy, apply_sac
+from .snn_timesteps import (
+    ChunkSchedule,
+    Costs,
+    check_chunks,
+    even_schedule,
+    measure_costs,
+    recompute_timesteps,
+    slice_time,
+)
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
 
@@ -69,6 +96,111 @@ class Strategy:
     configurable: bool = True
 
 
+# Settings chosen from measured bytes: layers and segments to recompute, sizes of chunks.
+
+
+def profile_layers(
+    model: nn.Module, batch: Any, loss: Loss, blocks: str | Sequence[str] | None = None
+) -> list[LayerMemory]:
+    """Measure what the layers of a model hold for backward, most bytes first, after a warm-up."""
+    layers = divide(model, blocks=blocks)
+    with as_trained(model):
+        measure_layers(model, batch, loss, layers)
+        measured = measure_layers(model, batch, loss, layers)
+    return sorted(measured, key=lambda layer: -layer.bytes)
+
+
+def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], int]:
+    """Choose layers to recompute that free `gap` bytes; return them and the bytes still lacking.
+
+    The choice is greedy: take the largest saving until a single layer can close the gap, then the
+    smallest saving that closes it. Of equal layers the first is taken, because the last ones would
+    be recomputed while most bytes are held.
+    """
+    chosen: list[str] = []
+    left = sorted(
+        (layer for layer in layers if layer.saving_bytes > 0),
+        key=lambda layer: layer.saving_bytes,
+    )
+    while gap > 0 and left:
+        enough = [layer.saving_bytes for layer in left if layer.saving_bytes >= gap]
+        wanted = min(enough, default=left[-1].saving_bytes)
+        layer = next(layer for layer in left if layer.saving_bytes == wanted)
+        left.remove(layer)
+        chosen.append(layer.name)
+        gap -= layer.saving_bytes
+    return chosen, max(0, gap)
+
+
+def choose_segments(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    *,
+    blocks: str | Sequence[str] | None = None,
+) -> int:
+    """Measure which number of segments has the lowest peak.
+
+    Of several with the same peak the smallest number is returned, which recomputes least.
+    """
+    longest = max(len(chain) for chain in chains_of(list(find_blocks(model, blocks))))
+    peaks = {}
+    for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
+        recompute_segments(model, count, blocks=blocks)
+        try:
+            peaks[count] = measure_memory(model, batch, loss).peak_bytes
+        except ChainBroken:
+            # Segments of one block never break the chain, and a single segment is not recomputed.
+            continue
+        finally:
+            remove_segments(model)
+    return min(peaks, key=lambda count: (peaks[count], count))
+
+
+def choose_chunk_size(
+    step: TimestepFunction, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
+) -> int:
+    """Choose the size of even chunks with the lowest peak, from measured bytes.
+
+    It is near sqrt(T * state bytes / step bytes): a small state and a large step give short chunks.
+    """
+    check_chunks(None, levels)
+    timesteps = slice_time(inputs, time_dim)
+    with generators_kept(), put_back_later(holders_of(step)):
+        costs = measure_costs(step, timesteps, state)
+    return best_chunk_size(len(timesteps), costs, levels)
+
+
+def best_chunk_size(num_steps: int, costs: Costs, levels: int) -> int:
+    """Return the size of even chunks with the lowest peak; of several such sizes, the largest.
+
+    It is near sqrt(T*b/s), which is not sqrt(T). With two levels, where C = sqrt(T*c), it is near
+    cbrt(T*(b/s)**2).
+    """
+    peaks = {
+        size: schedule_peak_bytes(even_schedule(num_steps, size, levels), costs)
+        for size in range(1, num_steps + 1)
+    }
+    return min(peaks, key=lambda size: (peaks[size], -size))
+
+
+def schedule_peak_bytes(schedule: ChunkSchedule, costs: Costs) -> int:
+    """Return the peak held bytes: the boundaries up to a chunk, and that chunk's own peak."""
+    if not schedule.chunks:
+        return schedule.num_steps * costs.step_bytes
+    *earlier_peaks, last_peak = (schedule_peak_bytes(chunk, costs) for chunk in schedule.chunks)
+    held = [(index + 1) * costs.boundary_bytes + peak for index, peak in enumerate(earlier_peaks)]
+    return max([*held, len(earlier_peaks) * costs.boundary_bytes + last_peak])
+
+
+def times_again(schedule: ChunkSchedule) -> list[int]:
+    """Return how often each timestep is recomputed in backward."""
+    if not schedule.chunks:
+        return [0] * schedule.num_steps
+    *earlier, last = (times_again(chunk) for chunk in schedule.chunks)
+    return [1 + times for chunk in earlier for times in chunk] + last
+
+
 # Recompute: none, full, sequential and selective.
 
 # Fraction of the held bytes to keep, for the example in the commands; users set a threshold or a
@@ -85,18 +217,16 @@ def _full(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _sequential(model: nn.Module, sample: Sample) -> list[str]:
-    count = primitives.choose.choose_segments(
-        model, sample.batch, sample.loss, blocks=sample.blocks
-    )
+    count = choose_segments(model, sample.batch, sample.loss, blocks=sample.blocks)
     return recompute_segments(model, count, blocks=sample.blocks)
 
 
 def _selective(model: nn.Module, sample: Sample) -> list[str]:
-    layers = primitives.choose.profile_layers(model, sample.batch, sample.loss, sample.blocks)
+    layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
     savings = sum(max(0, layer.saving_bytes) for layer in layers)
     target = max(SELECTIVE_SHARE * held, held - savings)
-    chosen, _ = primitives.choose.choose_largest(layers, held - round(target + 1))
+    chosen, _ = choose_largest(layers, held - round(target + 1))
     names = [layer.name for layer in layers if layer.name in chosen]
     return recompute_blocks(model, blocks=names) if names else []
 
@@ -202,7 +332,7 @@ def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str
             f"timesteps are recomputed for the whole loop, not for single blocks, "
             f"got blocks {sample.blocks!r}: leave out --blocks"
         )
-    return primitives.snn_timesteps.recompute_timesteps(model, levels=levels)
+    return recompute_timesteps(model, levels=levels)
 
 
 def _plan(model: nn.Module, sample: Sample) -> list[str]:
@@ -420,7 +550,7 @@ def apply_config(
     if not config.enabled:
         return []
     if config.snn_timestep_checkpoint:
-        return primitives.snn_timesteps.recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+        return recompute_timesteps(model, chunk_size=config.snn_chunk_size)
     if config.strategy == "full":
         return _recompute_named(model, config, _filtered(config, list(find_blocks(model))))
     if config.strategy == "sequential":
@@ -462,7 +592,7 @@ def _segment_named(
                 "sequential_segments=None measures the peak of each count and needs a batch: "
                 "call apply(model, batch=..., loss=...), or set a number"
             )
-        count = primitives.choose.choose_segments(model, batch, loss, blocks=names)
+        count = choose_segments(model, batch, loss, blocks=names)
     return recompute_segments(
         model, count, blocks=names, preserve_rng_state=config.preserve_rng_state
     )
@@ -482,7 +612,7 @@ def _recompute_largest(
                 "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
                 "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
             )
-        layers = primitives.choose.profile_layers(model, batch, loss)
+        layers = profile_layers(model, batch, loss)
     large = {
         layer.name
         for layer in layers
