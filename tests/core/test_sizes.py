@@ -43,6 +43,8 @@ def test_sizes_are_read(text, size):
         ("infGiB", "write a number and a unit"),
         ("1e3MiB", "write a number and a unit"),
         ("24", r"has no unit: write 24GiB \(2\*\*30 bytes each\) or 24GB"),
+        ("24576", r"has no unit: write 24576MiB \(2\*\*20 bytes each\) or 24576MB"),
+        ("1641578", "has no unit: write 1641578B for bytes"),
         ("24G", "has the unit 'G': use one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"),
         ("24GiBs", "has the unit 'GiBs'"),
     ],

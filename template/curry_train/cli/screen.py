@@ -1,4 +1,4 @@
-"""Help pages that fit a terminal of 80 x 24, and groups that import a command when it runs.
+"""Help, text and tables that fit a terminal, and groups that import a command when it runs.
 
     @click.command("memory", cls=ScreenCommand, example="--model transformer")
 
@@ -6,11 +6,15 @@ Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
 
 import difflib
+import errno
 import importlib
+import os
 import re
+import sys
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -29,6 +33,49 @@ _SUFFIX_PATTERN = re.compile(
 )
 
 
+# Exit status of a command whose reader has ended, as of a process that SIGPIPE ends.
+PIPE_STATUS = 141
+# Errors of a file system that leave nothing to write to, whatever the file.
+FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
+
+
+class ResultNotWritten(click.ClickException):
+    """A file that a command writes can't be written."""
+
+    exit_code = 2
+
+
+class StandardOutput:
+    """Standard output that ends the command in one line where it can't be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> NoReturn:
+        # What is buffered is written at the end of the process, and would fail again.
+        with Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), self._stream.fileno())
+        if error.errno == errno.EPIPE:
+            sys.exit(PIPE_STATUS)
+        click.echo(f"Error: standard output can't be written: {error.strerror}", err=True)
+        sys.exit(2)
+
+
 class ScreenHelp(click.Command):
     """Render help in few lines: summary, options, exit status and one example.
 
@@ -38,6 +85,37 @@ class ScreenHelp(click.Command):
     def __init__(self, *args: Any, example: str | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.example = example
+
+    def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
+        """Run the command; output that can't be written ends it in one line."""
+        run: Any = super().main
+        if not standalone_mode:
+            return run(*args, standalone_mode=False, **settings)
+        before = sys.stdout
+        if before is None:
+            click.echo("Error: standard output is closed", err=True)
+            sys.exit(2)
+        sys.stdout = cast(TextIO, StandardOutput(before))
+        try:
+            run(*args, standalone_mode=True, **settings)
+        finally:
+            try:
+                sys.stdout.flush()
+            finally:
+                sys.stdout = before
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a result file that can't be written ends it in one line."""
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            is_output = error.filename is not None and str(error.filename) in map(
+                str, ctx.params.values()
+            )
+            if error.errno not in FULL_OR_READ_ONLY and not is_output:
+                raise
+            place = f"{error.filename}: " if error.filename else ""
+            raise ResultNotWritten(f"{place}{error.strerror}") from error
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         summary, status = _paragraphs(self.help or "")
@@ -184,3 +262,36 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+# Text that commands print: paragraphs and tables.
+
+
+def fill_screen(text: str, *, indent: str = "  ") -> str:
+    """Break a text into lines; all but the first are indented."""
+    return textwrap.fill(
+        text,
+        SCREEN_WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def align(cells: Sequence[Sequence[str]], *, longest_name: int = SCREEN_WIDTH) -> Iterator[str]:
+    """Yield the lines of a table: names at the left, figures at the right of their columns.
+
+    A name longer than `longest_name` has a line of its own.
+    """
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns[1:]]
+    fitting = [len(name) for name in columns[0] if len(name) <= longest_name]
+    name_width = max(fitting, default=longest_name)
+    gap = "  " if name_width + sum(widths) + 2 * len(widths) <= SCREEN_WIDTH else " "
+    for name, *others in cells:
+        figures = gap.join(cell.rjust(width) for cell, width in zip(others, widths, strict=True))
+        start = name
+        if len(name) > name_width:
+            yield name if len(name) <= SCREEN_WIDTH else f"{name[: SCREEN_WIDTH - 3]}..."
+            start = ""
+        yield f"{start.ljust(name_width)}{gap}{figures}".rstrip()

@@ -43,9 +43,7 @@ def parse_bytes(text: str) -> int:
         )
     number, unit = found["number"], found["unit"]
     if not unit and Fraction(number) > 0:
-        raise ValueError(
-            f"{text!r} has no unit: write {number}GiB (2**30 bytes each) or {number}GB (10**9)"
-        )
+        raise ValueError(f"{text!r} has no unit: write {_with_likely_unit(number)}")
     if unit and unit.lower() not in _BY_LOWER_CASE:
         raise ValueError(f"{text!r} has the unit {unit!r}: use one of {', '.join(SIZE_UNITS)}")
     size = int(Fraction(number) * _BY_LOWER_CASE.get(unit.lower(), 1))
@@ -54,6 +52,15 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a memory size: it must be at least 1 byte, such as 24GiB or 512MiB"
         )
     return size
+
+
+def _with_likely_unit(number: str) -> str:
+    """Return a number with the units that its size suggests."""
+    if Fraction(number) < 1024:
+        return f"{number}GiB (2**30 bytes each) or {number}GB (10**9)"
+    if Fraction(number) < 2**20:
+        return f"{number}MiB (2**20 bytes each) or {number}MB (10**6)"
+    return f"{number}B for bytes, or another unit such as GiB (2**30 bytes each)"
 
 
 def format_bytes(size: int) -> str:
@@ -73,6 +80,41 @@ def format_bytes(size: int) -> str:
     else:
         digits = 2
     return f"{number:.{digits}f} {unit}"
+
+
+# Figures to three digits, as tables and pictures show them.
+
+
+def three_digits(number: float) -> str:
+    """Format to three digits, or as a whole number from 100 on: `1.50`, `12.3`, `1234`."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+
+
+def format_mebibytes(size: int) -> str:
+    """Format a size in MiB, without the unit; one digit where it is below 0.1 MiB."""
+    mebibytes = size / SIZE_UNITS["MiB"]
+    return three_digits(mebibytes) if mebibytes >= 0.1 or not size else f"{mebibytes:.1g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a short time: `1.50 s`, `12.3 ms`."""
+    is_long = seconds >= 1
+    return f"{three_digits(seconds)} s" if is_long else f"{three_digits(1000 * seconds)} ms"
+
+
+def format_count(number: float) -> str:
+    """Format a count or a rate: `950`, `1234`, `12.3k`, `1.50M`."""
+    for size, letter in ((1e9, "G"), (1e6, "M")):
+        if number >= size:
+            return f"{three_digits(number / size)}{letter}"
+    return f"{three_digits(number / 1e3)}k" if number >= 1e4 else three_digits(number)
+
+
+def format_percent(ratio: float | None) -> str:
+    """Format a ratio as a whole percentage; empty where there is none."""
+    return "" if ratio is None else f"{ratio:.0%}"
 
 
 def format_duration(seconds: float) -> str:
@@ -150,8 +192,12 @@ def write_json(path: str, data: dict[str, Any]) -> None:
     text = json.dumps(data, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
-    else:
+        return
+    try:
         Path(path).write_text(text)
+    except OSError as error:
+        # The error of a full disk names no file.
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _as_typed(arguments: list[str]) -> list[str]:

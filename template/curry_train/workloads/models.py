@@ -320,18 +320,18 @@ STANDARD_LIBRARY_FOLDER = Path(sysconfig.get_path("stdlib")).resolve()
 INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 
 
-def describe_raised(error: Exception, *, called: Callable[..., Any] | None = None) -> str:
+def describe_raised(error: BaseException, *, called: Callable[..., Any] | None = None) -> str:
     """Format an error as `TypeError: its message (model.py:12)`.
 
     `called` is the user's function that was called, for an error in the call itself, before any
     line of the function ran.
     """
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
     place = _place(error, called)
     return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
 
 
-def _place(error: Exception, called: Callable[..., Any] | None) -> str:
+def _place(error: BaseException, called: Callable[..., Any] | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return _short(error.filename, error.lineno)
     lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -424,8 +424,10 @@ def import_callable(spec: str) -> Callable[..., Any]:
             f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its "
             "folder/file.py:factory"
         ) from error
-    except Exception as error:
-        # The user's module may raise anything.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # The user's module may raise anything, or end Python.
         raise WorkloadError(
             f"{spec}: the import of {module_name} raised {describe_raised(error)}"
         ) from error
@@ -470,8 +472,11 @@ def _located(file: Path, spec: str) -> tuple[Path, str]:
 def _call(factory: Callable[[], Any], spec: str) -> Any:
     try:
         return factory()
-    except Exception as error:
-        # The user's code may raise anything. The error names it as theirs and keeps its traceback.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # The user's code may raise anything, or end Python. The error names it as theirs and keeps
+        # its traceback.
         raise WorkloadError(
             f"{spec}: the factory raised {describe_raised(error, called=factory)}"
         ) from error
@@ -487,8 +492,10 @@ def _try_once(workload: Workload) -> None:
                 loss = workload.loss.learn(module, workload.batch, size=size)
             else:
                 loss = workload.loss(module, workload.batch(size))
-        except Exception as error:
-            # The user's model may raise anything.
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # The user's model may raise anything, or end Python.
             raise WorkloadError(
                 f"{workload.spec}: a forward on the batch raised {describe_raised(error)}. "
                 "The batch of a (module, batch) pair is what forward takes, a tuple as its "

@@ -1,0 +1,177 @@
+"""Commands end in one line where output can't be written, or the user's code ends Python.
+
+python -m pytest tests/cli/test_output_places.py
+"""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from curry_train.cli.grad_flow import grad_flow_command
+from curry_train.cli.memory import memory_command
+from curry_train.cli.options import json_option
+from curry_train.cli.screen import ScreenCommand
+from curry_train.cli.validate import validate_command
+
+FULL = Path("/dev/full")
+COMMAND = [sys.executable, "-m", "curry_train"]
+needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+
+
+def run(command, **options):
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+@needs_full_device
+@pytest.mark.parametrize("words", ["list", "--help", "memory --help"])
+def test_a_full_standard_output_is_one_line(words):
+    done = run(["sh", "-c", '"$@" > /dev/full', "sh", *COMMAND, *words.split()])
+    assert done.returncode == 2
+    assert done.stderr == "Error: standard output can't be written: No space left on device\n"
+
+
+def test_a_closed_standard_output_is_one_line():
+    done = run(["sh", "-c", '"$@" >&-', "sh", *COMMAND, "list"])
+    assert done.returncode == 2
+    assert done.stderr == "Error: standard output is closed\n"
+
+
+@pytest.mark.parametrize("words", ["list", "--help"])
+def test_a_closed_pipe_ends_as_a_signal_would(words):
+    # The reader has ended before the command writes.
+    waits = 'sleep 0.2; "$@"; echo "status $?" >&2'
+    done = run(["sh", "-c", f"({waits}) | true", "sh", *COMMAND, *words.split()])
+    assert done.stderr == "status 141\n"
+
+
+TABLE = """
+    from rich.console import Console
+    from curry_train.cli.screen import ScreenCommand
+    import click
+
+    @click.command("table", cls=ScreenCommand)
+    def table():
+        Console().print("figures")
+
+    table()
+"""
+
+
+@needs_full_device
+@pytest.mark.parametrize(("place", "status"), [("/dev/full", 2), ("| true", 141)])
+def test_a_table_that_can_not_be_printed_ends_so_too(place, status):
+    line = f'"$@" > {place}; echo "status $?" >&2'
+    if place.startswith("|"):
+        line = f'(sleep 0.2; "$@"; echo "status $?" >&2) {place}'
+    done = run(["sh", "-c", line, "sh", sys.executable, "-c", textwrap.dedent(TABLE)])
+    *lines, last = done.stderr.splitlines()
+    assert last == f"status {status}"
+    assert len(lines) == (status == 2)
+
+
+@needs_full_device
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (validate_command, ["--model", "mlp", "--gate", "recompute/off"]),
+        (memory_command, ["--model", "mlp"]),
+        (grad_flow_command, ["--model", "mlp"]),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_results_that_do_not_fit_the_disk_are_one_line(command, words):
+    done = CliRunner().invoke(command, [*words, "--json", "/dev/full"])
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == "Error: /dev/full: No space left on device"
+    assert done.stdout
+
+
+def test_a_place_where_no_file_can_be_made_is_one_line(tmp_path):
+    done = CliRunner().invoke(
+        validate_command, ["--model", "mlp", "--gate", "recompute/off", "--json", "/proc/none"]
+    )
+    assert done.exit_code == 2
+    assert "/proc/none" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_fault_of_the_package_keeps_its_traceback():
+    import click
+
+    @click.command("broken", cls=ScreenCommand)
+    @json_option()
+    def broken(json_path):
+        Path("/absent/file").read_text()
+
+    done = CliRunner().invoke(broken, [])
+    assert isinstance(done.exception, FileNotFoundError)
+
+
+# The user's code ends Python, or raises what is no Exception.
+
+SOURCE = """
+import sys
+import torch
+from torch import nn
+
+class Strange(BaseException):
+    pass
+
+class Net(nn.Linear):
+    def forward(self, x):
+        sys.exit("in forward")
+
+def exits():
+    sys.exit(3)
+
+def strange():
+    raise Strange("no weights")
+
+def lines():
+    raise RuntimeError("no weights\\nin two lines")
+
+def forward():
+    return Net(3, 3), torch.randn(4, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("exits", "the factory raised SystemExit: 3 (ends.py:14)"),
+        ("strange", "the factory raised Strange: no weights (ends.py:17)"),
+        ("lines", "the factory raised RuntimeError: no weights in two lines (ends.py:20)"),
+        ("forward", "a forward on the batch raised SystemExit: in forward (ends.py:11)"),
+    ],
+)
+def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "ends.py").write_text(SOURCE)
+    done = CliRunner().invoke(memory_command, ["--model", f"ends.py:{factory}"])
+    del sys.modules["ends"]
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_module_that_ends_python_when_it_is_imported_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "at_once.py").write_text("import sys\nsys.exit('usage: at_once')\n")
+    done = CliRunner().invoke(memory_command, ["--model", "at_once.py:build"])
+    assert done.exit_code == 2
+    assert "the import of at_once raised SystemExit: usage: at_once (at_once.py:2)" in done.stderr
+
+
+def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    done = CliRunner().invoke(memory_command, ["--model", "stopped.py:build"])
+    assert done.exit_code == 1
+    assert "Aborted" in done.stderr
