@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from curry_train.core.parity import StepRecord, record_step
 from curry_train.primitives.compile_budget import memory_budget
 
-TRACING = [  # what torch says while it traces
+TRACING = [  # torch's warnings while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
@@ -24,7 +24,7 @@ WIDTH, ROWS = 32, 64
 
 
 def block_class(disturb: Callable[[Tensor], Tensor] = lambda h: h) -> Any:
-    """A class of its own, whose forward puts `disturb` between two layers."""
+    """Return a new class whose forward puts `disturb` between two layers."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -71,7 +71,7 @@ def step(module: Any, batch: Tensor | None = None) -> StepRecord:
 
 
 def bounded(block: Callable[[], nn.Module], budget: float, **options: Any) -> Net:
-    """The model of such blocks with a budget."""
+    """Return a model of such blocks with a budget."""
     model = build(block)
     memory_budget(model, budget, backend="aot_eager", **options)
     return model
@@ -80,7 +80,7 @@ def bounded(block: Callable[[], nn.Module], budget: float, **options: Any) -> Ne
 def by_torch_alone(
     block: Callable[[], nn.Module], budget: float, *, backend: str = "aot_eager"
 ) -> Net:
-    """The model of such blocks, compiled at the setting as torch documents it."""
+    """Return a model of such blocks, compiled with torch's setting as documented."""
     model = build(block)
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend=backend)
@@ -94,7 +94,7 @@ def dropout(h: Tensor) -> Tensor:
 
 
 def hidden() -> Any:
-    """A class whose forward the compiler may not look into."""
+    """Return a class whose forward the compiler does not trace."""
     block = block_class()
     apart = torch.compiler.disable(block.forward)
 

@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 class Neuron(nn.Module):
-    """Leaky integrate-and-fire; the potential goes in and comes out."""
+    """A leaky integrate-and-fire neuron that takes and returns its potential."""
 
     def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
         potential = 0.9 * potential + x
@@ -24,7 +24,7 @@ class Neuron(nn.Module):
 
 
 class Keeper(Neuron):
-    """The same with the potential inside, as in spikingjelly."""
+    """The same neuron with the potential stored inside, as in spikingjelly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Keeper(Neuron):
 
 
 class Net(nn.Module):
-    """Linear and neurons, twice, with something in between."""
+    """A network of two linear layers with neurons, and an optional module between them."""
 
     def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class KeeperNet(nn.Module):
-    """Stepped without any state: the neurons have it."""
+    """A network that is stepped without a state, because its neurons store it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class KeeperNet(nn.Module):
 
 
 def build(make: Callable[[], Any] = Net) -> Any:
-    """The same weights each time, large enough for spikes."""
+    """Build with the same weights each time, large enough for spikes."""
     torch.manual_seed(0)
     module = make().train()
     with torch.no_grad():
@@ -85,5 +85,5 @@ def build(make: Callable[[], Any] = Net) -> Any:
 
 
 def currents(steps: int = 10, batch: int = 4, *, seed: int = 1) -> Tensor:
-    """Input with time first."""
+    """Make inputs with time as the first dimension."""
     return torch.randn(steps, batch, WIDTH, generator=torch.Generator().manual_seed(seed))

@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def pair(lever, block=Block):
-    """The plain model, and one with the lever."""
+    """Return the plain model, and one with the lever."""
     plain = Model(block)
     changed = copy.deepcopy(plain)
     LEVERS[lever](changed)
@@ -81,7 +81,7 @@ def test_functional_call_with_other_weights_gets_their_gradients(lever):
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_weights_that_were_replaced_after_the_forward_are_those_of_the_forward(lever):
+def test_recompute_uses_the_weights_of_the_forward_if_they_were_replaced_since(lever):
     found = []
     for model in pair(lever):
         first = list(model.parameters())
@@ -134,7 +134,7 @@ def test_a_changed_buffer_is_named(lever):
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_an_optimizer_step_after_backward_is_what_training_is(lever):
+def test_an_optimizer_step_after_backward_is_accepted(lever):
     found = []
     for model in pair(lever):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -157,7 +157,7 @@ class Dropping(Block):
 
 
 @pytest.mark.parametrize("lever", LEVERS)
-def test_eval_between_forward_and_backward_changes_nothing(lever):
+def test_eval_between_forward_and_backward_does_not_change_the_recomputation(lever):
     found = []
     for model in pair(lever, Dropping):
         torch.manual_seed(3)
@@ -170,7 +170,7 @@ def test_eval_between_forward_and_backward_changes_nothing(lever):
 
 
 class Counting(Block):
-    """State in plain attributes: a number, a running mean, a list and a dictionary."""
+    """A block with state in plain attributes: a number, a running mean, a list, a dictionary."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ class Counting(Block):
 
 
 class Written(Block):
-    """A buffer that is read and then written in place."""
+    """A block with a buffer that it reads and then writes in place."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class Spectral(Block):
 
 
 def state_of(model):
-    """Everything in plain attributes and buffers, for a comparison."""
+    """Return all plain attributes and buffers, for a comparison."""
     found = [*model.buffers()]
     for layer in model.layers:
         if isinstance(layer, Counting):
@@ -231,7 +231,7 @@ def state_of(model):
 
 @pytest.mark.parametrize("block", [Counting, Written, Normed, Spectral])
 @pytest.mark.parametrize("lever", RECOMPUTING)
-def test_state_moves_once_and_the_recomputed_call_sees_the_first_ones(lever, block):
+def test_state_is_updated_once_and_recompute_sees_that_of_the_first_call(lever, block):
     found = []
     states = []
     for model in pair(lever, block):
@@ -263,7 +263,7 @@ def test_double_backward_sees_the_first_state_each_time(lever):
 
 
 class Lazy(Block):
-    """Its layer has no weights before the first call, which is a recomputed one."""
+    """A block whose layer has no weights before the first call, which is recomputed."""
 
     def __init__(self):
         super().__init__()

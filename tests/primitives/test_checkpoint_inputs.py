@@ -70,7 +70,7 @@ def mask_of(given):
 
 
 class Block(nn.Module):
-    """Autograd alone keeps nothing of the mask."""
+    """A block whose mask plain autograd does not keep."""
 
     def __init__(self):
         super().__init__()
@@ -114,14 +114,14 @@ def mask():
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("named", [True, False], ids=["by keyword", "by position"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_tensor_that_is_written_over_between_forward_and_backward_is_refused(
+def test_an_input_overwritten_between_forward_and_backward_is_refused(
     model, mask, change, named, container
 ):
     plain = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
     overwritten = gradients(
         copy.deepcopy(model), mask.clone(), container, named=named, overwritten=True
     )
-    assert all(map(torch.equal, plain, overwritten))  # the plain model does not mind
+    assert all(map(torch.equal, plain, overwritten))  # the plain model accepts it
     change(model)
     found = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
     assert all(map(torch.equal, plain, found))
@@ -135,7 +135,7 @@ def test_a_tensor_that_is_written_over_between_forward_and_backward_is_refused(
     [lambda x: x, list, lambda x: [{"x": step} for step in x]],
     ids=["tensor", "list", "dicts"],
 )
-def test_inputs_of_timesteps_that_are_written_over_are_refused(form, levels):
+def test_overwritten_inputs_of_timesteps_are_refused(form, levels):
     linear, x = nn.Linear(4, 4), torch.ones(12, 3, 4)
 
     def step(x_t, state):
@@ -152,7 +152,7 @@ def test_inputs_of_timesteps_that_are_written_over_are_refused(form, levels):
             out.sum().backward()
 
 
-def test_a_compiled_model_refuses_it_too(model, mask):
+def test_an_overwritten_input_is_refused_in_a_compiled_model(model, mask):
     recompute_blocks(model)
     run = torch.compile(model, backend="aot_eager")
     for container in (CONTAINERS["bare"], CONTAINERS["dict"]):
@@ -161,7 +161,7 @@ def test_a_compiled_model_refuses_it_too(model, mask):
             gradients(run, mask.clone(), container, named=True, overwritten=True)
 
 
-def test_a_call_inside_of_another_refuses_it_too(model, mask):
+def test_an_overwritten_input_is_refused_in_a_nested_call(model, mask):
     recompute_blocks(model)
     out = Recompute(model)(torch.ones(4, 16), {"mask": mask}, named=True)
     mask.zero_()
@@ -179,7 +179,7 @@ class Collecting(nn.Module):
         return self.linear(torch.tanh(x) * settings.pop("scale"))
 
 
-def test_the_block_gets_the_containers_themselves_and_the_second_run_new_ones_with_what_they_held():
+def test_recompute_passes_new_containers_with_the_same_content():
     seen, settings = [], {"scale": 2.0}
     Recompute(Collecting())(torch.ones(4, 16), seen=seen, settings=settings).sum().backward()
     assert (
@@ -188,7 +188,7 @@ def test_the_block_gets_the_containers_themselves_and_the_second_run_new_ones_wi
     assert settings == {}
 
 
-def test_what_is_no_tensor_is_the_same_object_in_both_runs(mask):
+def test_objects_other_than_tensors_are_the_same_in_both_runs(mask):
     given = []
 
     class Noting(Block):
@@ -204,7 +204,7 @@ def test_what_is_no_tensor_is_the_same_object_in_both_runs(mask):
     assert second[0] is mask
 
 
-def test_a_packed_sequence_passes():
+def test_a_packed_sequence_is_accepted():
     class Recurrent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -222,7 +222,7 @@ def test_a_packed_sequence_passes():
     assert compare(plain, found).bit_equal
 
 
-def test_a_tensor_of_inference_mode_passes_as_it_does_without_recompute(model):
+def test_a_tensor_of_inference_mode_is_accepted_as_without_recompute(model):
     with torch.inference_mode():
         mask = torch.ones(4, 16)
     recompute_blocks(model)
@@ -232,7 +232,7 @@ def test_a_tensor_of_inference_mode_passes_as_it_does_without_recompute(model):
 
 
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
-def test_nothing_more_is_held_than_by_position(model, container):
+def test_keyword_inputs_hold_no_more_than_positional_ones(model, container):
     def held(mask, *, named):
         changed = copy.deepcopy(model)
         recompute_blocks(changed, preserve_rng_state=False)
@@ -250,7 +250,7 @@ def test_nothing_more_is_held_than_by_position(model, container):
     assert by_keyword == by_position
     assert (
         by_keyword.held_bytes == plain.held_bytes - 3 * 4 * 16 * 4 + 4 * 16 * 4
-    )  # tanh and sum less, the mask more
+    )  # without tanh and sum, with the mask
 
 
 def torch_recomputes(model):
@@ -259,7 +259,7 @@ def torch_recomputes(model):
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["by keyword", "by position"])
-def test_a_call_costs_about_the_python_calls_of_torch(named):
+def test_a_recomputed_call_makes_about_as_many_python_calls_as_torchs_own(named):
     def loss(model, batch):
         return model(batch, torch.ones(1, 16), named=named).square().sum()
 

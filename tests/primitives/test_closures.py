@@ -46,13 +46,13 @@ def names_hidden_by_modules(package):
     return sorted(stems & set(public))
 
 
-def test_there_are_packages_to_look_at():
+def test_packages_are_found():
     assert len(PACKAGES) >= 8
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_public_name_of_a_package_is_the_name_of_one_of_its_modules(name):
-    """The module would win: `import_module` sets it as an attribute of the package."""
+    """Check that none is hidden: `import_module` sets a module as attribute of the package."""
     assert names_hidden_by_modules(importlib.import_module(name)) == []
 
 
@@ -74,7 +74,7 @@ def test_the_memory_budget_of_the_package_is_the_function():
     assert inspect.isfunction(memory_budget)
 
 
-# What copying a technique brings along: its modules and those that they import.
+# The modules that are copied with a technique: its own and those that they import.
 
 
 def imported_modules(path):
@@ -165,7 +165,7 @@ def test_an_import_inside_a_function_counts_and_one_for_types_does_not(tmp_path,
     assert closure_of("room/a.py") == ["room/a.py", "room/b.py"]
 
 
-# Hops: the files of the package that execute.
+# The files of the package that execute.
 
 
 def files_that_run(act):
@@ -204,7 +204,7 @@ def test_applying_a_technique_and_a_training_step_run_at_most_six_files(apply):
     assert f"primitives/{apply.__module__.rpartition('.')[2]}.py" in files
 
 
-def test_files_that_run_are_counted_and_those_that_are_only_loaded_are_not():
+def test_files_that_execute_are_counted_and_imported_ones_are_not():
     from curry_train.core.wording import format_bytes
 
     assert files_that_run(lambda: format_bytes(1)) == {"core/wording.py"}

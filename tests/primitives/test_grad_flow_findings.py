@@ -32,7 +32,7 @@ NAN = float("nan")
 def record(
     step=0, *, stepped=True, scaled=1.0, read=AFTER_BACKWARD, gradient=GOOD.gradient, **layers
 ):
-    """One step of four good blocks, less those that are given by the number of their layer."""
+    """Return a step of four good blocks, with figures replaced by the number of the layer."""
     flows = {name: layers.get(f"at_{name[-1]}", GOOD) for name in NAMES}
     return StepFlow(step, stepped, flows, NAMES, 1, gradient, read, scaled)
 
@@ -68,7 +68,7 @@ def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
     assert "all activations were finite" in found.said
 
 
-def test_weights_that_were_not_finite_before_are_said():
+def test_weights_that_were_not_finite_before_are_reported():
     bad = replace(spread("activation", nonfinite=1, squares=NAN), update=Update(NAN, NAN))
     assert (
         "an earlier step broke them, so probe with every=1"
@@ -114,16 +114,16 @@ def test_each_fault_has_its_finding(planted, expected):
         {"scaled": 0.01, "read": AT_THE_STEP},
     ],
 )
-def test_what_is_within_bounds_is_not_said(planted):
+def test_figures_within_bounds_are_not_reported(planted):
     assert flow_findings([record(**planted)]) == []
 
 
-def test_one_step_that_is_unusual_is_no_finding():
+def test_a_single_unusual_step_is_not_a_finding():
     steps = [record(step) for step in range(4)]
     assert flow_findings([*steps, record(4, at_1=spread("activation", zeros=99))]) == []
 
 
-def test_alike_layers_are_one_line():
+def test_similar_layers_share_a_line():
     dead = spread("activation", zeros=95)
     (found,) = flow_findings([record(at_1=dead, at_2=dead, at_3=dead)])
     assert found.layers == ("layers.1", "layers.2", "layers.3")
@@ -131,7 +131,7 @@ def test_alike_layers_are_one_line():
     assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
 
 
-def test_the_table_says_what_was_not_seen():
+def test_the_table_lists_layers_without_figures():
     rows = flow_table(
         [
             record(
@@ -157,7 +157,7 @@ def test_a_long_name_keeps_its_end():
     assert max(map(len, lines)) <= 80
 
 
-def test_no_record_is_said():
+def test_a_report_without_records_has_a_message():
     assert "no step was probed" in flow_table([])
 
 
@@ -179,7 +179,7 @@ def test_records_of_an_owned_copy_give_the_same_table_and_json(monkeypatch):
     name = f"{grad_flow.__package__}.owned_copy"
     spec = importlib.util.spec_from_file_location(name, grad_flow.__file__)
     owned = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, owned)  # where dataclasses look for their module
+    monkeypatch.setitem(sys.modules, name, owned)  # dataclasses look up their module here
     spec.loader.exec_module(owned)
     theirs = probed(owned)
     ours = probed(grad_flow)

@@ -59,7 +59,7 @@ def test_a_module_that_is_called_several_times_is_one_layer():
     assert record.layers["0"].gradient.elements == 20
 
 
-def test_frozen_and_unreached_parameters_are_named_and_are_not_0():
+def test_frozen_and_unreached_parameters_are_named_instead_of_counted_as_0():
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("frozen", "used", "unused")})
     model["frozen"].requires_grad_(False)
     model.forward = lambda x: model["used"](model["frozen"](x))
@@ -74,7 +74,7 @@ def test_frozen_and_unreached_parameters_are_named_and_are_not_0():
     assert record.gradient.elements == 20
 
 
-def test_a_new_bias_has_no_ratio():
+def test_a_bias_of_zeros_has_no_update_ratio():
     model = nn.Sequential(nn.Linear(4, 4))
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[0].bias)
@@ -129,7 +129,7 @@ def test_blocks_owners_and_activations_are_the_layers():
     assert [layer.is_block for layer in layers] == [True, False, False, True, False, False]
 
 
-def test_a_module_that_owns_parameters_and_is_no_leaf_is_a_layer():
+def test_a_module_with_own_parameters_and_children_is_a_layer():
     names = [layer.name for layer in choose_layers(nn.TransformerEncoderLayer(8, 2))]
     assert {"self_attn", "self_attn.out_proj", "linear1"} <= set(names)
 
@@ -204,7 +204,7 @@ def test_wrong_input_is_refused(make, message):
         make()
 
 
-def test_misuse_is_said():
+def test_misuse_raises_an_error_with_the_remedy():
     model = nn.Sequential(nn.Linear(2, 2))
     flow = GradFlow(model)
     with pytest.raises(RuntimeError, match="open the context first"):
@@ -218,7 +218,7 @@ def test_misuse_is_said():
         flow.step()
 
 
-def test_a_context_can_be_opened_again_and_counts_on():
+def test_a_context_can_be_opened_again_and_continues_to_count():
     model = nn.Sequential(nn.Linear(2, 2))
     flow = GradFlow(model, every=2)
     for _ in range(2):

@@ -65,7 +65,7 @@ def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
     assert record.forwards == record.layers["0.0"].calls == 2
 
 
-def test_it_fits_around_train_window():
+def test_a_probe_works_around_train_window():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=2) as flow:
@@ -78,7 +78,7 @@ def test_it_fits_around_train_window():
     assert [record.step for record in flow.records] == [0, 2]
 
 
-def test_steps_between_have_no_hooks_and_afterwards_nothing_is_left():
+def test_unprobed_steps_have_no_hooks_and_nothing_is_left_at_the_end():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero_grad = optimizer.zero_grad
@@ -147,7 +147,7 @@ def scaled_loop(model, optimizer, scaler, losses, *, zero_grad=None, given=True,
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_a_step_that_the_scaler_skips_is_said_with_its_gradients(fused, early):
+def test_a_step_that_the_scaler_skips_is_recorded_with_its_gradients(fused, early):
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -160,7 +160,7 @@ def test_a_step_that_the_scaler_skips_is_said_with_its_gradients(fused, early):
     assert {"nonfinite", "skipped"} <= {finding.kind for finding in flow_findings(flow.records)}
 
 
-def test_a_skipped_step_is_seen_where_the_model_drops_the_gradients():
+def test_a_skipped_step_is_recorded_if_the_model_drops_its_gradients():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -172,7 +172,7 @@ def test_a_skipped_step_is_seen_where_the_model_drops_the_gradients():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_is_taken_out_and_one_that_is_not_named_is_told(fused):
+def test_the_scale_of_a_scaler_is_removed_and_an_unnamed_scaler_is_reported(fused):
     norms = []
     for given in (True, False):
         model = build()
@@ -186,7 +186,7 @@ def test_a_scaler_is_taken_out_and_one_that_is_not_named_is_told(fused):
     assert norms[1] == pytest.approx(1024 * norms[0], rel=1e-6)
 
 
-def test_without_an_optimizer_the_loop_says_where_a_step_ends():
+def test_without_an_optimizer_the_loop_marks_the_end_of_a_step():
     model = build()
     with GradFlow(model, every=2) as flow:
         for _ in range(3):
@@ -212,7 +212,7 @@ def test_two_optimizers_end_a_step_together():
     assert all(flow.records[0].layers[name].update.distance > 0 for name in ("0.0", "1.0", "2.0"))
 
 
-def test_an_optimizer_that_evaluates_the_model_itself():
+def test_an_optimizer_with_a_closure_is_probed():
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
@@ -243,7 +243,7 @@ def test_gradients_that_are_assigned_are_read_at_the_step():
     assert flow.records[0].gradient.norm == pytest.approx(norm(model))
 
 
-def test_a_model_that_is_called_in_parts():
+def test_a_model_whose_layers_are_called_one_by_one_is_probed():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=1) as flow:
@@ -269,7 +269,7 @@ def test_validation_in_between_is_not_training():
     assert flow.records[0].forwards == 1
 
 
-def test_a_forward_that_fails_leaves_the_next_one_whole():
+def test_a_failed_forward_does_not_disturb_the_next_one():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=1) as flow:
@@ -280,7 +280,7 @@ def test_a_forward_that_fails_leaves_the_next_one_whole():
     assert flow.records[0].layers["0.0"].calls == 1
 
 
-def test_a_copy_and_a_pickle_of_the_model_in_a_probed_step_are_models_of_their_own():
+def test_copies_and_pickles_made_in_a_probed_step_are_unprobed_models():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=1) as flow:
@@ -294,7 +294,7 @@ def test_a_copy_and_a_pickle_of_the_model_in_a_probed_step_are_models_of_their_o
     assert flow.records[0].forwards == 1
 
 
-def test_compiled_code_is_said_not_to_be_seen():
+def test_compiled_layers_are_reported_as_unprobed():
     model = build()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -319,7 +319,7 @@ def test_half_precision_is_summed_without_overflow():
     layer = flow.records[0].layers["0"]
     assert layer.activation.norm == pytest.approx(
         25600.0 * 64, rel=1e-12
-    )  # its square is above what float16 has
+    )  # its square exceeds the range of float16
     assert layer.gradient.norm == pytest.approx(25600.0 * 64, rel=1e-12)
 
 
@@ -344,7 +344,7 @@ def test_a_long_float32_sum_does_not_drift():
     )
 
 
-def test_sparse_gradients_are_counted_as_what_they_stand_for():
+def test_sparse_gradients_are_counted_like_dense_ones():
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
     with GradFlow(model, every=1) as flow:
         F.relu(model(torch.tensor([1, 1, 2]))).square().sum().backward()

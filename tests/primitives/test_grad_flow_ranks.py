@@ -31,7 +31,7 @@ def wrapped(kind, model):
 
 
 def figures(kind, *, recompute, rank=None):
-    """Of one step: for each layer the norms and counts of activation, gradient and update."""
+    """Return norms and counts of activation, gradient and update of each layer in a step."""
     model, batch = CASE.build(), CASE.batch(8)
     if rank is not None:
         batch = CASE.split(batch, [4, 4])[rank]
@@ -126,7 +126,7 @@ def test_figures_on_two_ranks_are_those_of_one_process(kind, way, answers):
             ), name
 
 
-def test_where_the_ranks_of_the_batch_are_not_known_that_is_said(answers):
+def test_a_batch_without_a_known_group_of_ranks_is_reported(answers):
     for _, (ranks, note), _ in answers:
         assert ranks == 1
         assert "this rank only" in note

@@ -35,7 +35,7 @@ DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
 
 
 def run(workload, change, *, way="filter", steps=2, **options):
-    """Figures of two steps of two microbatches, and what training left behind."""
+    """Return figures of two steps of two microbatches, and the state after them."""
     case = Case(workload)
     model, batch = case.build(), case.batch()
     change(model)
@@ -85,7 +85,7 @@ KEPT = ("_to_copy", "count_nonzero", "dot", "sub", "mul", "mm", "bmm", "full_lik
 
 
 def save_what_the_probe_uses(context, operation, *args, **kwargs):
-    """A policy that would keep an operation of the probe and return it in another's place."""
+    """Build a policy that would keep an operation of the probe and return it for another."""
     kept = operation.__name__.partition(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -136,7 +136,7 @@ def test_figures_under_recompute_are_the_bare_models(form, way, bare):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_probing_leaves_recompute_the_training_that_it_was(form):
+def test_probing_does_not_change_training_under_recompute(form):
     case = Case(DROPOUT)
     model, batch = case.build(), case.batch()
     FORMS[form](model)
@@ -160,7 +160,7 @@ def test_without_the_filter_a_block_would_be_counted_twice(monkeypatch):
 
 
 class Dot(nn.Module):
-    """A block with an operation that the probe has as well."""
+    """A block with an operation that the probe uses too."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +183,7 @@ def weights_of_dots(change):
 
 
 def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_blocks(monkeypatch):
-    """The second half is what `outside_selective_checkpoints` is for; if it fails, that can go."""
+    """Show why `outside_selective_checkpoints` exists; if that part fails, it can go."""
     bare = weights_of_dots(lambda model: None)
     assert all(map(torch.equal, bare, weights_of_dots(FORMS["torch selective"])))
     monkeypatch.setattr(
@@ -199,7 +199,7 @@ def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_bloc
 
 @pytest.mark.parametrize("way", ["filter", "off"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_batch_norm_is_updated_once_either_way(way, reentrant):
+def test_batch_norm_is_updated_once_with_and_without_a_probe(way, reentrant):
     workload = resnet(depth=2, width=16, size=8)
     plain, left = run(workload, lambda model: None)
     change = partial(recompute_blocks, use_reentrant=reentrant, blocks="1.*")
@@ -215,9 +215,7 @@ def test_a_loop_over_time_in_chunks_is_counted_by_timestep(way):
 
     def change(model):
         recompute_timesteps(model, chunk_size=4)
-        model(
-            Case(workload).batch()[0]
-        )  # the first call looks for hidden state, in steps of its own
+        model(Case(workload).batch()[0])  # the first call looks for hidden state, in extra steps
 
     flow, _ = run(workload, change, way=way)
     assert figures(flow) == figures(plain)
@@ -253,7 +251,7 @@ def test_hugging_face_recompute_is_counted_once(way):
     assert figures(trained(True)) == bare
 
 
-def test_off_is_for_a_while_and_for_whoever_recomputes():
+def test_off_pauses_the_probe_under_every_kind_of_recompute():
     block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     names = {
         name: getattr(torch_checkpoint, name) for name in (NON_REENTRANT_GENERATOR, REENTRANT_CLASS)
@@ -273,7 +271,7 @@ def test_off_is_for_a_while_and_for_whoever_recomputes():
     assert len(ran) == 2
 
 
-def test_off_ends_with_an_error_of_the_loop():
+def test_an_error_inside_off_ends_the_pause():
     block = nn.Linear(4, 4)
     model = nn.ModuleList([Recompute(block)])
     with pytest.raises(ZeroDivisionError), GradFlow(model, recompute="off"):

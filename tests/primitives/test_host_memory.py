@@ -48,7 +48,7 @@ SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
         ),
     ],
 )
-def test_available_is_the_smallest_of_what_the_kernel_and_the_groups_leave(
+def test_available_memory_is_the_least_that_the_kernel_and_control_groups_allow(
     tmp_path, files, expected
 ):
     for name, text in files.items():
@@ -57,22 +57,22 @@ def test_available_is_the_smallest_of_what_the_kernel_and_the_groups_leave(
     assert available_host_bytes(tmp_path) == expected
 
 
-def test_the_pool_gives_a_buffer_that_fits_and_lets_go_of_those_that_fit_nothing():
+def test_the_pool_reuses_buffers_that_fit_and_frees_those_that_do_not():
     pool = HostPool(pinned=False)
     first = pool.take(5000)
     assert first.nbytes == pool.reserved_bytes == 8192
     pool.give(first)
-    assert pool.take(100) is first  # which four pages would be as well, and five not
+    assert pool.take(100) is first  # up to four pages fit, five do not
     pool.give(first)
     large = pool.take(5 * 4096)
-    assert pool.reserved_bytes == large.nbytes == 20480  # the first, which was idle, made room
+    assert pool.reserved_bytes == large.nbytes == 20480  # the idle first buffer was freed
     pool.give(large)
     assert pool.take(4096).nbytes == pool.reserved_bytes == 4096
     pool.clear()
-    assert pool.reserved_bytes == 4096  # that one is in use
+    assert pool.reserved_bytes == 4096  # this buffer is in use
 
 
-def test_what_is_reserved_is_there_and_serves_a_step_of_these_sizes():
+def test_reserved_buffers_serve_a_step_of_these_sizes():
     pool = HostPool(pinned=False)
     sizes = [5000, 100, 5000, 70000]
     pool.reserve(sizes)
@@ -91,7 +91,7 @@ def test_pinned_buffers_are_as_large_as_torch_makes_them():
     ]
 
 
-def test_little_memory_is_said_with_both_figures(monkeypatch):
+def test_too_little_memory_is_an_error_with_both_figures(monkeypatch):
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**30)
     require_host_memory(2**30)
     with pytest.raises(
@@ -100,10 +100,10 @@ def test_little_memory_is_said_with_both_figures(monkeypatch):
     ):
         HostPool(pinned=False).reserve([2**30, 2**31])
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: None)
-    require_host_memory(2**60)  # a system that does not say
+    require_host_memory(2**60)  # a system without this figure
 
 
-def test_memory_that_the_system_refuses_is_the_hosts_and_not_the_devices(monkeypatch):
+def test_a_refused_allocation_is_an_error_of_host_memory_not_of_the_device(monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 

@@ -1,4 +1,4 @@
-"""The compile memory budget: facts of torch that it rests on, and its contract.
+"""The compile memory budget: its contract, and the facts of torch that it relies on.
 
 python -m pytest tests/primitives/test_memory_budget.py
 """
@@ -52,10 +52,10 @@ from curry_train.workloads.workload import Case
 pytestmark = TRACING
 
 
-# What torch does, so that a torch that changes it is noticed.
+# Facts of torch, so that a version that changes them is noticed.
 
 
-def test_the_setting_is_functorchs_and_elsewhere_raises_or_does_nothing():
+def test_the_setting_exists_in_functorch_and_elsewhere_raises_or_does_nothing():
     with pytest.raises(AttributeError, match="does not exist"):
         torch._dynamo.config.activation_memory_budget = 0.5
     torch._dynamo.activation_memory_budget = 0.5
@@ -63,7 +63,7 @@ def test_the_setting_is_functorchs_and_elsewhere_raises_or_does_nothing():
     del torch._dynamo.activation_memory_budget
 
 
-def test_the_setting_is_one_of_the_thread_since_2_13_and_of_the_process_before():
+def test_the_setting_is_per_thread_since_torch_2_13_and_per_process_before():
     seen = []
     with functorch_config.patch(activation_memory_budget=0.5):
         thread = threading.Thread(
@@ -82,7 +82,7 @@ def test_saved_bytes_fall_in_steps_and_stay_within_the_share():
     assert all(value <= least + budget / 8 * (most - least) for budget, value in enumerate(saved))
 
 
-def test_the_bound_is_on_saved_bytes_and_the_peak_may_stay():
+def test_a_budget_bounds_saved_bytes_and_not_the_peak():
     case = Case(load_workload("mlp"))
     found = {}
     for budget in (1.0, 0.0):
@@ -90,7 +90,7 @@ def test_the_bound_is_on_saved_bytes_and_the_peak_may_stay():
         memory_budget(model, budget, backend="aot_eager")
         found[budget] = measure_allocated(model, case.batch(), case.workload.mean_loss)
     assert found[0.0].held_bytes < 0.6 * found[1.0].held_bytes
-    assert found[0.0].peak_bytes == found[1.0].peak_bytes  # the gradients own it
+    assert found[0.0].peak_bytes == found[1.0].peak_bytes  # gradients own the peak
 
 
 def test_half_of_the_bytes_cost_a_quarter_of_full_recompute_and_zero_costs_the_same():
@@ -115,7 +115,7 @@ def test_half_of_the_bytes_cost_a_quarter_of_full_recompute_and_zero_costs_the_s
     assert found[0.5][0] < 0.6 * found[1.0][0]
 
 
-def test_where_a_block_saves_its_inputs_alone_a_budget_computes_again_for_nothing():
+def test_a_budget_recomputes_for_nothing_in_a_block_that_saves_only_its_inputs():
     case = Case(load_workload("snn"))
     batch = case.batch()
     mean_loss = case.workload.mean_loss
@@ -131,8 +131,8 @@ def test_where_a_block_saves_its_inputs_alone_a_budget_computes_again_for_nothin
 
 
 @pytest.mark.parametrize("budget", [0.9, 0.5, 0.0])
-def test_torch_alone_draws_again_in_backward_so_the_draws_must_still_be_kept(budget):
-    """The workaround is needed as long as this holds."""
+def test_torch_draws_again_in_backward_so_the_draws_must_still_be_kept(budget):
+    """Show that the workaround is still needed: delete it when this fails."""
     block = block_class(dropout)
     found = compare(
         step(by_torch_alone(block, 1.0)), step(by_torch_alone(block_class(dropout), budget))
@@ -142,7 +142,7 @@ def test_torch_alone_draws_again_in_backward_so_the_draws_must_still_be_kept(bud
     assert errors["gradient"] > 0.05
 
 
-def test_torch_alone_fails_to_keep_an_operation_of_several_outputs_so_it_must_still_be_avoided(
+def test_torch_fails_to_keep_an_operation_of_several_outputs_so_it_is_avoided(
     monkeypatch,
 ):
     def alone():
@@ -162,7 +162,7 @@ def test_torch_alone_fails_to_keep_an_operation_of_several_outputs_so_it_must_st
         step(bounded(alone(), 0.5))
 
 
-def test_torch_forgets_what_is_to_be_kept_at_zero_so_the_smallest_budget_must_still_replace_it(
+def test_torch_ignores_kept_operations_at_zero_so_the_smallest_budget_replaces_it(
     monkeypatch,
 ):
     monkeypatch.setattr(compile_budget, "SMALLEST_BUDGET", 0.0)
@@ -170,7 +170,7 @@ def test_torch_forgets_what_is_to_be_kept_at_zero_so_the_smallest_budget_must_st
         step(bounded(block_class(dropout), 0.0))
 
 
-def test_torch_compiles_nothing_of_a_sequential_that_compiles_itself():
+def test_torch_does_not_compile_a_sequential_that_compiles_itself():
     graphs = []
 
     def backend(graph, inputs):
@@ -192,7 +192,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_torch_leaves_code_uncompiled_for_good_once_a_mode_has_watched_it():
+def test_torch_never_runs_compiled_code_again_after_a_dispatch_mode():
     runs = []
 
     def backend(graph, inputs):
@@ -255,7 +255,7 @@ def test_random_numbers_are_drawn_once_whatever_the_budget(name, budget):
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.0])
-def test_what_the_user_recomputes_inside_a_block_draws_the_same(budget):
+def test_regions_that_the_user_recomputes_inside_a_block_draw_the_same(budget):
     def regions():
         class Block(block_class()):
             def __init__(self):
@@ -280,7 +280,7 @@ def test_a_region_compiled_as_one_is_right_or_refused():
     try:
         assert compare(reference, step(model)).bit_equal
     except BudgetUnsafe as refused:
-        assert "use recompute_blocks" in str(refused)  # noqa: PT017 - torch 2.13 divides it right, 2.11 does not
+        assert "use recompute_blocks" in str(refused)  # noqa: PT017 - torch 2.13 divides it correctly, 2.11 does not
 
 
 def test_other_shapes_threads_and_resets_keep_the_budget_and_the_draws():
@@ -316,7 +316,7 @@ def test_a_model_compiled_around_its_blocks_keeps_their_budget():
     assert saved_bytes(model, rows(), lambda _, batch: loss(around, batch)) <= saved
 
 
-def test_a_mode_that_watches_sees_eager_code_and_leaves_blocks_compiled():
+def test_a_dispatch_mode_sees_eager_code_and_blocks_stay_compiled():
     block = block_class()
     plain, model = build(block), bounded(block, 0.2)
     before, seen = saved_bytes(model, rows(), loss), []
@@ -356,7 +356,7 @@ def test_nothing_is_compiled_in_eval_mode_or_without_grad(off):
     assert _compiled(block.forward, model.layers[0]._budget).num_graphs == 0
 
 
-def test_equal_blocks_share_code_and_more_kinds_than_torch_recompiles_are_compiled_all():
+def test_equal_blocks_share_code_and_kinds_beyond_the_recompile_limit_compile():
     block = block_class()
     model = bounded(block, 0.5)
     step(model)
@@ -375,16 +375,16 @@ def test_equal_blocks_share_code_and_more_kinds_than_torch_recompiles_are_compil
 
 
 def drawing_twice(monkeypatch):
-    """Takes both precautions away, as if torch had changed what they rest on."""
+    """Disable both precautions, as if torch had changed the facts that they rely on."""
     monkeypatch.setattr(
         compile_budget, "partition", compile_budget.min_cut_rematerialization_partition
     )
 
 
-def test_a_step_on_the_batch_finds_draws_that_differ_and_puts_the_model_back(monkeypatch):
+def test_a_step_on_the_batch_finds_different_draws_and_restores_the_model(monkeypatch):
     drawing_twice(monkeypatch)
     block = block_class(dropout)
-    assert not compare(step(build(block)), step(bounded(block, 0.0))).holds  # and nothing says so
+    assert not compare(step(build(block)), step(bounded(block, 0.0))).holds  # without an error
     model = build(block)
     with pytest.raises(
         BudgetUnsafe, match=r"differs in kind.*draw random numbers \(aten\..*use recompute_blocks"
@@ -399,7 +399,7 @@ def test_a_compiled_graph_that_draws_twice_is_refused_without_a_batch_too(monkey
         step(bounded(block_class(dropout), 0.0))
 
 
-def test_a_batch_compiles_now_and_leaves_no_trace():
+def test_a_batch_compiles_now_and_leaves_the_model_unchanged():
     block = block_class(dropout)
     model, state = build(block), torch.get_rng_state()
     memory_budget(model, 0.5, backend="aot_eager", batch=rows(), loss=loss)
@@ -448,7 +448,7 @@ def test_a_block_that_cannot_be_compiled_or_wrapped_is_named():
     assert not any(isinstance(module, Budgeted) for module in model.modules())
 
 
-def test_a_compiler_that_breaks_says_so_in_one_line(monkeypatch):
+def test_an_error_of_the_compiler_is_reported_in_one_line(monkeypatch):
     def broken(*args, **kwargs):
         raise KeyError("no such kernel\nmore")
 

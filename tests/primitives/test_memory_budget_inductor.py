@@ -63,7 +63,7 @@ def test_two_ranks_have_the_same_gradients_and_fewer_bytes_under_ddp_and_fsdp2()
 
 @needs_cpp
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_inductor_draws_once_at_zero_and_torch_alone_draws_again(device):
+def test_inductor_draws_once_at_zero_and_torchs_own_setting_draws_again(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     block = block_class(dropout)
@@ -73,7 +73,7 @@ def test_inductor_draws_once_at_zero_and_torch_alone_draws_again(device):
     batch = rows().to(device)
     assert compare(*[step(model, batch) for model in models]).holds
     assert saved_bytes(models[1], batch, loss) < 0.5 * saved_bytes(models[0], batch, loss)
-    if device == "cpu":  # as long as this holds the draws must be kept
+    if device == "cpu":  # as long as this holds, draws must be kept
         alone = by_torch_alone(block_class(dropout), 0.0, backend="inductor")
         assert not compare(step(models[0]), step(alone), tolerance=0.05).holds
 
@@ -100,7 +100,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 
 
 @needs_cpp
-def test_the_compilers_cache_tells_budgets_apart_in_other_processes_too(tmp_path):
+def test_the_compilers_cache_distinguishes_budgets_across_processes(tmp_path):
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "template")}
 
     def run(*budgets):

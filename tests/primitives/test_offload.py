@@ -56,7 +56,7 @@ def twins(block, depth=3, **options):
     return plain, model
 
 
-# The gates hold on what is right, and fail on what is not.
+# The gates hold on the right implementation and fail on wrong ones.
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -110,7 +110,7 @@ def no_op(module, sample):
 
 
 def policy_of_torch(module, sample):
-    """Says offload, and recomputes: torch's eager mode knows no such policy."""
+    """Ask torch's policy for offload: in eager mode it recomputes instead."""
     contexts = functools.partial(
         create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD
     )
@@ -129,7 +129,7 @@ def first_block_only(module, sample):
 
 
 def duplicates_too(module, sample):
-    """As we do it, parameters aside, but each tensor by itself."""
+    """Offload like ours, without parameters, but copy each tensor by itself."""
     owned = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
 
     def pack(tensor):
@@ -172,7 +172,7 @@ def test_gate_catches(check, saboteur, message):
     assert message in verdict.hint
 
 
-# What moves, and what does not.
+# Tensors that move, and tensors that stay.
 
 
 def test_at_most_two_thirds_of_what_torch_moves_and_the_report_says_it():
@@ -252,12 +252,12 @@ def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset(batch):
     report = offload_report(model)
     assert (
         report.moved_bytes == report.brought_back_bytes == 64 * (32 + 96) * 4
-    )  # the batch, and the rows
+    )  # the batch and the rows
     assert report.skipped["alias of what moved"] == (1, 64 * 96 * 4)
 
 
 class Transposed(nn.Module):
-    """Reads its weight as a transposed view, and a table that its model owns."""
+    """A block that reads its weight as a transposed view, and a table that its model owns."""
 
     def __init__(self):
         super().__init__()
@@ -296,7 +296,7 @@ def test_no_parameter_and_no_buffer_moves_though_another_module_owns_it(way):
     assert report.moved_bytes == 3 * 64 * 64 * 4
 
 
-def test_a_copy_of_a_block_alone_takes_no_model_along(batch):
+def test_copying_a_block_does_not_copy_the_model(batch):
     model = WithTable()
     offload_blocks(model)
     block = copy.deepcopy(model.layers[0])
@@ -328,7 +328,7 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
     assert offload_report(model).num_moved == 0
 
 
-# The same training, in the ways that a step is taken.
+# The same training, in every kind of step.
 
 
 def gradients(model):
@@ -358,7 +358,7 @@ class Cell(nn.Module):
         return self.cell(x)[0]
 
 
-def test_chunks_that_are_written_one_after_the_other_are_not_taken_for_one(batch):
+def test_chunks_of_one_storage_written_in_turn_are_not_merged(batch):
     plain, model = twins(Cell)
     assert compare(
         record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
@@ -414,7 +414,7 @@ def test_a_graph_may_be_kept_and_differentiated_twice(batch):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_recompute_of_other_blocks_and_of_blocks_inside_goes_together(batch, inside):
+def test_offload_works_with_recompute_of_other_and_of_inner_blocks(batch, inside):
     def nested():
         return nn.Sequential(*[nn.Sequential(gelu_block(), gelu_block()) for _ in range(3)])
 
@@ -428,10 +428,10 @@ def test_recompute_of_other_blocks_and_of_blocks_inside_goes_together(batch, ins
     ).bit_equal
     assert offload_report(model).num_moved == (
         4 if inside else 8
-    )  # the inputs of what is recomputed
+    )  # the inputs of the recomputed blocks
 
 
-def test_the_inputs_of_recomputed_blocks_move_where_the_whole_model_is_the_block():
+def test_inputs_of_recomputed_blocks_move_if_the_whole_model_is_the_block():
     case = Case(transformer(), batch_size=16)
     plain, full, model = (case.build() for _ in range(3))
     recompute_blocks(full, preserve_rng_state=False)
@@ -445,11 +445,11 @@ def test_the_inputs_of_recomputed_blocks_move_where_the_whole_model_is_the_block
         measure_memory(module, case.batch(), case.workload.mean_loss).held_bytes
         for module in (full, model)
     ]
-    assert held[0] - held[1] > 4 * 16 * 64 * 128 * 4  # an input each, and what the head holds
+    assert held[0] - held[1] > 4 * 16 * 64 * 128 * 4  # an input per block, and what the head holds
 
 
 class Writes(nn.Module):
-    """Changes a tensor that backward needs, after it was saved."""
+    """A block that changes a tensor which backward needs, after it was saved."""
 
     def __init__(self, what):
         super().__init__()
@@ -477,7 +477,7 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["input", "alias", "output", "small", "buffer", "parameter"])
-def test_a_change_in_place_is_an_error_where_it_is_one_without_offload(batch, what):
+def test_a_change_in_place_is_an_error_exactly_as_without_offload(batch, what):
     for offloaded in (False, True):
         model = chain(functools.partial(Writes, what), 1)
         if offloaded:

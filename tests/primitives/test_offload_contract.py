@@ -1,4 +1,4 @@
-"""Offload says what it can't do, gives the host its memory back, and waits for its copies.
+"""Offload refuses what it can't do, returns host memory, and waits for its copies.
 
 python -m pytest tests/primitives/test_offload_contract.py
 """
@@ -63,7 +63,7 @@ def idle_bytes(model):
     return sum(size * len(idle) for size, idle in pool(model)._idle.items())
 
 
-# What is refused, and what the user is told.
+# Refusals and their messages.
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def idle_bytes(model):
         ({"blocks": "layers.*"}, "matches no module"),
     ],
 )
-def test_what_can_not_be_is_said_and_changes_nothing(options, message):
+def test_impossible_options_are_refused_and_change_nothing(options, message):
     model = chain()
     with pytest.raises(ValueError, match=message):
         offload_blocks(model, **options)
@@ -95,7 +95,7 @@ def test_a_model_is_offloaded_once_in_training_mode_and_before_the_report(batch)
         offload_blocks(model, blocks="2", keep_last=0)
 
 
-def test_nothing_large_enough_is_said_by_the_strategy_and_leaves_the_model_as_it_was(batch):
+def test_the_strategy_refuses_a_model_without_large_tensors_and_does_not_change_it(batch):
     model = chain()
     with pytest.raises(NothingToMove, match=r"nothing of 4,096 bytes or more.*lower min_bytes"):
         STRATEGIES["offload"].apply(model, Sample(batch[:2], square_sum))
@@ -103,7 +103,7 @@ def test_nothing_large_enough_is_said_by_the_strategy_and_leaves_the_model_as_it
     assert STRATEGIES["offload"].apply(model, Sample(None, square_sum)) == ["0", "1"]
 
 
-def test_names_state_and_class_stay_and_remove_brings_the_bare_model_back(batch):
+def test_names_state_and_class_stay_and_remove_restores_the_bare_model(batch):
     plain, model = chain(), chain()
     offload_blocks(model, batch=batch, loss=square_sum)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -113,7 +113,7 @@ def test_names_state_and_class_stay_and_remove_brings_the_bare_model_back(batch)
     assert remove_offload(model) == ["0", "1"]
     assert type(model[0]) is nn.Sequential
     assert vars(model[0]).keys() == vars(plain[0]).keys()
-    value.backward()  # what was moved is still there
+    value.backward()  # the moved tensors still exist
     del value
     record = record_step(plain, batch, square_sum)
     assert all(
@@ -124,7 +124,7 @@ def test_names_state_and_class_stay_and_remove_brings_the_bare_model_back(batch)
     assert kept.reserved_bytes == 0
 
 
-def test_counting_leaves_no_trace(batch):
+def test_counting_leaves_the_model_unchanged(batch):
     model = nn.Sequential(
         nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout()), block(), block()
     )
@@ -169,7 +169,7 @@ def test_functional_transforms_are_refused(batch):
 # Host memory.
 
 
-def test_too_little_is_said_before_the_first_step_and_changes_nothing(batch, monkeypatch):
+def test_too_little_host_memory_is_an_error_before_the_first_step(batch, monkeypatch):
     model = chain()
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * 1024)
     with pytest.raises(
@@ -179,13 +179,15 @@ def test_too_little_is_said_before_the_first_step_and_changes_nothing(batch, mon
     assert type(model[0]) is nn.Sequential
 
 
-def test_too_little_without_a_batch_is_said_before_the_pool_grows(batch, monkeypatch):
+def test_too_little_host_memory_without_a_batch_is_an_error_before_the_pool_grows(
+    batch, monkeypatch
+):
     model = chain()
     offload_blocks(model)
     square_sum(model, batch).backward()
     before = offload_report(model).reserved_bytes
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * 1024)
-    square_sum(model, batch).backward()  # nothing more is needed
+    square_sum(model, batch).backward()  # no more buffers are needed
     with pytest.raises(HostMemoryShort, match=r"needs 40.0 KiB more"):
         square_sum(model, batch.repeat(5, 1))
     gc.collect()
@@ -194,7 +196,7 @@ def test_too_little_without_a_batch_is_said_before_the_pool_grows(batch, monkeyp
 
 
 @pytest.mark.parametrize("scale", [2, 3, 7])
-def test_batches_of_other_sizes_do_not_make_the_pool_grow_without_end(batch, scale):
+def test_batches_of_other_sizes_do_not_grow_the_pool_without_bound(batch, scale):
     model = chain()
     offload_blocks(model)
     most = 0
@@ -204,7 +206,7 @@ def test_batches_of_other_sizes_do_not_make_the_pool_grow_without_end(batch, sca
     assert most <= 2 * 4 * 64 * scale * 32 * 4
 
 
-# Every buffer comes back.
+# Every buffer is returned.
 
 
 class Fails(nn.Module):
@@ -239,7 +241,7 @@ def steps_that_leave_nothing(model, batch):
         model(batch)
     model[1][1] = nn.Sigmoid()
     yield
-    for index in (0, 2):  # in the middle of backward, with copies under way, and at its start
+    for index in (0, 2):  # in the middle of backward, with copies in progress, and at its start
         handle = model[index].register_forward_hook(fail_in_backward)
         with contextlib.suppress(ArithmeticError):
             model(batch).sum().backward()
@@ -252,7 +254,7 @@ def test_nothing_leaks_over_50_steps_with_and_without_backward_and_with_errors(b
     offload_blocks(model, batch=batch, loss=square_sum)
     reserved = offload_report(model).reserved_bytes
     gc.collect()
-    gc.disable()  # what a cycle keeps alive would stay
+    gc.disable()  # a reference cycle would keep buffers alive
     try:
         for _ in range(8):
             for _ in steps_that_leave_nothing(model, batch):
@@ -263,7 +265,7 @@ def test_nothing_leaks_over_50_steps_with_and_without_backward_and_with_errors(b
     assert model[0]._offloader.step() is None
 
 
-def test_a_graph_that_is_kept_keeps_nothing_on_the_device(batch):
+def test_a_retained_graph_keeps_nothing_on_the_device(batch):
     plain, model = chain(), chain()
     offload_blocks(model, keep_last=0, batch=batch, loss=square_sum)
     alive = []
@@ -273,12 +275,10 @@ def test_a_graph_that_is_kept_keeps_nothing_on_the_device(batch):
             value.backward(retain_graph=True)
             alive.append(storages.bytes_alive)
         del value
-    assert (
-        alive[0] - alive[1] >= 2 * batch.nbytes
-    )  # the outputs but the last, which the loss has saved
+    assert alive[0] - alive[1] >= 2 * batch.nbytes  # all outputs but the last, which the loss saves
 
 
-def test_what_a_block_owns_is_looked_up_when_it_runs(batch):
+def test_parameters_of_a_block_are_looked_up_when_it_runs(batch):
     model = chain()
     offload_blocks(model)
     value = model(batch)
@@ -289,7 +289,7 @@ def test_what_a_block_owns_is_looked_up_when_it_runs(batch):
     assert others <= model[0]._offloader.step().owned
     assert (
         not own & model[0]._offloader.step().owned
-    )  # FSDP2 would have freed them, for others to be there
+    )  # FSDP2 frees them, and others take their place
 
 
 @pytest.mark.parametrize("min_bytes", [4096, 1_000_000])
@@ -304,16 +304,14 @@ def test_a_tensor_that_its_own_node_saved_dies_with_the_graph(batch, min_bytes):
     gc.disable()
     try:
         value = model(batch)
-        assert (seen[0]() is None) == (
-            min_bytes == 4096
-        )  # on the host, and no longer on the device
+        assert (seen[0]() is None) == (min_bytes == 4096)  # on the host, no longer on the device
         del value
         assert seen[0]() is None
     finally:
         gc.enable()
 
 
-# Copies that take their time, as those of CUDA do.
+# Slow copies, as on CUDA.
 
 
 class Event:
@@ -321,7 +319,9 @@ class Event:
         self.copies, self.copy = copies, copy
 
     def query(self):
-        if self.copies.queue and self.copies.chance.random() < 0.3:  # meanwhile one more was done
+        if (
+            self.copies.queue and self.copies.chance.random() < 0.3
+        ):  # one more copy was done meanwhile
             self.copies.queue[0].synchronize()
         return self.copy is None
 
@@ -346,11 +346,11 @@ class Late(HostCopies):
             target.data_ptr() == target.untyped_storage().data_ptr()
             and target.untyped_storage().nbytes() == nbytes
         ):
-            target.fill_(255)  # whoever reads it before the copy finds no numbers
+            target.fill_(255)  # reading it before the copy gives wrong numbers
 
         def copy():
-            assert here() is not None, "what is copied was freed before"
-            assert there() is not None, "a copy writes to what was freed"
+            assert here() is not None, "the source of a copy was freed before it"
+            assert there() is not None, "a copy writes to freed memory"
             whole = torch.empty(0, dtype=torch.uint8)
             whole.set_(there(), offset, (nbytes,)).copy_(
                 torch.empty(0, dtype=torch.uint8).set_(here(), 0, (nbytes,))
@@ -392,16 +392,14 @@ def test_the_computation_waits_for_copies_and_sources_stay_until_they_are_done(b
             assert idle_bytes(model) == offload_report(model).reserved_bytes
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # what is freed complains as well
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freeing raises too
 @pytest.mark.parametrize("copies", [WithoutWaiting, WithoutSources])
-def test_copies_that_nobody_waits_for_would_be_noticed(batch, monkeypatch, copies):
+def test_a_missing_wait_for_copies_is_caught(batch, monkeypatch, copies):
     with pytest.raises(AssertionError):
         late_steps(batch, monkeypatch, copies)
 
 
-def test_most_is_back_before_it_is_asked_for_and_little_is_under_way(batch, monkeypatch):
+def test_copies_back_are_mostly_early_and_few_are_in_progress_at_once(batch, monkeypatch):
     ahead, fetch = [], offload.Moved.fetch
 
     def note(moved, **options):
@@ -438,7 +436,7 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
     assert after.held_bytes < 0.5 * before.held_bytes
 
 
-# Under DDP and FSDP2 offload comes first, and nothing else changes.
+# Offload is applied before DDP and FSDP2, and changes nothing else.
 
 
 def gradients_on_ranks():

@@ -34,12 +34,12 @@ def test_operations_are_named_by_text_packet_and_overload():
         (torch.mm, "named as torch.ops.aten.mm"),
     ],
 )
-def test_what_is_no_operation_is_said(named, message):
+def test_a_name_that_is_not_an_operation_is_refused(named, message):
     with pytest.raises(ValueError, match=message):
         sac.find_operations([named])
 
 
-def test_the_expensive_ones_are_all_there_and_write_nothing_in_place():
+def test_the_expensive_operations_are_complete_and_not_in_place():
     assert {
         aten.mm.default,
         aten.addmm.default,
@@ -49,13 +49,13 @@ def test_the_expensive_ones_are_all_there_and_write_nothing_in_place():
     assert len(sac.COLLECTIVES) >= 5
     assert {
         packet.default for packet in COUNTED
-    } <= sac.ATTENTION_OPERATIONS  # cuDNN's and the CPU's too
+    } <= sac.ATTENTION_OPERATIONS  # those of cuDNN and the CPU included
     assert len(COUNTED) == 4
     assert not any(sac.writes_in_place(operation) for operation in sac.EXPENSIVE_OPERATIONS)
     assert not any(sac.is_cheap(operation) for operation in sac.EXPENSIVE_OPERATIONS)
 
 
-def test_attention_draws_with_dropout_alone():
+def test_attention_draws_only_with_dropout():
     flash = aten._scaled_dot_product_flash_attention.default
     query = torch.zeros(1)
     assert not sac.draws(flash, (query, query, query), {})
@@ -66,7 +66,7 @@ def test_attention_draws_with_dropout_alone():
     assert not sac.draws(aten.mm.default, (query, query), {})
 
 
-def test_cheap_and_in_place():
+def test_cheap_and_in_place_operations_are_recognised():
     for operation in (
         aten.mul.Tensor,
         aten.silu.default,

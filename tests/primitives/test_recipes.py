@@ -42,7 +42,7 @@ def weights():
 
 
 class Packed(Keeper):
-    """Remembers what it handed to autograd."""
+    """Saved-tensor hooks that record what they return to autograd."""
 
     def __init__(self):
         super().__init__()
@@ -82,14 +82,14 @@ def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: F.silu(x).add_(1.0),  # written over by an operation that autograd knows
-        lambda x: F.silu(x) + 1.0,  # made by an operation without a recipe
-        lambda x: 2.0 * x,  # the number is kept, and the tensor it multiplied is not
+        lambda x: F.silu(x).add_(1.0),  # overwritten by an operation that autograd records
+        lambda x: F.silu(x) + 1.0,  # made by an operation that has no recipe
+        lambda x: 2.0 * x,  # the number is kept, but not the tensor that it multiplies
         lambda x: x.detach(),
         lambda x: F.silu(x).transpose(0, 1).contiguous().transpose(0, 1),
     ],
 )
-def test_what_can_not_be_made_is_kept(change):
+def test_a_tensor_without_a_recipe_is_kept(change):
     first, second = weights()
     keeper = Packed()
     loss = two_layers(change, first, second, keeper)
@@ -100,7 +100,7 @@ def test_what_can_not_be_made_is_kept(change):
     assert torch.equal(second.grad, found)
 
 
-def test_a_tensor_changed_without_autograd_is_kept_and_not_made():
+def test_a_tensor_changed_outside_of_autograd_is_kept_and_not_rebuilt():
     def change(x):
         hidden = F.silu(x)
         with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_tensor_changed_after_it_was_kept_is_noticed():
         loss.backward()
 
 
-def test_views_come_back_as_the_views_they_were():
+def test_views_are_rebuilt_as_the_same_views():
     first, second = weights()
 
     def run(keeper):
@@ -141,7 +141,7 @@ def test_views_come_back_as_the_views_they_were():
     assert torch.equal(second.grad, expected)
 
 
-def test_a_long_chain_of_products_is_not_made_from_its_start():
+def test_a_long_chain_of_products_is_not_rebuilt_from_its_start():
     first, _ = weights()
     keeper = Packed()
     with keeper.hooks():
@@ -153,7 +153,7 @@ def test_a_long_chain_of_products_is_not_made_from_its_start():
     hidden.sum().backward()
 
 
-def test_casts_of_weights_are_made_again_under_autocast():
+def test_casts_of_weights_are_rebuilt_under_autocast():
     weight = torch.randn(64, 64, requires_grad=True)
     x = torch.randn(4, 64, requires_grad=True)
 
@@ -173,7 +173,9 @@ def test_casts_of_weights_are_made_again_under_autocast():
         loss.backward()
         held[name, "gradient"] = weight.grad
         del loss
-    assert held["plain"] - held["made"] == (64 * 64 + 4 * 64) * 2  # both are leaves that stay
+    assert (
+        held["plain"] - held["made"] == (64 * 64 + 4 * 64) * 2
+    )  # both are leaves, which stay alive
     assert torch.equal(held["plain", "gradient"], held["made", "gradient"])
 
 
@@ -203,7 +205,7 @@ def test_a_replayed_module_gives_equal_gradients_once_and_twice(norm):
             parameter.grad = None
 
 
-def test_a_replayed_module_keeps_its_input_alone_and_lets_go_of_the_rest():
+def test_a_replayed_module_keeps_only_its_input():
     weight, norm = weights()[0], nn.LayerNorm(16)
     x = torch.randn(64, 16)
     gc.collect()
@@ -213,7 +215,7 @@ def test_a_replayed_module_keeps_its_input_alone_and_lets_go_of_the_rest():
             loss = replayed(norm, x, weight)
             assert (
                 storages.bytes_alive < 3 * 64 * 16 * 4
-            )  # the product, its square, and no output of the norm
+            )  # the product and its square, but no output of the norm
             loss.backward()
             del loss
             norm.zero_grad()
@@ -223,7 +225,7 @@ def test_a_replayed_module_keeps_its_input_alone_and_lets_go_of_the_rest():
         gc.enable()
 
 
-def test_a_module_that_hands_its_input_on_is_no_recipe_for_it():
+def test_a_module_that_returns_its_input_is_not_a_recipe_for_it():
     x = weights()[0] * 1.0
     assert Replay(BlockState([]), lambda x: x, (x,), {}).first() is x
     assert not hasattr(x, REPLAY_KEY)
@@ -242,7 +244,7 @@ def test_a_module_that_takes_another_path_is_noticed():
         loss.backward()
 
 
-def test_replays_run_under_the_autocast_of_the_first_time():
+def test_replays_run_under_the_autocast_of_the_first_run():
     linear, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         loss = Replay(BlockState([]), linear, (x,), {}).first().float().square().sum()
@@ -256,13 +258,13 @@ def test_replays_run_under_the_autocast_of_the_first_time():
     loss = Replay(BlockState([]), F.gelu, (x,), {}).first().sum()
     with torch.autocast(
         "cpu", torch.bfloat16
-    ):  # and not under one that is on during backward alone
+    ):  # and not under autocast that is on only during backward
         loss.backward()
     assert x.grad.dtype is torch.float32
 
 
-def test_a_replay_ends_with_what_autograd_saved_though_the_loss_is_held():
-    """A loop that still has its loss in the next forward would hold the inputs of two steps."""
+def test_a_replayed_tensor_is_freed_with_the_graph_though_the_loss_is_held():
+    """Guard loops that hold their loss in the next forward against holding two steps' inputs."""
     norm, hidden = nn.LayerNorm(16), torch.randn(8, 16, requires_grad=True) * 2
     let_go = weakref.ref(hidden)
     loss = Replay(BlockState([]), norm, (hidden,), {}).first().square().sum()

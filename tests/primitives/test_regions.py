@@ -83,7 +83,7 @@ def test_a_block_of_llamas_shape_holds_at_most_56_percent_with_no_product_again(
 
 
 class Once(nn.Module):
-    """Gives a block its further arguments."""
+    """A block with its further arguments bound."""
 
     def __init__(self, block, rotations):
         super().__init__()
@@ -93,7 +93,7 @@ class Once(nn.Module):
         return self.block(x, self.rotations, self.rotations)
 
 
-def test_regions_hold_what_torchs_own_policy_holds_for_a_fraction_of_its_calls():
+def test_regions_hold_as_much_as_torchs_policy_for_a_fraction_of_its_calls():
     case = Case(transformer())
     verdict = sac.regions(case)
     assert verdict.passed, verdict
@@ -137,10 +137,10 @@ def test_hugging_face_blocks_in_half_precision():
     assert changed[1].held_bytes / plain[1].held_bytes <= 0.56
 
 
-# What is not reached, and the edit that reaches it.
+# Tensors without a recipe, and the edits that give them one.
 
 
-def test_the_report_names_the_module_to_name_and_naming_it_frees_what_it_said():
+def test_naming_the_reported_module_frees_the_reported_bytes():
     model = gpt2(0.0)
     apply_regions(model)
     report = report_regions(model, TOKENS, lm_loss)
@@ -160,7 +160,7 @@ def test_the_report_names_the_module_to_name_and_naming_it_frees_what_it_said():
 
 
 class Functional(nn.Module):
-    """Writes its activation by hand; `Edited` has it in a module."""
+    """A block with its activation written as an expression; `Edited` has it in a module."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ def square(model, x):
     return model(x).square().sum()
 
 
-def test_an_expression_becomes_a_module_and_is_reached():
+def test_moving_an_expression_into_a_module_gives_it_a_recipe():
     x = torch.randn(32, 16)
     model = chain(Functional)
     apply_regions(model)
@@ -213,7 +213,7 @@ def test_an_expression_becomes_a_module_and_is_reached():
     assert compare(record_step(model, x, square), record_step(edited, x, square)).bit_equal
 
 
-def test_what_torch_computes_inside_of_its_own_modules_is_not_told_to_be_edited():
+def test_the_report_suggests_no_edit_inside_torchs_own_modules():
     model = nn.Sequential(
         *[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
     )
@@ -234,14 +234,14 @@ def test_a_named_module_that_draws_is_refused():
         model(torch.randn(2, 8))
 
 
-def test_a_glob_that_names_nothing_is_an_error():
+def test_a_pattern_of_modules_without_a_match_is_an_error():
     with pytest.raises(
         ValueError, match=r"also '\*.act' matches no module; there are 0.up, 0.down"
     ):
         apply_regions(chain(Functional), also=["*.act"])
 
 
-def test_a_report_needs_regions():
+def test_a_report_without_regions_is_refused():
     with pytest.raises(ValueError, match=r"call apply_regions\(model\) first"):
         report_regions(chain(Functional), torch.randn(2, 16), square)
 
@@ -307,7 +307,7 @@ def test_a_gradient_penalty_has_equal_gradients():
     assert all(map(torch.equal, *found))
 
 
-def test_a_boundary_that_is_written_over_is_noticed():
+def test_an_overwritten_input_of_a_region_is_an_error():
     x = torch.randn(4, 16, requires_grad=True) * 1.0
     loss = square(both()[1], x)
     with torch.no_grad():
@@ -327,7 +327,7 @@ def test_regions_and_recompute_share_a_model_but_not_a_block():
         apply_regions(changed, blocks="0")
 
 
-def test_compiled_code_needs_no_regions_and_stays_right():
+def test_compiled_blocks_run_without_regions_and_stay_correct():
     plain, changed = both()
     x = torch.randn(4, 16)
     expected = record_step(plain, x, square)

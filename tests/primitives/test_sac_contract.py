@@ -74,7 +74,7 @@ def test_a_named_policy_is_the_same_training(name):
     assert memory.held_bytes < plain()[1].held_bytes
 
 
-def test_policies_order_as_what_they_keep():
+def test_policies_that_keep_more_hold_more_and_recompute_less():
     found = {name: figures(lambda model, name=name: apply_sac(model, name)) for name in POLICIES}
     held = {name: memory.held_bytes for name, (_, memory, _) in found.items()}
     again = {name: recompute_flops(plain()[2], flops) for name, (_, _, flops) in found.items()}
@@ -84,12 +84,12 @@ def test_policies_order_as_what_they_keep():
     assert again["save_matmuls_and_attention"] == again["save_expensive"] == 0
     assert (
         held["save_matmuls_and_attention"] == held["save_expensive"]
-    )  # there is no convolution and no collective
+    )  # the model has no convolution and no collective
     full = figures(recompute_blocks)
     assert full[1].held_bytes < held["save_attention"]
 
 
-def test_a_list_and_a_function_say_what_a_name_says():
+def test_a_list_and_a_function_equal_the_policy_of_that_name():
     named = figures(lambda model: apply_sac(model, "save_matmuls"))
 
     def policy(context, operation, *args, **kwargs):
@@ -103,7 +103,7 @@ def test_a_list_and_a_function_say_what_a_name_says():
         assert figures(lambda model, other=other: apply_sac(model, other))[1:] == named[1:]
 
 
-def test_it_holds_the_bytes_and_does_the_flops_of_torchs_own():
+def test_bytes_and_flops_equal_those_of_torchs_own():
     ours, theirs = figures(apply_sac), figures(lambda model: torch_sac(model, CASE))
     assert ours[1:] == theirs[1:]
     assert compare(theirs[0], ours[0]).bit_equal
@@ -124,7 +124,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("policy", ["save_attention", "save_expensive"])
-def test_dropout_inside_and_after_attention_is_drawn_alike(device, policy):
+def test_dropout_inside_and_after_attention_is_drawn_the_same(device, policy):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if device == "cpu" and policy == "save_attention":
@@ -198,7 +198,7 @@ def test_reentrant_checkpointing_is_refused():
         apply_sac(CASE.build(), use_reentrant=True)
 
 
-def test_an_error_of_the_users_own_is_not_hidden_by_ours():
+def test_an_error_of_the_user_is_not_hidden_by_ours():
     model = CASE.build()
     apply_sac(model, ["aten.linear"])
     model.layers[0].feed_forward.register_forward_hook(lambda *_: 1 / 0)
@@ -211,7 +211,7 @@ def test_the_figures_that_a_refusal_quotes_are_measured():
 
     def backwards(context, operation, *args, **kwargs):
         expensive = operation in sac.EXPENSIVE_OPERATIONS or sac.writes_in_place(operation)
-        # The output of a mean is written over by the norm, and torch refuses to keep it.
+        # The norm overwrites the output of a mean, and torch refuses to keep it.
         recomputed = expensive or operation is aten.mean.dim
         return CheckpointPolicy.PREFER_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
 
@@ -232,8 +232,8 @@ def test_the_figures_that_a_refusal_quotes_are_measured():
     ]
 
 
-def test_a_kept_output_that_is_written_over_unseen_is_refused_where_torch_is_silently_wrong():
-    """`nn.GRU` on a CPU adds in place to views with version counters of their own."""
+def test_an_undetected_overwrite_of_a_kept_output_is_refused():
+    """Use `nn.GRU` on a CPU, which adds in place to views with their own version counters."""
     x, weights = torch.randn(3, 2, 4), []
     for kept in (False, True):
         torch.manual_seed(0)
@@ -246,7 +246,7 @@ def test_a_kept_output_that_is_written_over_unseen_is_refused_where_torch_is_sil
         )
         out.square().sum().backward()
         weights.append(layer.weight_hh_l0.grad)
-    assert not torch.equal(*weights)  # when torch sees it, this refusal can go
+    assert not torch.equal(*weights)  # when torch detects it, this refusal can go
     model = nn.ModuleList([nn.GRU(4, 4)])
     apply_sac(model, blocks="0")
     with pytest.raises(
@@ -263,7 +263,7 @@ def test_backward_twice_is_refused_by_torch_and_not_silently_wrong():
         loss.backward()
 
 
-# The module stays what it was.
+# The module does not change otherwise.
 
 
 def test_names_copies_pickles_and_undoing():
@@ -286,11 +286,11 @@ def keep_products(context, operation, *args, **kwargs):
 
 
 @pytest.mark.parametrize("policy", [["aten.mm", "aten.addmm"], keep_products])
-def test_policies_of_ones_own_are_pickled(policy):
+def test_a_users_own_policy_can_be_pickled(policy):
     assert pickle.loads(pickle.dumps(make_policy(policy))) == make_policy(policy)
 
 
-def test_nothing_is_kept_or_run_again_in_eval_mode():
+def test_nothing_is_kept_or_recomputed_in_eval_mode():
     model = CASE.build()
     apply_sac(model)
     bare = CASE.build()
@@ -315,7 +315,7 @@ def test_the_configuration_applies_it():
 
 
 def compiled_step(policy):
-    """A step, and how many products the compiled backward runs."""
+    """Run a step, and count the products in the compiled backward."""
     counted = Counter()
 
     def count(name):
@@ -342,20 +342,20 @@ def compiled_step(policy):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_blocks_keep_what_the_policy_says():
+def test_compiled_blocks_keep_the_operations_of_the_policy():
     bare, products = compiled_step(None)
     kept, none_again = compiled_step("save_expensive")
     every_second, some_again = compiled_step("every_second_matmul")
     assert none_again == products
     assert (
         some_again["backward"] == products["backward"] + 2 * 3
-    )  # of the seven of each block three run again
+    )  # three of the seven products of each block run again
     for record in (kept, every_second):
         assert compare(bare, record, tolerance=1e-5).holds
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_policy_that_keeps_nothing_is_an_error_of_compiled_code_too():
+def test_a_policy_that_keeps_nothing_is_an_error_in_compiled_code_too():
     with pytest.raises(
         torch._dynamo.exc.BackendCompilerFailed, match=r"saves no output of layers\.0"
     ):

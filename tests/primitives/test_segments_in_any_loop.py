@@ -1,4 +1,4 @@
-"""A segment computes what the loop around it computes, or raises ChainBroken.
+"""A segment computes the same as the loop around it, or raises ChainBroken.
 
 python -m pytest tests/primitives/test_segments_in_any_loop.py
 """
@@ -11,7 +11,7 @@ from curry_train.primitives.recompute import ChainBroken, recompute_segments
 
 
 class Chain(nn.Module):
-    """Eight blocks, and a loop between them that the test chooses."""
+    """A model of eight blocks, called by a loop that the test chooses."""
 
     def __init__(self, loop):
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_chain_trains_the_same(loop, num_segments):
         goes_backwards,
     ],
 )
-def test_a_loop_that_is_no_chain_is_refused_by_block(loop):
+def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
     model = Chain(loop)
     recompute_segments(model, 2)
     with pytest.raises(ChainBroken, match=r"layers\.\d"):
@@ -172,7 +172,7 @@ def test_after_a_refusal_the_model_still_works_in_eval_mode_and_without_gradient
 
 
 class Dense(nn.Module):
-    """Blocks that take everything before them, as in DenseNet."""
+    """A model whose blocks take all earlier outputs, as in DenseNet."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class Dense(nn.Module):
         return torch.cat(features, dim=1)
 
 
-def test_blocks_that_do_not_fit_each_other_are_refused_and_not_left_to_the_model():
+def test_blocks_of_mismatched_shapes_are_refused_with_a_clear_error():
     model = Dense()
     recompute_segments(model, 2, blocks="layers.*")
     with pytest.raises(ChainBroken, match=r"layers\.1 can't take the output of layers\.0"):
@@ -221,7 +221,7 @@ def takes_the_weights_too(model, x):
 @pytest.mark.parametrize(
     ("loop", "refused"), [(takes_the_first, False), (takes_the_weights_too, True)]
 )
-def test_of_a_tuple_only_the_first_element_may_be_used_between_the_blocks(loop, refused):
+def test_only_the_first_element_of_a_tuple_may_be_used_between_blocks(loop, refused):
     model = Chain(loop)
     model.layers = nn.ModuleList(Pair() for _ in range(4))
     x = torch.randn(4, 8)

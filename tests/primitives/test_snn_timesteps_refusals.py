@@ -30,11 +30,11 @@ def chunks(module, x, *, chunk_size=3, **kept):
     return train(module, checkpoint_timesteps, x, chunk_size=chunk_size, **kept)
 
 
-# What is refused.
+# Steps that are refused.
 
 
 class Between(nn.Module):
-    """A layer that does what it is told, with something to keep."""
+    """A layer that runs a given function and can store something."""
 
     def __init__(self, act, **kept):
         super().__init__()
@@ -149,7 +149,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("kind", HIDDEN)
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
-def test_hidden_state_is_refused_by_name_even_where_no_spike_shows_it(kind, scale):
+def test_hidden_state_is_refused_by_name_even_without_a_spike(kind, scale):
     module, x = build(HIDDEN[kind]), currents() * scale
     before = (
         copy.deepcopy(module.between.__dict__),
@@ -162,7 +162,7 @@ def test_hidden_state_is_refused_by_name_even_where_no_spike_shows_it(kind, scal
     assert (raised.value.module, raised.value.attribute) == ("between", "kept")
     assert (
         str(module.between.__dict__) == str(before[0]) or kind == "object"
-    )  # looked at, and put back
+    )  # examined and restored
     assert all(torch.equal(value, before[1][name]) for name, value in module.state_dict().items())
 
 
@@ -273,13 +273,13 @@ def test_state_of_a_parametrization_and_weights_that_change_are_found():
         checkpoint_timesteps(learns, x, module.initial_state(x), chunk_size=3)
 
 
-def test_neurons_in_a_plain_list_are_looked_at_too():
+def test_neurons_in_a_plain_list_are_examined_too():
     module, x = build(keeping(lambda self, x: self.kept[1](x), lambda: [0, Keeper()])), currents()
     with pytest.raises(HiddenState, match=r"between\.kept\.1 \(Keeper\) keeps state .* 'v'"):
         chunks(module, x)
 
 
-def test_snntorch_neurons_are_refused_with_hidden_state_and_taken_without():
+def test_snntorch_neurons_are_refused_with_hidden_state_and_accepted_without():
     snntorch = pytest.importorskip("snntorch", reason="snntorch is not installed")
 
     class Leaky(Net):
@@ -303,7 +303,7 @@ def test_snntorch_neurons_are_refused_with_hidden_state_and_taken_without():
         assert compare(plain, chunks(build(Leaky), x, levels=levels)).bit_equal
 
 
-# What is not refused, and is the same training.
+# Steps that are accepted, and train the same.
 
 
 def remembers_what_nobody_asks_for(self, x):
@@ -357,7 +357,7 @@ class Recurrent(Net):
 
 
 class Settings:
-    """Of somebody's own, with an object inside that is not looked into."""
+    """An object of the user with another object inside, which is not examined."""
 
     def __init__(self):
         self.nested = Memory()
@@ -384,7 +384,7 @@ SOUND = {
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("kind", SOUND)
-def test_sound_steps_are_taken_and_what_they_count_is_counted_once(kind, levels):
+def test_sound_steps_are_accepted_and_their_counters_move_once(kind, levels):
     plain = build(SOUND[kind])
     ours = build(SOUND[kind])
     x = currents()
@@ -403,7 +403,7 @@ def test_sound_steps_are_taken_and_what_they_count_is_counted_once(kind, levels)
 
 
 class Handed(Net):
-    """A neuron that keeps its potential, which is set before it runs and handed out after."""
+    """A neuron whose potential is set before it runs and read afterwards."""
 
     def __init__(self):
         super().__init__()
@@ -416,12 +416,12 @@ class Handed(Net):
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-def test_a_neuron_that_is_handed_its_state_is_sound(levels):
+def test_a_neuron_whose_state_is_passed_in_is_accepted(levels):
     plain = build(Handed)
     ours = build(Handed)
     x = currents()
     assert compare(train(plain, run_timesteps, x), chunks(ours, x, levels=levels)).bit_equal
-    assert torch.equal(plain.keeper.v, ours.keeper.v)  # as the last timestep left it
+    assert torch.equal(plain.keeper.v, ours.keeper.v)  # the value of the last timestep
 
 
 def test_old_weight_norm_and_checkpoints_inside_the_step_are_sound():
