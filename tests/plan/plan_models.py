@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.core.rerun import seeded
-from curry_train.workloads.workload import Workload, workload_parts
+from curry_train.workloads.workload import Workload, default_workload
 
 
 class Block(nn.Module):
@@ -73,8 +73,7 @@ ROUTED = Workload(
 
 def of_hugging_face(build):
     with seeded(0):
-        parts = workload_parts(build())
-    return Workload(build.__name__, build, parts.batch, parts.loss, parts.count, parts.mask)
+        return default_workload(build.__name__, build, build())
 
 
 def llama():

@@ -27,7 +27,7 @@ from curry_train.plan.estimate import OPTIMIZERS, BytesForEach, Sketch, make_opt
 from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
-from curry_train.workloads.workload import Case, Workload, WorkloadError, workload_parts
+from curry_train.workloads.workload import Case, Workload, WorkloadError, default_workload
 
 
 def two_segments(module):
@@ -35,10 +35,7 @@ def two_segments(module):
 
 
 def from_factory(factory):
-    parts = workload_parts(factory())
-    return Workload(
-        factory.__name__, lambda: parted(factory()), parts.batch, parts.loss, parts.count
-    )
+    return default_workload(factory.__name__, lambda: parted(factory()), factory())
 
 
 def parted(made):

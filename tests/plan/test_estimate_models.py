@@ -1,4 +1,4 @@
-"""Estimates of models that skip layers, pack sequences, make their own masks or use autocast.
+"""Estimates of models that skip layers, pack sequences, make masks or use autocast.
 
 python -m pytest tests/plan/test_estimate_models.py
 """

@@ -4,6 +4,8 @@ On CPU the bytes are exact and repeatable: every storage that an operation creat
 it is freed. On CUDA they are the allocator's. Each pass runs under one instrument only, because an
 instrument keeps tensors alive that another one would count.
 
+Why so long: storages, FLOPs and layers are followed by the same modes and hooks.
+
 Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 """
 
@@ -127,12 +129,38 @@ class Life:
     # Whether an operation of another owner has used it.
     used_elsewhere: bool = False
 
+    # Number of the autograd node whose backward made it, if one did.
+    node: int | None = None
+
+
+# Backward of these operations writes into zeros that it made; in a dispatch mode it does not.
+_SCATTER_OPERATIONS = {
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.scatter.value,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_add.default,
+}
+
+
+@dataclass
+class _Sum:
+    """Result of an operation that writes into its first operand when no mode is active."""
+
+    operand: Life
+    result: Life
+    storage_key: int
+    bytes_alive: int  # after the operation, with both
+
 
 class LiveStorages(TorchDispatchMode):
     """Mode that follows every storage made inside it until the storage is freed.
 
     `owner` is called to get the owner of each new storage. With `device`, only storages on devices
     of that type count.
+
+    Autograd adds gradients in place, and scatters in place, where nothing else holds the operand;
+    inside of any dispatch mode it makes a new tensor. Such a result counts as its operand.
     """
 
     def __init__(
@@ -143,11 +171,20 @@ class LiveStorages(TorchDispatchMode):
         self.bytes_peak = 0
         self.num_operations = 0
         self.lives: list[Life] = []
+        # Each storage that was made (True) or freed (False), in order.
+        self.events: list[tuple[Life, bool]] = []
         self._owner = owner
         self._device = device
         self._known: dict[int, tuple[weakref.ref[Any], Life | None]] = {}
+        # A result that may count as its operand, until it is known whether the operand dies.
+        self._sum: _Sum | None = None
+
+    def __exit__(self, *raised: Any) -> None:
+        self.settle()
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.settle()
         kwargs = kwargs or {}
         for value in tree_iter((args, kwargs)):
             if isinstance(value, Tensor):
@@ -156,9 +193,63 @@ class LiveStorages(TorchDispatchMode):
         for value in tree_iter(out):
             if isinstance(value, Tensor):
                 self._meet(value, was_there=False)
-        self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
+        self._sum = self._sum_of(func, args, out)
+        if self._sum is None:
+            self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
+        else:
+            self.bytes_peak = max(self.bytes_peak, self.bytes_alive - self._sum.result.nbytes)
         self.num_operations += 1
         return out
+
+    def settle(self) -> None:
+        """Count the last result as its operand if the operand is gone, else as a new storage."""
+        if self._sum is None:
+            return
+        pending = self._sum
+        self._sum = None
+        if pending.operand.died is None:
+            self.bytes_peak = max(self.bytes_peak, pending.bytes_alive)
+            return
+        self.merge(pending.operand, pending.result)
+        reference, _ = self._known[pending.storage_key]
+        self._known[pending.storage_key] = reference, pending.operand
+
+    def merge(self, operand: Life, result: Life) -> None:
+        """Let an operand that was freed live on as the result, which was alive."""
+        del self.lives[_last(self.lives, result)]
+        del self.events[_last(self.events, (operand, False))]
+        del self.events[_last(self.events, (result, True))]
+        operand.died = result.died
+        operand.node = result.node
+
+    def _sum_of(self, func: Any, args: Any, out: Any) -> _Sum | None:
+        """Return the sum that backward computes in place when no mode is active, if it may be."""
+        is_sum = func is torch.ops.aten.add.Tensor
+        if not (is_sum or func in _SCATTER_OPERATIONS) or torch.is_grad_enabled():
+            return None
+        node = torch._C._current_autograd_node()
+        if node is None or args[0]._is_view():
+            return None
+        operand = self._life_of(args[0])
+        result = self._life_of(out)
+        if operand is None or result is None or operand is result:
+            return None
+        if operand.nbytes != result.nbytes or result.born != self.num_operations:
+            return None
+
+        # A formula of one node makes new sums; what comes from two nodes is added in place.
+        made_here = operand.node == result.node
+        receivers = [receiver for receiver, _ in node.next_functions]
+        if made_here == is_sum and not (is_sum and len({*receivers}) < len(receivers)):
+            return None
+        return _Sum(operand, result, out.untyped_storage()._cdata, self.bytes_alive)
+
+    def _life_of(self, tensor: Tensor) -> Life | None:
+        """Return the record of a dense tensor's storage, if it was made inside the mode."""
+        if tensor.layout is not torch.strided:
+            return None
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
 
     def follow(self, tensor: Tensor, *, owner: Any) -> None:
         """Count a tensor that existed before; a storage already followed keeps its first owner."""
@@ -166,6 +257,7 @@ class LiveStorages(TorchDispatchMode):
 
     def lives_of(self, tensor: Tensor) -> list[Life]:
         """Return the records of a tensor's storages; empty if they existed before the mode."""
+        self.settle()
         known = (self._known.get(storage._cdata) for storage in _storages(tensor))
         return [
             entry[1]
@@ -190,16 +282,28 @@ class LiveStorages(TorchDispatchMode):
         key = storage._cdata
 
         def freed(reference: Any) -> None:
-            if counts:
-                self.bytes_alive -= life.nbytes
-                life.died = self.num_operations
+            now = life
             if key in self._known and self._known[key][0] is reference:
-                del self._known[key]
+                # A result that counts as its operand has the operand's record.
+                now = self._known.pop(key)[1] or life
+            if counts:
+                self.bytes_alive -= now.nbytes
+                now.died = self.num_operations
+                self.events.append((now, False))
 
         self._known[key] = weakref.ref(storage, freed), life if counts else None
         if counts:
             self.bytes_alive += life.nbytes
             self.lives.append(life)
+            self.events.append((life, True))
+            if not torch.is_grad_enabled():
+                node = torch._C._current_autograd_node()
+                life.node = None if node is None else node._sequence_nr()
+
+
+def _last(values: Sequence[Any], wanted: Any) -> int:
+    """Return the last index of a value."""
+    return len(values) - 1 - next(i for i, value in enumerate(reversed(values)) if value == wanted)
 
 
 def _storages(tensor: Tensor) -> list[Any]:

@@ -74,7 +74,7 @@ class KernelsAsTheyRun(FakeTensorMode):
             args = (contiguous, *args[1:])
         if func is GROUPED_MM_OPERATION and args[0].dtype is not torch.bfloat16:
             return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
-        out = super().dispatch(func, types, args, kwargs)
+        out: Any = super().dispatch(func, types, args, kwargs)
         if func in NORM_FORWARDS:
             return self._norm(func, args, out)
         if func is BATCH_NORM_BACKWARD and out[0] is not None:
