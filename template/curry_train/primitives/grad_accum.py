@@ -18,6 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,9 +41,14 @@ class GradientAccumulation:
     """
 
     steps: int = 1
+    # Sync gradients after every microbatch instead of the last one of a window. The gradients are
+    # the same; FSDP2 then holds no unsharded gradients between microbatches, for more traffic.
+    sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _whole_number("steps", self.steps, least=1))
+        if not isinstance(self.sync_each_batch, bool):
+            raise ValueError(f"sync_each_batch must be True or False, got {self.sync_each_batch!r}")
 
     @classmethod
     def from_config(
@@ -50,12 +56,14 @@ class GradientAccumulation:
     ) -> "GradientAccumulation":
         """Read the number of steps from a mapping or from an object's attribute; 1 if absent.
 
-        Dataclasses, namespaces and OmegaConf nodes work.
+        Dataclasses, namespaces and OmegaConf nodes work. `sync_each_batch` is read too.
         """
-        steps = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-        if steps is None:
-            return cls()
-        return cls(steps=_whole_number(key, steps, least=1))
+        read = config.get if isinstance(config, Mapping) else partial(getattr, config)
+        steps = read(key, None)
+        return cls(
+            steps=1 if steps is None else _whole_number(key, steps, least=1),
+            sync_each_batch=read("sync_each_batch", None) or False,
+        )
 
     @property
     def enabled(self) -> bool:
@@ -74,7 +82,10 @@ class GradientAccumulation:
         divisor.
         """
         return _step_kwargs(
-            first=self.is_first(index), last=self.is_last(index), loss_divisor=float(self.steps)
+            first=self.is_first(index),
+            last=self.is_last(index),
+            loss_divisor=float(self.steps),
+            sync_each_batch=self.sync_each_batch,
         )
 
     def windows(
@@ -110,7 +121,13 @@ class GradientAccumulation:
                     "(count returned 0 for each), so there is nothing to divide by; drop such "
                     "samples before batching, or use larger windows"
                 )
-            yield Window(window, loss_divisor=total / num_ranks, num_terms=total, index=index)
+            yield Window(
+                window,
+                loss_divisor=total / num_ranks,
+                num_terms=total,
+                index=index,
+                sync_each_batch=self.sync_each_batch,
+            )
 
 
 @dataclass(frozen=True)
@@ -124,6 +141,8 @@ class Window(Generic[Microbatch]):
     # On all ranks.
     num_terms: int
     index: int = 0
+    # Whether gradients are synced after every microbatch.
+    sync_each_batch: bool = False
 
     def __len__(self) -> int:
         return len(self.microbatches)
@@ -136,7 +155,10 @@ class Window(Generic[Microbatch]):
         if not 0 <= _whole_number("index", index, least=0) < len(self):
             raise ValueError(f"index {index} is outside a window of {len(self)} microbatches")
         return _step_kwargs(
-            first=index == 0, last=index == len(self) - 1, loss_divisor=self.loss_divisor
+            first=index == 0,
+            last=index == len(self) - 1,
+            loss_divisor=self.loss_divisor,
+            sync_each_batch=self.sync_each_batch,
         )
 
 
@@ -154,24 +176,33 @@ class WindowResult:
 def train_window(
     model: nn.Module,
     window: Window[Microbatch],
-    loss: Callable[[nn.Module, Microbatch], Tensor],
+    loss: Callable[[nn.Module, Microbatch], Any],
     optimizer: torch.optim.Optimizer,
     *,
     clip_norm: float | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    joint_loss: Callable[[list[Any]], Tensor] | None = None,
 ) -> WindowResult:
     """Take one optimizer step: zero, accumulate, sync, unscale, clip, step, schedule, metrics.
 
     Everything but the accumulation happens once per window, and so does the wait for the device. A
     non-finite loss or gradient raises `NonFiniteWindow` on every rank before the weights change.
     With a scaler a non-finite gradient raises nothing: the scaler skips the step.
+
+    With `joint_loss` all forwards run before one backward: `loss` returns the outputs of a
+    microbatch, and `joint_loss` the summed loss of the list of them, as contrastive losses need.
+    The activations of the whole window are then held at once.
     """
     if not (clip_norm is None or clip_norm > 0):
         raise ValueError(f"clip_norm must be above 0, got {clip_norm!r}; None is no clipping")
 
     sync = _sync_context(model)
-    losses = _accumulate(model, window, loss, optimizer, sync=sync, scaler=scaler)
+    optimizer.zero_grad(set_to_none=True)
+    if joint_loss is None:
+        losses = _accumulate(model, window, loss, sync=sync, scaler=scaler)
+    else:
+        losses = _join(model, window, loss, joint_loss, sync=sync, scaler=scaler)
     if scaler is not None:
         scaler.unscale_(optimizer)
 
@@ -203,33 +234,61 @@ def _accumulate(
     model: nn.Module,
     window: Window[Microbatch],
     loss: Callable[[nn.Module, Microbatch], Tensor],
-    optimizer: torch.optim.Optimizer,
     *,
     sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
     scaler: torch.amp.GradScaler | None,
 ) -> list[Tensor]:
     """Run forward and backward of every microbatch and return the divided, detached losses."""
     losses = []
-    optimizer.zero_grad(set_to_none=True)
     last = len(window) - 1
     for index, microbatch in enumerate(window.microbatches):
-        with sync(index == last):
-            value = loss(model, microbatch) / window.loss_divisor
-            if value.dim():
-                raise ValueError(
-                    "the loss must be one number, the sum over its terms; "
-                    f"got shape {tuple(value.shape)}"
-                )
-            scaled = value if scaler is None else scaler.scale(value)
-            scaled.backward()
-        losses.append(value.detach())
+        with sync(window.sync_each_batch or index == last):
+            value = loss(model, microbatch)
+            losses.append(_backward(value, window, scaler))
     return losses
 
 
-def _step_kwargs(*, first: bool, last: bool, loss_divisor: float) -> dict[str, Any]:
+def _join(
+    model: nn.Module,
+    window: Window[Microbatch],
+    forward: Callable[[nn.Module, Microbatch], Any],
+    joint_loss: Callable[[list[Any]], Tensor],
+    *,
+    sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
+    scaler: torch.amp.GradScaler | None,
+) -> list[Tensor]:
+    """Run every forward, then one backward, which syncs the gradients once."""
+    if window.sync_each_batch:
+        raise ValueError(
+            "sync_each_batch has no effect with joint_loss, which has one backward in a window: "
+            "leave one of them out"
+        )
+    outputs = []
+    last = len(window) - 1
+    for index, microbatch in enumerate(window.microbatches):
+        with sync(index == last):
+            outputs.append(forward(model, microbatch))
+    return [_backward(joint_loss(outputs), window, scaler)]
+
+
+def _backward(value: Tensor, window: Window[Any], scaler: torch.amp.GradScaler | None) -> Tensor:
+    """Run backward of a summed loss's share of the mean, and return that share, detached."""
+    value = value / window.loss_divisor
+    if value.dim():
+        raise ValueError(
+            f"the loss must be one number, the sum over its terms; got shape {tuple(value.shape)}"
+        )
+    scaled = value if scaler is None else scaler.scale(value)
+    scaled.backward()
+    return value.detach()
+
+
+def _step_kwargs(
+    *, first: bool, last: bool, loss_divisor: float, sync_each_batch: bool
+) -> dict[str, Any]:
     return {
         "zero_grad": first,
-        "sync_gradients": last,
+        "sync_gradients": last or sync_each_batch,
         "step_optimizer": last,
         "loss_divisor": loss_divisor,
         "collect_metrics": last,
@@ -237,22 +296,22 @@ def _step_kwargs(*, first: bool, last: bool, loss_divisor: float) -> dict[str, A
 
 
 def _sync_context(model: nn.Module) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
-    """Return a context per microbatch that syncs gradients in the last one only.
+    """Return a context per microbatch that syncs its gradients if it is called with True.
 
     It uses FSDP2's switch or DDP's `no_sync`, and does nothing for a model with neither.
     """
     local = contextlib.nullcontext()
     if switch := getattr(model, "set_requires_gradient_sync", None):
-        return lambda last: contextlib.nullcontext(switch(last))
+        return lambda syncs: contextlib.nullcontext(switch(syncs))
     if no_sync := getattr(model, "no_sync", None):
-        return lambda last: local if last else no_sync()
+        return lambda syncs: local if syncs else no_sync()
     if _num_ranks(None) > 1:
         raise RuntimeError(
             f"{dist.get_world_size()} ranks are running, but {type(model).__name__} is wrapped in "
             "neither DistributedDataParallel nor fully_shard: the weights of the ranks would "
             "diverge silently. Wrap the whole model"
         )
-    return lambda last: local
+    return lambda syncs: local
 
 
 def _num_ranks(group: dist.ProcessGroup | None) -> int:
@@ -298,6 +357,8 @@ def _reduce_metrics(losses: list[Tensor], norm: Tensor) -> tuple[float, float]:
 def _describe(window: Window[Any], losses: list[Tensor], total: float, grad_norm: float) -> str:
     bad = ", ".join(str(index) for index, value in enumerate(losses) if not value.isfinite())
     where = f"microbatch {bad} of {len(losses)}" if bad else "no loss of this rank"
+    if bad and len(losses) < len(window):
+        where = "the joint loss"
     return (
         f"window {window.index}: loss {total}, gradient norm {grad_norm}; not finite: {where}. "
         "The weights were not changed. Check that data, lower the learning rate, or pass count= "
