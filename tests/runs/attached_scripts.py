@@ -66,7 +66,7 @@ CHANGES = (
 )
 
 
-# The same on several ranks: how the plain script becomes that.
+# Changes that turn the plain script into one for several ranks.
 ON_RANKS = (
     ("import random, sys\n", "import os, random, sys\n"),
     (
@@ -90,7 +90,7 @@ ON_RANKS = (
 
 
 def on_ranks(script: str) -> str:
-    """Change the script for two gloo ranks with a DistributedSampler and noise of their own."""
+    """Change the script for two gloo ranks with a DistributedSampler and their own noise."""
     return _changed(script, ON_RANKS)
 
 
@@ -107,7 +107,7 @@ def _changed(script: str, changes: Iterable[tuple[str, str]]) -> str:
 
 
 def kill_at(step: int) -> None:
-    """Kill this process within the optimizer's step of this number."""
+    """Kill this process during the optimizer step with this number."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     count = 0

@@ -1,4 +1,4 @@
-"""A model that no resume gets right: how often it was called is a number that nobody saves.
+"""A model that no resume restores, because its count of calls is not saved.
 
 Proof: `python -m pytest tests/cli/test_runs_command.py`.
 """
@@ -11,7 +11,7 @@ from training_models import tiny
 
 
 class Forgetful(nn.Module):
-    """Its output depends on how often it was called in training."""
+    """A model whose output depends on how often it was called in training."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Journals that the tests of reading, comparing and drawing plant."""
+"""Write journals for the tests of reading, comparing and drawing."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ from curry_train.runs.journal import Journal
 
 
 def clock():
-    """Seconds that go up by one with each event."""
+    """Return a clock that moves by one second with each event."""
     return itertools.count(1_700_000_000).__next__
 
 
@@ -43,7 +43,7 @@ def train(journal, steps, *, loss=loss_of, learning_rate=1e-3, **more):
 
 
 def plant(folder, *, last=20, loss=loss_of, **config):
-    """A run that went from 1 to `last` without anything to tell of."""
+    """Write an uneventful run from step 1 to `last`."""
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder, clock=clock()) as journal:
         journal.start(facts=facts(**config))

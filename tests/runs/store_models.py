@@ -15,11 +15,11 @@ from curry_train.runs.files import LocalFiles, ObjectFiles
 from curry_train.runs.state import TrainingState
 
 WIDTH = 8
-WRITES_PER_CHANGE = 200  # torch makes some twenty for each tensor
+WRITES_PER_CHANGE = 200  # torch makes about twenty per tensor
 
 
 def network() -> nn.Module:
-    """Parameters, buffers and dropout."""
+    """Build a network with parameters, buffers and dropout."""
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4)
     )
@@ -36,7 +36,7 @@ def new_state(
 
 
 def train(state: TrainingState, steps: int) -> list[float]:
-    """The losses of so many steps; inputs and dropout come from torch's generator."""
+    """Train some steps and return the losses; inputs and dropout use torch's generator."""
     losses = []
     for _ in range(steps):
         loss = state.model(torch.randn(6, WIDTH)).float().square().mean()
@@ -54,7 +54,7 @@ def train(state: TrainingState, steps: int) -> list[float]:
 
 
 def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Copies of all that is saved as tensors; shards are put together."""
+    """Return copies of all saved tensors, with shards gathered."""
     held = {}
     for name, tensor in state.snapshot().tensors.items():
         held[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
@@ -68,7 +68,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 class _Stream:
-    """Ask at the first write and at some after it; fail after half of the bytes."""
+    """A stream that calls `ask` at some writes, and fails after half of the bytes."""
 
     def __init__(self, stream: Any, ask: Callable[[str], None]) -> None:
         self.stream = stream
@@ -128,15 +128,15 @@ for operation in ("make_folder", "sync_folder", "rename", "remove_folder", "remo
 
 
 class CountedFiles(Counted, LocalFiles):
-    """A local folder that can fail."""
+    """A local folder whose changes are counted and can fail."""
 
 
 class CountedObjects(Counted, ObjectFiles):
-    """An object store that can fail."""
+    """An object store whose changes are counted and can fail."""
 
 
 class At:
-    """Does something at the n-th change, and counts them."""
+    """A counter of changes that acts at the n-th one."""
 
     def __init__(self, number: int | None, act: Callable[[], None]) -> None:
         self.number = number

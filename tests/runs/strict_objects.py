@@ -14,7 +14,7 @@ from fsspec import AbstractFileSystem
 
 
 class StrictObjects(AbstractFileSystem):
-    """`strict://bucket/key`; all instances of this process see the same objects."""
+    """The file system of `strict://bucket/key`; all instances in a process share the objects."""
 
     protocol = "strict"
     cachable = False
@@ -32,10 +32,10 @@ class StrictObjects(AbstractFileSystem):
         self._listed.clear()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: a folder is there while a key begins with its name."""
+        """Do nothing: a folder exists while a key begins with its name."""
 
     def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def rmdir(self, path: str) -> None:
         raise FileNotFoundError(path)
@@ -98,7 +98,7 @@ class StrictObjects(AbstractFileSystem):
 
 
 class _Upload(io.RawIOBase):
-    """Bytes that are no object yet."""
+    """An upload, which becomes an object when it is closed."""
 
     def __init__(self, files: StrictObjects, path: str) -> None:
         super().__init__()

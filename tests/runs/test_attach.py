@@ -21,7 +21,7 @@ from warm_python import warm_python
 from curry_train.runs import RunError, SavedRun
 from curry_train.runs.attach import saving
 
-STEPS = 6  # of an epoch
+STEPS = 6  # steps per epoch
 
 
 def start(folder, script, *words, at=0, python=sys.executable):
@@ -88,7 +88,7 @@ def test_it_takes_at_most_ten_lines():
     [(0,), pytest.param((2,), marks=pytest.mark.long), (2, "own")],
     ids=lambda words: "-".join(map(str, words)),
 )
-def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(
+def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted_one(
     tmp_path, run_plain, words
 ):
     folder, losses, devs = run_plain(*words)
@@ -99,7 +99,7 @@ def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(
     assert flip_a_bit(tmp_path / "ours/run") == 8
     status, second, _, error = run(
         tmp_path / "ours", attached(), *words, at=7
-    )  # from 6, to 13: in the third epoch
+    )  # from step 6 to 13, in the third epoch
     assert (status, second) == (-signal.SIGKILL, losses[6:12]), error
     assert flip_a_bit(tmp_path / "ours/run") == 12
     status, third, rest, error = run(tmp_path / "ours", attached(), *words)
@@ -112,10 +112,10 @@ def test_killed_damaged_and_resumed_twice_is_the_straight_run_to_the_bit(
     assert SavedRun(tmp_path / "ours/run").latest().step == 3 * STEPS
 
 
-def test_attached_and_never_killed_is_the_plain_script_to_the_bit(tmp_path, run_plain):
+def test_an_attached_script_is_bit_equal_to_the_plain_one(tmp_path, run_plain):
     _, losses, devs = run_plain(0)
     assert run(tmp_path / "ours", attached(), 0)[:3] == (0, losses, devs)
-    # Started once more it trains nothing; the evaluation after the last epoch runs again and
+    # Started again it trains nothing; the evaluation after the last epoch runs again and
     # gives the same figures.
     assert run(tmp_path / "ours", attached(), 0)[:3] == (0, [], devs[2:])
 
@@ -152,7 +152,7 @@ def go(run, batches, *, epochs=None):
     return done
 
 
-def test_any_iterable_is_a_loader_and_a_context_closes(tmp_path):
+def test_any_iterable_works_as_a_loader_and_a_with_statement_closes_the_run(tmp_path):
     with attach(tmp_path) as run:
         assert (run.resumed, go(run, "abcd")) == (None, list("abcd"))
     with attach(tmp_path) as run:
@@ -160,7 +160,7 @@ def test_any_iterable_is_a_loader_and_a_context_closes(tmp_path):
         assert go(run, "abcdef") == ["e", "f"]
 
 
-def test_data_that_became_shorter_is_an_error(tmp_path):
+def test_a_loader_that_became_shorter_is_an_error(tmp_path):
     with attach(tmp_path) as run:
         go(run, "abcd")
     with (
@@ -170,7 +170,7 @@ def test_data_that_became_shorter_is_an_error(tmp_path):
         go(run, "ab")
 
 
-def test_epochs_that_are_done_are_not_trained_again_by_mistake(tmp_path):
+def test_finished_epochs_are_not_trained_again(tmp_path):
     with attach(tmp_path) as run:
         go(run, "ab", epochs=2)
     with attach(tmp_path) as run:
@@ -193,7 +193,7 @@ def test_two_loops_over_batches_are_refused(tmp_path):
             go(run, "ab")
 
 
-def test_an_error_saves_nothing_of_the_step_that_broke(tmp_path):
+def test_an_error_does_not_save_the_step_that_raised(tmp_path):
     def breaks(batch):
         with attach(tmp_path) as run:
             for each in run.batches("abc"):
@@ -203,11 +203,11 @@ def test_an_error_saves_nothing_of_the_step_that_broke(tmp_path):
     with pytest.raises(AssertionError, match="breaks"):
         breaks("c")
     assert SavedRun(tmp_path).latest().step == 2
-    with attach(tmp_path) as run:  # the lock was given back
+    with attach(tmp_path) as run:  # the lock was released
         assert run.steps == 2
 
 
-def test_an_error_asks_nothing_of_other_ranks_which_may_be_elsewhere(tmp_path, monkeypatch):
+def test_an_error_runs_no_collective_that_other_ranks_might_not_join(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "curry_train.runs.background.BackgroundSaver.finish", lambda self: asked.append(self)
@@ -223,7 +223,7 @@ def test_an_error_asks_nothing_of_other_ranks_which_may_be_elsewhere(tmp_path, m
     assert asked == []
 
 
-def test_starting_anew_where_a_run_is_fails_before_anything_is_deleted(tmp_path):
+def test_starting_a_new_run_in_the_folder_of_another_fails_before_deleting(tmp_path):
     with attach(tmp_path) as run:
         go(run, "abcd")
     started = time.monotonic()
@@ -242,8 +242,8 @@ def test_wrong_keys_are_named_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_schedule_that_was_forgotten_is_refused(tmp_path):
-    """It would begin anew at each resume, without a word."""
+def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
+    """Refuse it, because it would restart at each resume without an error."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
@@ -255,14 +255,14 @@ def test_a_schedule_that_was_forgotten_is_refused(tmp_path):
     saving(model, optimizer, extra={"mine": scheduler}, runs=tmp_path / "run").close()
 
 
-def test_a_loss_with_its_graph_is_taken_without_a_warning(tmp_path):
+def test_a_loss_with_its_graph_is_accepted_without_a_warning(tmp_path):
     with attach(tmp_path, rollback_every=1) as run:
         for row in run.batches([1.0, 2.0]):
             run.step(loss=nn.Linear(1, 1)(torch.tensor([row])).sum())
     assert SavedRun(tmp_path).latest().step == 2
 
 
-def test_workers_that_stay_are_said_not_to_be_exact(tmp_path, caplog):
+def test_persistent_workers_get_a_warning_that_resume_is_not_exact(tmp_path, caplog):
     data = torch.utils.data.DataLoader(
         range(4), num_workers=1, persistent_workers=True, batch_size=2
     )

@@ -3,21 +3,25 @@
 python -m pytest tests/runs/test_attach_ranks.py
 """
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from attached_scripts import PLAIN, attached, on_ranks
 from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.runs import RunError, SavedRun, saving
+from curry_train.runs.ranks import Ranks
 
-STEPS = 4  # of an epoch: 11 samples of each rank, 3 in a batch
+STEPS = 4  # steps per epoch: 11 samples per rank, 3 per batch
 EPOCHS = 3
 RANKS = (0, 1)
 
@@ -86,7 +90,7 @@ def flip_a_bit(run_folder, rank):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The script without `saving`, with a worker that draws from its rank's generator."""
+    """Run the script without `saving`, with a worker that draws from its rank's generator."""
     folder = tmp_path_factory.mktemp("plain")
     found = ended(start(folder, on_ranks(PLAIN), 1))
     assert [(status, len(losses)) for status, losses, _ in found] == [(0, EPOCHS * STEPS)] * 2, (
@@ -97,7 +101,9 @@ def plain(tmp_path_factory):
     return [losses for _, losses, _ in found], weights
 
 
-def test_two_ranks_killed_damaged_and_resumed_are_the_straight_run_to_the_bit(plain, tmp_path):
+def test_two_ranks_killed_damaged_and_resumed_are_bit_equal_to_an_uninterrupted_run(
+    plain, tmp_path
+):
     losses, weights = plain
     script = on_ranks(attached()).replace("    run.measured(", "    if rank == 0: run.measured(")
     found = ended(start(tmp_path, script, 1, at=(9, 9)))  # in the third epoch
@@ -105,7 +111,7 @@ def test_two_ranks_killed_damaged_and_resumed_are_the_straight_run_to_the_bit(pl
         (-signal.SIGKILL, each[:8]) for each in losses
     ], found
     assert flip_a_bit(tmp_path / "run", rank=1) == 8
-    found = ended(start(tmp_path, script, 1))  # from 6, in the middle of the second
+    found = ended(start(tmp_path, script, 1))  # from step 6, in the middle of the second epoch
     assert [(status, rest) for status, rest, _ in found] == [(0, each[6:]) for each in losses], (
         found
     )
@@ -117,7 +123,7 @@ def test_two_ranks_killed_damaged_and_resumed_are_the_straight_run_to_the_bit(pl
     run = SavedRun(tmp_path / "run")
     assert run.latest().step == EPOCHS * STEPS
     best = {one.step for one in run.committed("best-k")}
-    assert best  # one rank measured for both
+    assert best  # one rank evaluates for both
     assert best <= {4, 8, 12}
 
 
@@ -133,8 +139,122 @@ def test_a_signal_to_one_rank_stops_both_between_the_same_two_steps(tmp_path):
     found = ended(processes)
     assert [status for status, _, _ in found] == [128 + signal.SIGTERM] * 2, found
     newest = SavedRun(tmp_path / "run").latest()
-    assert newest.step == len(found[0][1]) == 1 + len(found[1][1])  # one line was read above
+    assert newest.step == len(found[0][1]) == 1 + len(found[1][1])  # one line was read before
     assert newest.step < EPOCHS * STEPS
+
+
+class SignalAt:
+    """Count the collectives of `Ranks`, and signal this process around one of them."""
+
+    def __init__(self, monkeypatch, number=None, *, after=False):
+        self.calls = 0
+        self.steps = []
+        for name in ("highest", "exchange"):
+            monkeypatch.setattr(Ranks, name, self.counting(getattr(Ranks, name), number, after))
+
+    def counting(self, call, number, after):
+        def counted(*given):
+            self.calls += 1
+            here = self.calls == number
+            if here and not after:
+                signal.raise_signal(signal.SIGTERM)
+            answer = call(*given)
+            if here and after:
+                signal.raise_signal(signal.SIGTERM)
+            return answer
+
+        return counted
+
+
+def train_three_steps(folder):
+    """Return the steps done, and the exit status, 0 where the training came to its end."""
+    torch.manual_seed(7)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    try:
+        run = saving(model, optimizer, runs=folder, rollback_every=2, recovery_every=None)
+        for batch in run.batches([torch.ones(1, 2)] * 3):
+            loss = model(batch).sum()
+            loss.backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+            losses.append(loss.item())
+            run.step(loss=loss)
+        run.close()
+    except SystemExit as stopped:
+        return len(losses), stopped.code
+    return len(losses), 0
+
+
+def signalled_at_every_collective(folder):
+    """Train with a signal to rank 1, to rank 0 or to both at different collectives."""
+    own = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patched:
+        whole = SignalAt(patched)
+        assert train_three_steps(f"{folder}/whole") == (3, 0)
+    # The collectives of `saving` itself come before its handler of signals.
+    with pytest.MonkeyPatch.context() as patched:
+        opening = SignalAt(patched)
+        saving(torch.nn.Linear(2, 1), runs=f"{folder}/opening", rollback_every=2)
+    cases = [
+        ((None, number), after)
+        for number in range(opening.calls + 1, whole.calls)
+        for after in (False, True)
+    ]
+    cases += [((number, None), False) for number in range(opening.calls + 1, whole.calls, 5)]
+    cases += [((number, number + 3), False) for number in range(opening.calls + 1, 26, 2)]
+    found = []
+    for index, (numbers, after) in enumerate(cases):
+        with pytest.MonkeyPatch.context() as patched:
+            SignalAt(patched, numbers[own], after=after)
+            steps, status = train_three_steps(f"{folder}/{index}")
+        found.append((numbers, after, steps, status, SavedRun(f"{folder}/{index}").latest().step))
+    return found
+
+
+def test_a_signal_at_any_collective_stops_both_ranks_after_the_same_step(tmp_path):
+    first, second = run_on_ranks(
+        f"{__file__}:signalled_at_every_collective", folder=str(tmp_path), timeout=90
+    )
+    assert first == second
+    assert len(first) > 40
+    assert {status for *_, status, _ in first} <= {0, 128 + signal.SIGTERM}
+    assert all(steps == saved for *_, steps, _, saved in first), first
+    assert {steps for *_, steps, _, _ in first} == {1, 2, 3}
+
+
+def tensors_alive():
+    gc.collect()
+    return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+
+def starve_other_threads():
+    """Let the other threads of this process run only while the main thread sleeps."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {min(os.sched_getaffinity(0))})
+        if int(thread.name) != os.getpid():
+            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+    sys.setswitchinterval(1000)
+
+
+def agree_with_starved_threads():
+    ranks = Ranks()
+    ranks.agree(lambda: None)
+    starve_other_threads()
+    gc.disable()
+    left = []
+    for _ in range(20):
+        before = tensors_alive()
+        ranks.agree(lambda: "an answer")
+        ranks.highest([3])
+        left.append(tensors_alive() - before)
+    return left
+
+
+def test_no_thread_of_the_group_still_holds_a_tensor_when_the_ranks_have_agreed():
+    """It would need the interpreter to release it, and abort a process that is ending."""
+    assert run_on_ranks(f"{__file__}:agree_with_starved_threads", timeout=60) == [[0] * 20] * 2
 
 
 def open_below(path):
@@ -144,7 +264,7 @@ def open_below(path):
         return f"{type(error).__name__}: {error}"
 
 
-def test_a_folder_that_can_not_be_is_an_error_on_both_ranks_and_none_waits(tmp_path):
+def test_a_folder_that_can_not_be_created_is_an_error_on_both_ranks(tmp_path):
     (tmp_path / "file").touch()
     first, second = run_on_ranks(
         f"{__file__}:open_below", path=str(tmp_path / "file/run"), timeout=60

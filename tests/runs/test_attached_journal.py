@@ -1,4 +1,4 @@
-"""The journal of a loop that is not ours: shown, drawn, and compared to the bit.
+"""The journal of a user's own loop: shown, drawn, and compared bit by bit.
 
 python -m pytest tests/runs/test_attached_journal.py
 """
@@ -25,7 +25,7 @@ from curry_train.runs.history import read_history
 
 
 def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
-    """An own loop, which is killed at `die_at`."""
+    """Run a user's loop, which is killed at step `die_at`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,7 +55,7 @@ def killed_at(step, folder, **more):
     assert ended.returncode == -signal.SIGKILL
 
 
-def test_a_killed_and_resumed_run_is_the_straight_one_by_its_journal(tmp_path):
+def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path):
     train(tmp_path / "straight")
     killed_at(8, tmp_path / "killed")
     train(tmp_path / "killed")
@@ -73,11 +73,11 @@ def test_a_killed_and_resumed_run_is_the_straight_one_by_its_journal(tmp_path):
     rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
     assert rates == pytest.approx(
         {step: 0.1 * 0.5 ** ((step - 1) // 4) for step in range(1, 13)}
-    )  # of the step itself
+    )  # allocated by the step itself
     assert lines[-1]["reason"] == "closed"
 
 
-def test_a_schedule_that_begins_anew_is_found_by_it(tmp_path):
+def test_the_journal_reveals_a_schedule_that_restarts(tmp_path):
     train(tmp_path / "straight")
     killed_at(8, tmp_path / "killed", wrong=True)
     train(tmp_path / "killed", wrong=True)
@@ -89,7 +89,7 @@ def test_a_schedule_that_begins_anew_is_found_by_it(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["show"], ["list"], ["diff"], ["plot", "--out", "runs.png"]])
-def test_the_commands_read_it(tmp_path, monkeypatch, words):
+def test_commands_read_the_journal_of_a_users_loop(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         train(f"runs/{name}", steps=4)
@@ -103,7 +103,7 @@ def test_the_commands_read_it(tmp_path, monkeypatch, words):
     assert ended.exit_code == 0, ended.output
 
 
-def test_the_rate_of_a_step_is_right_where_the_schedule_is_stepped_after_an_epoch(tmp_path):
+def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -122,15 +122,15 @@ def test_the_rate_of_a_step_is_right_where_the_schedule_is_stepped_after_an_epoc
     ]
 
 
-def test_the_peak_and_the_time_of_each_step_are_told(tmp_path):
+def test_the_peak_and_the_time_of_each_step_are_recorded(tmp_path):
     train(tmp_path / "run", steps=4)
     steps = read_history(tmp_path / "run").steps.values
-    assert min(steps["peak_bytes"]) > 50 * 2**20  # torch alone takes more of a process
+    assert min(steps["peak_bytes"]) > 50 * 2**20  # torch alone takes more memory
     assert list(steps["peak_bytes"]) == sorted(steps["peak_bytes"])
     assert all(0 < taken < 60 for taken in steps["seconds"])
 
 
-def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
+def test_the_peak_is_that_of_the_process_and_not_of_its_parent():
     call = (
         "import torch; from curry_train.core.timing import peak_bytes; "
         "print(peak_bytes(torch.device('cpu')))"
@@ -145,7 +145,7 @@ def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
 
 
 def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
-    """A path of an object store would become a folder of that name here."""
+    """Refuse a path of an object store, which would become a local folder of that name."""
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(2, 1)
     with pytest.raises(
@@ -185,7 +185,7 @@ def train_until_a_signal(folder):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_ends_a_loop_in_a_with_statement_as_without_one(tmp_path):
+def test_a_signal_ends_a_loop_in_a_with_statement_with_the_same_status(tmp_path):
     with pytest.raises(SystemExit) as ended:
         train_until_a_signal(tmp_path / "run")
     assert ended.value.code == 128 + signal.SIGTERM
@@ -195,7 +195,7 @@ def test_a_signal_ends_a_loop_in_a_with_statement_as_without_one(tmp_path):
     ]
 
 
-def test_what_was_closed_in_a_with_statement_is_closed_once(tmp_path):
+def test_closing_inside_a_with_statement_closes_once(tmp_path):
     model = nn.Linear(2, 1)
     with saving(model, runs=tmp_path / "run", journal=True) as run:
         for row in run.batches(torch.ones(3, 2)):

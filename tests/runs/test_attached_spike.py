@@ -20,13 +20,13 @@ from curry_train.runs import SpikeNotRecovered, saving
 from curry_train.runs.history import read_history
 from curry_train.runs.spike import SpikeWatchdog
 
-BAD = range(90, 96)  # of the batches drawn; an epoch has 40
+BAD = range(90, 96)  # indices of drawn batches; an epoch has 40
 EPOCHS, BATCHES = 4, 40
 BACK = {"action": "rollback", "window": 32, "skip_around": 2}
 
 
 class Planted:
-    """A loader with batches that teach nonsense: those of `bad`."""
+    """A loader whose batches with an index in `bad` have wrong targets."""
 
     def __init__(self, loader, bad, wrong):
         self.loader = loader
@@ -87,7 +87,7 @@ def train(
 
 
 def started_again(folder, **how):
-    """Start it until it ends well; return the exit statuses before, and the end."""
+    """Start the training until it finishes; return the earlier exit statuses, and the end."""
     statuses = []
     while not isinstance(ended := train(folder, **how), tuple):
         statuses.append(ended)
@@ -108,8 +108,8 @@ HOW = [{}, {"microbatches": 2}, {"rollback_every": 35}, {"journal": False}]
 
 
 @pytest.mark.parametrize("how", HOW, ids=lambda how: " ".join(how) or "plain")
-def test_it_goes_back_and_on_equal_to_the_bit_to_a_run_that_never_saw_the_batches(tmp_path, how):
-    """With a save every 35 steps it goes back from the third epoch into the second."""
+def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path, how):
+    """Go back from the third epoch into the second, with a save every 35 steps."""
     statuses, ended = started_again(tmp_path / "spiked", **how)
     assert statuses == [75]
     (recovery,) = json.loads((tmp_path / "spiked/recoveries.json").read_text())
@@ -122,7 +122,7 @@ def test_it_goes_back_and_on_equal_to_the_bit_to_a_run_that_never_saw_the_batche
     assert not equal(ended, train(tmp_path / "trained-through", **how | {"spike": None}))
 
 
-def test_the_journal_tells_of_it(tmp_path):
+def test_the_journal_records_spike_rollback_and_skip(tmp_path):
     started_again(tmp_path / "run")
     recorded = events(tmp_path / "run")
     assert [event["kind"] for event in recorded] == [
@@ -148,7 +148,7 @@ def test_the_journal_tells_of_it(tmp_path):
     assert [event["reason"] for event in recorded if event["kind"] == "stop"] == ["spike", "closed"]
 
 
-def test_what_the_shell_shows_says_what_to_do(tmp_path, caplog):
+def test_the_message_in_the_terminal_has_the_next_step(tmp_path, caplog):
     train(tmp_path / "run")
     assert re.search(
         r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text
@@ -159,8 +159,8 @@ def test_what_the_shell_shows_says_what_to_do(tmp_path, caplog):
     )
 
 
-def test_a_spike_that_comes_again_ends_in_an_error_that_says_where_to_go_on(tmp_path):
-    """Each attempt reaches twice as far; what is bad for good is not the batches."""
+def test_a_spike_that_returns_ends_with_an_error_and_advice(tmp_path):
+    """Skip twice as many batches in each attempt, until it is clear that data is not the cause."""
     statuses = [train(tmp_path / "run", bad=range(90, 1000)) for _ in range(3)]
     assert statuses == [75, 75, 75]
     with pytest.raises(
@@ -170,13 +170,13 @@ def test_a_spike_that_comes_again_ends_in_an_error_that_says_where_to_go_on(tmp_
         train(tmp_path / "run", bad=range(90, 1000))
 
 
-def test_a_loss_that_is_not_a_number_is_gone_back_from_at_once(tmp_path):
+def test_a_loss_that_is_nan_causes_a_rollback_at_once(tmp_path):
     statuses, _ = started_again(tmp_path / "run", bad=[70], wrong=float("nan"))
     assert statuses == [75]
     assert events(tmp_path / "run")[1]["step"] == 71
 
 
-def test_a_warning_is_all_that_is_asked_for(tmp_path, caplog):
+def test_action_warn_warns_and_trains_on(tmp_path, caplog):
     steps, *_ = train(tmp_path / "run", spike={"patience": 2})
     assert steps == EPOCHS * BATCHES
     assert "spike: loss" in caplog.text
@@ -184,7 +184,7 @@ def test_a_warning_is_all_that_is_asked_for(tmp_path, caplog):
     assert [event["kind"] for event in events(tmp_path / "run")] == ["start", "spike", "stop"]
 
 
-def test_a_run_that_was_saved_without_a_watchdog_goes_on_with_one_and_back(tmp_path):
+def test_a_watchdog_can_be_turned_on_and_off_between_resumes(tmp_path):
     model = nn.Linear(2, 1)
     for steps, spike in ((3, None), (6, BACK), (9, None)):
         with saving(model, runs=tmp_path / "run", spike=spike) as run:
@@ -193,7 +193,7 @@ def test_a_run_that_was_saved_without_a_watchdog_goes_on_with_one_and_back(tmp_p
         assert run.steps == steps
 
 
-def test_a_state_from_before_there_was_a_watchdog_is_gone_on_from(tmp_path):
+def test_a_checkpoint_without_watchdog_state_can_be_resumed(tmp_path):
     model = nn.Linear(2, 1)
     with saving(model, runs=tmp_path / "run") as run:
         run.state.parts = {
@@ -207,8 +207,8 @@ def test_a_state_from_before_there_was_a_watchdog_is_gone_on_from(tmp_path):
         assert run.steps == 3
 
 
-def test_steps_after_the_loop_over_batches_are_taken(tmp_path):
-    """The window that an epoch ends with may be a short one."""
+def test_steps_after_the_loop_over_batches_are_counted(tmp_path):
+    """Accept the last window of an epoch, which may be short."""
     model = nn.Linear(2, 1)
     with saving(model, runs=tmp_path / "run", spike=BACK) as run:
         for _ in run.epochs(range(2)):
@@ -220,7 +220,7 @@ def test_steps_after_the_loop_over_batches_are_taken(tmp_path):
     assert run.steps == 6
 
 
-def test_an_order_that_the_model_draws_is_warned_of_where_an_epoch_is_drawn_anew(tmp_path, caplog):
+def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(tmp_path, caplog):
     train(tmp_path / "global", rollback_every=35)
     assert "epoch 2 will be shuffled again" in caplog.text
     caplog.clear()
@@ -252,7 +252,7 @@ def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
         ({"patients": 3}, "spike.patients is no key"),
     ],
 )
-def test_what_it_can_not_do_is_refused_at_the_start(tmp_path, spike, words):
+def test_unsupported_settings_are_refused_at_the_start(tmp_path, spike, words):
     with pytest.raises(ValueError, match=words):
         saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=spike)
     assert not (tmp_path / "run").exists()
@@ -271,7 +271,7 @@ def test_a_step_without_its_loss_is_refused(tmp_path):
 
 
 def on_a_rank(folder):
-    """Bad batches on the first rank alone: the others have to go back with it."""
+    """Train with bad batches on the first rank alone, with which the others have to go back."""
     from pathlib import Path
 
     statuses, ended = started_again(Path(folder), rank=torch.distributed.get_rank())

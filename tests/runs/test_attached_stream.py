@@ -17,12 +17,12 @@ from curry_train.primitives import NonFiniteWindow
 from curry_train.runs import saving
 
 STEPS = 60
-BAD = range(40, 44)  # positions whose targets are nonsense
+BAD = range(40, 44)  # positions with wrong targets
 BACK = {"action": "rollback", "window": 16, "skip_around": 2}
 
 
 class Rows:
-    """One row for each position, which is all of the stream that `saving` needs."""
+    """A stream with one row per position, and the methods that `saving` needs."""
 
     def __init__(self, bad=BAD):
         self.position = 0
@@ -53,7 +53,7 @@ class Rows:
 
 
 def train(folder, *, bad=BAD, steps=STEPS, rate=1e-2, at_step=None, loss_at=None, **options):
-    """Train a loop that is not ours, with dropout; return the run, its weights and its losses."""
+    """Train a user's loop with dropout; return the run, its weights and its losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
@@ -125,7 +125,7 @@ def test_a_step_that_is_not_finite_is_rolled_back_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_loop_and_a_resume_is_equal_to_the_bit(tmp_path, number):
+def test_a_run_stopped_by_a_signal_resumes_bit_equal(tmp_path, number):
     _, weights, losses = train(tmp_path / "straight", steps=20)
 
     def send(run):
@@ -156,7 +156,7 @@ def test_random_numbers_drawn_before_the_first_step_do_not_change_a_resume(tmp_p
     assert same(weights, train(tmp_path / "ended", steps=12, bad=())[1])
 
 
-def test_the_rate_is_lower_after_a_rollback_where_the_loop_asks_for_the_factor(tmp_path):
+def test_the_rate_is_lower_after_a_rollback_if_the_loop_applies_the_factor(tmp_path):
     lower = BACK | {"lower_rate": 0.5, "lower_rate_steps": 5}
     run, _, _ = train(tmp_path / "run", spike=lower)
     (recovery,) = run.recoveries.done
@@ -174,7 +174,7 @@ def test_a_lower_rate_that_the_loop_would_ignore_is_refused(tmp_path):
         run.step(loss=1.0)
 
 
-def test_settings_of_this_start_replace_the_saved_ones_only_where_asked_for(tmp_path):
+def test_settings_of_this_start_replace_saved_ones_only_on_request(tmp_path):
     def rate_after_resume(**options):
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -189,7 +189,7 @@ def test_settings_of_this_start_replace_the_saved_ones_only_where_asked_for(tmp_
     assert rate_after_resume(keep_settings=True) == 0.5
 
 
-def test_the_calls_of_the_other_kind_of_loop_are_refused(tmp_path):
+def test_calls_for_the_other_kind_of_data_are_refused(tmp_path):
     with saving(nn.Linear(2, 1), runs=tmp_path / "stream", stream=Rows()) as run:
         with pytest.raises(ValueError, match=r"run\.batches is for a DataLoader"):
             next(run.batches([1]))
@@ -203,7 +203,7 @@ def test_the_calls_of_the_other_kind_of_loop_are_refused(tmp_path):
 
 
 def test_a_new_run_from_the_best_parameters_takes_batches(tmp_path):
-    """Best parameters come without generators, so there is no random state to restore."""
+    """Start from best parameters, which have no random state to restore."""
     by_loss = {"best_k_metric": "loss"}
     with saving(nn.Linear(2, 1), runs=tmp_path / "first", **by_loss) as run:
         for row in run.batches(torch.ones(3, 2)):

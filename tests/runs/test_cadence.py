@@ -43,7 +43,7 @@ def test_kinds_are_due_at_multiples(step, expected):
     assert due(step, PolicyConfig()) == expected
 
 
-def test_what_is_null_is_never_due_and_auto_is_asked():
+def test_null_is_never_due_and_auto_is_computed():
     never = PolicyConfig(rollback_every=None, recovery_every=None)
     assert all(due(step, never) == () for step in range(2001))
     automatic = PolicyConfig(rollback_every="auto", recovery_every=7)
@@ -75,7 +75,7 @@ def test_young_daly_is_near_the_least_loss(save, between):
 
 
 @pytest.mark.parametrize("wrong", [(0, 5), (-1, 5), (1, 0), (1, math.inf), (math.nan, 5)])
-def test_times_that_are_none_are_refused(wrong):
+def test_times_that_are_not_positive_are_refused(wrong):
     with pytest.raises(ValueError, match="must be above 0"):
         young_daly(*wrong)
 
@@ -110,7 +110,7 @@ def highest(saves):
     return max((saving / stepping for _, saving, stepping in saves), default=0.0)
 
 
-@settings(deadline=None)  # a slow machine is no failure
+@settings(deadline=None)  # a slow machine is not a failure
 @given(
     step=st.floats(1e-3, 60),
     save=st.floats(1e-3, 600),
@@ -122,7 +122,7 @@ def highest(saves):
 def test_the_bound_holds_at_every_moment_from_the_first_save_on(
     step, save, overhead, spread, failures, seed
 ):
-    """With steps of any length, and saves that take at most what is expected of them."""
+    """Check steps of any length, with saves that take at most the expected time."""
     cadence = CadenceFromOverhead(overhead, mean_time_between_failures=failures, expected=save)
     saves = []
     saving = 0.0
@@ -140,15 +140,13 @@ def test_the_bound_holds_at_every_moment_from_the_first_save_on(
     of_one_step = overhead * step * (1 + spread)
     if (
         failures is None and of_one_step < save
-    ):  # and not rarer than that: one more save would have broken it
+    ):  # not rarer than allowed: one more save would exceed the bound
         assert saving + SAVE_MARGIN_FACTOR * save + of_one_step > overhead * stepping * (1 - 1e-9)
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.001, 100), min_size=1, max_size=12), st.floats(0.01, 1))
-def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bound(
-    costs, overhead
-):
+def test_only_a_save_far_longer_than_any_before_exceeds_the_bound(costs, overhead):
     cadence = CadenceFromOverhead(overhead, expected=costs[0])
     saving = 0.0
     stepping = 0.0
@@ -167,13 +165,13 @@ def test_a_save_that_is_far_longer_than_any_before_is_the_only_thing_over_the_bo
         cadence.waited(cost, save=True)
         longest = max(
             longest, cost
-        )  # 12 are more than count, so an older one is allowed to be forgotten
+        )  # more saves than are remembered, so an older one may be forgotten
         if cost < longest and len(costs) > 8:
             break
 
 
 def test_a_short_run_is_within_the_bound_as_well():
-    """Steps for 45 s earn 1.575 s: one save of 0.75 s and one to spare, but none of 0.8 s."""
+    """Earn 1.575 s by steps of 45 s: enough for two saves of 0.75 s, but not of 0.8 s."""
     one = run(
         CadenceFromOverhead(0.035, expected=0.75),
         225,
@@ -197,17 +195,19 @@ def test_a_short_run_is_within_the_bound_as_well():
 def test_the_bound_is_used_and_saves_that_vary_do_not_break_it():
     saves = run(CadenceFromOverhead(0.035, expected=1.4), 5000, step_seconds=0.2, save_seconds=1.4)
     assert highest(saves) < 0.035
-    assert saves[-1][1] / saves[-1][2] > 0.032  # one is earned ahead; not fewer saves than allowed
+    assert (
+        saves[-1][1] / saves[-1][2] > 0.032
+    )  # one save is earned ahead; no fewer saves than allowed
 
 
-def test_where_nothing_is_expected_the_first_save_measures_and_is_paid_for():
+def test_without_an_expected_time_the_first_save_measures_it():
     saves = run(CadenceFromOverhead(0.035), 5000, step_seconds=0.2, save_seconds=1.4)
     assert saves[0][0] == FIRST_SAVE_STEPS
     assert max(saving / stepping for _, saving, stepping in saves[1:]) < 0.037
 
 
-def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
-    """The optimizer's step waits for the copy; if left out, each save seems cheap."""
+def test_waiting_for_a_background_save_is_charged_to_that_save():
+    """Charge the time that the optimizer step waits for the copy, or each save would seem cheap."""
     cadence = CadenceFromOverhead(0.035, expected=0.3)
     saves = 0
     saving = 0.0
@@ -224,7 +224,7 @@ def test_what_a_step_waits_for_a_save_in_the_background_is_of_that_save():
             saving = saving + 0.1
             late = 0.3
         assert saving <= 0.035 * stepping
-    assert saves == 51  # 21 s are earned: 50 of 0.4 s, and 0.8 s for the next
+    assert saves == 51  # 21 s are earned: 50 saves of 0.4 s, and 0.8 s for the next
 
 
 def test_other_saves_count_against_the_bound():
@@ -248,7 +248,7 @@ def test_rare_failures_make_saves_rarer_but_never_break_the_bound():
     assert highest(run(often, 20_000, step_seconds=1.0, save_seconds=10.0, spread=0)) <= 0.035
 
 
-def test_the_disk_says_what_a_save_takes_and_keeps_nothing(tmp_path):
+def test_the_write_that_predicts_the_first_save_leaves_no_file(tmp_path):
     files = LocalFiles(tmp_path)
     (tmp_path / DISK_TRIAL_FILE_NAME).write_bytes(b"left by a process that was killed")
     small = expected_save_seconds(files, 1000)

@@ -32,7 +32,7 @@ def test_bfloat16_has_a_master_copy_unless_it_is_pure():
     assert estimate_disk(SEVEN, state_bytes_per_parameter=8).checkpoint == 56 * BYTES_PER_GB
 
 
-def test_above_10_gb_it_proposes_rollbacks_of_parameters_and_says_the_price():
+def test_above_10_gb_parameters_only_rollbacks_are_proposed_with_their_price():
     assert estimate_disk(833_000_000).advice == ()
     message = " ".join(estimate_disk(SEVEN).advice)
     assert "84.0 GB, more than 10 GB" in message
@@ -43,7 +43,7 @@ def test_above_10_gb_it_proposes_rollbacks_of_parameters_and_says_the_price():
     assert "rollback_parameters_only" not in " ".join(taken.advice)
 
 
-def test_what_is_off_takes_nothing():
+def test_kinds_that_are_off_take_no_space():
     config = PolicyConfig(rollback_every=None, best_k=0, retention=Retention(recovery_keep=2))
     assert estimate_disk(SEVEN, config).total == 168 * BYTES_PER_GB
 

@@ -18,7 +18,7 @@ USAGE = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def volumes(monkeypatch):
-    """Room by the beginning of a path; the paths that were asked for."""
+    """Fake the free space of volumes by path prefix, and record the paths that were looked up."""
     free, asked = {}, []
 
     def usage(path):
@@ -31,7 +31,7 @@ def volumes(monkeypatch):
     return free, asked
 
 
-def test_a_kind_that_is_a_link_is_asked_where_it_leads(tmp_path, volumes):
+def test_free_space_is_that_of_the_volume_behind_a_link(tmp_path, volumes):
     free, asked = volumes
     large, run = tmp_path / "large", tmp_path / "run"
     large.mkdir()
@@ -44,7 +44,7 @@ def test_a_kind_that_is_a_link_is_asked_where_it_leads(tmp_path, volumes):
         require_room(LocalFiles(run), "rollback", 10)
 
 
-def test_what_is_missing_and_what_to_lower_is_said(tmp_path, volumes):
+def test_too_little_space_is_an_error_with_the_missing_bytes_and_advice(tmp_path, volumes):
     volumes[0][str(tmp_path)] = 60 * 10**9
     files = LocalFiles(tmp_path / "not yet")
     for kind, lower in (
@@ -59,18 +59,18 @@ def test_what_is_missing_and_what_to_lower_is_said(tmp_path, volumes):
     assert not (tmp_path / "not yet").exists()
 
 
-def test_just_enough_is_enough(tmp_path, volumes):
+def test_exactly_enough_space_is_accepted(tmp_path, volumes):
     volumes[0][str(tmp_path)] = 1000 + FREE_SPACE_MARGIN_BYTES
     require_room(LocalFiles(tmp_path), "rollback", 1000)
     with pytest.raises(NoRoom, match="1 bytes are missing"):
         require_room(LocalFiles(tmp_path), "rollback", 1001)
 
 
-def test_an_object_store_is_not_asked(request):
+def test_the_space_of_an_object_store_is_not_checked(request):
     require_room(SavedRun(f"memory://{request.node.name}").files, "rollback", 10**18)
 
 
-def test_bytes_are_those_that_a_save_writes(tmp_path):
+def test_the_predicted_bytes_are_those_that_a_save_writes(tmp_path):
     state = new_state()
     train(state, 1)
     for kind, metric in (("rollback", None), ("best-k", ("loss", 0.5))):

@@ -37,7 +37,7 @@ def test_every_event_has_its_time_step_attempt_and_kind(tmp_path):
 OPENING = ("start", "resume", "rollback")
 
 
-def test_a_step_is_there_when_the_call_returns(tmp_path):
+def test_a_step_is_on_the_disk_when_the_call_returns(tmp_path):
     with Journal(tmp_path, clock=clock()) as journal:
         journal.start()
         for step in range(1, 4):
@@ -68,7 +68,7 @@ def test_a_step_is_there_when_the_call_returns(tmp_path):
 
 
 def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
-    """Single appends keep the lines of two writers apart where there is no lock."""
+    """Write by single appends, which keep the lines of two writers apart without a lock."""
     real, written = os.write, []
     with Journal(tmp_path) as journal:
         assert os.get_blocking(journal._file.handle)
@@ -118,7 +118,7 @@ def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_wrong_call_is_told_and_writes_nothing(tmp_path, act, error, message):
+def test_a_wrong_call_is_an_error_and_writes_nothing(tmp_path, act, error, message):
     with Journal(tmp_path) as journal:
         journal.start()
         before = (tmp_path / "journal.jsonl").read_bytes()
@@ -129,7 +129,7 @@ def test_a_wrong_call_is_told_and_writes_nothing(tmp_path, act, error, message):
         journal.step(1, loss=1.0, learning_rate=1.0)
 
 
-def test_an_event_before_the_run_or_after_the_end_is_told(tmp_path):
+def test_an_event_before_the_run_or_after_the_end_is_an_error(tmp_path):
     with Journal(tmp_path) as journal:
         for act in (
             lambda: journal.write("save", step=1),
@@ -144,7 +144,7 @@ def test_an_event_before_the_run_or_after_the_end_is_told(tmp_path):
         journal.write("stop", step=1, reason="late")
 
 
-def test_ranks_but_the_first_write_nothing(tmp_path):
+def test_ranks_other_than_the_first_write_nothing(tmp_path):
     with Journal(tmp_path, rank=0) as first, Journal(tmp_path, rank=1) as second:
         for journal in (first, second):
             journal.start(facts=facts())
@@ -199,7 +199,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
     assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "resume"]
 
 
-def test_a_file_system_without_locks_is_said_in_the_journal(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_recorded_in_the_journal(tmp_path, monkeypatch):
     import fcntl
 
     def refuse(handle, how):
@@ -211,7 +211,7 @@ def test_a_file_system_without_locks_is_said_in_the_journal(tmp_path, monkeypatc
     assert "no lock on this file system (No locks available)" in lines_of(tmp_path)[1]["reason"]
 
 
-def test_another_runs_journal_is_not_written(tmp_path):
+def test_the_journal_of_another_run_is_refused(tmp_path):
     plant(tmp_path / "run-001")
     (tmp_path / "run-001").rename(tmp_path / "run-002")
     before = (tmp_path / "run-002/journal.jsonl").read_bytes()
@@ -224,12 +224,12 @@ def test_another_runs_journal_is_not_written(tmp_path):
     with Journal(tmp_path / "run-002", run="run-001") as journal:
         journal.resume(20)
     (tmp_path / "run-002/journal.jsonl").rename(tmp_path / "old.jsonl")
-    with Journal(tmp_path / "run-002") as journal:  # the way out that the message names
+    with Journal(tmp_path / "run-002") as journal:  # the remedy that the message names
         journal.resume(20)
     assert [line["attempt"] for line in lines_of(tmp_path / "run-002")] == [1]
 
 
-def test_a_newer_journal_is_not_written(tmp_path):
+def test_a_journal_of_a_newer_version_is_refused(tmp_path):
     path = plant(tmp_path / "run") / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b'{"v":2}\n')
     before = path.read_bytes()
@@ -245,7 +245,7 @@ def test_a_newer_journal_is_not_written(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 9000, b"{}\n" * 3, b"x" * 5_000_000]
 )
-def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(tmp_path, content):
+def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path, content):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
     with pytest.raises(JournalError, match="not a journal of a run"):
@@ -253,7 +253,7 @@ def test_a_file_that_is_no_journal_is_refused_and_stays_as_it_is(tmp_path, conte
     assert path.read_bytes() == content
 
 
-def test_a_place_where_no_journal_can_be_is_said(tmp_path):
+def test_a_place_where_no_journal_can_be_written_is_reported(tmp_path):
     with pytest.raises(JournalError, match="can't be written: No such file or directory"):
         Journal(tmp_path / "none")
     (tmp_path / "journal.jsonl").mkdir()
@@ -265,17 +265,17 @@ def test_a_place_where_no_journal_can_be_is_said(tmp_path):
         Journal(tmp_path / "pipe")
 
 
-def test_steps_that_a_journal_does_not_have_are_said_at_the_resume(tmp_path):
+def test_steps_missing_in_the_journal_are_reported_at_the_resume(tmp_path):
     plant(tmp_path / "run", last=20)
     with Journal(tmp_path / "run") as journal:
         journal.resume(30)
     assert lines_of(tmp_path / "run")[-1]["reason"] == "steps 21 to 30 are not in this journal"
 
 
-def test_a_full_disk_loses_events_says_so_and_lets_the_training_go_on(
+def test_a_full_disk_loses_events_with_a_warning_and_training_continues(
     tmp_path, monkeypatch, caplog
 ):
-    """Also where a line is written in part: the next one does not continue it."""
+    """Cover a partial line too: the next one must not continue it."""
     real, room = os.write, [None]
 
     def write(handle, data):

@@ -16,8 +16,8 @@ def by_step(steps):
     return dict(zip(steps.step, zip(steps.values["loss"], steps.attempt, strict=True), strict=True))
 
 
-def test_what_counts_is_the_last_attempt_up_to_where_the_next_began(tmp_path):
-    """Of attempt 2, steps 21 to 30 were done and given up; taking them would mix two trainings."""
+def test_each_attempt_counts_up_to_the_start_of_the_next(tmp_path):
+    """Leave out steps 21 to 30 of attempt 2, which were given up, or two trainings would mix."""
     history = read_history(plant_eventful(tmp_path / "run"))
     found = by_step(history.steps)
     assert list(found) == list(range(1, 41))
@@ -30,8 +30,8 @@ def test_what_counts_is_the_last_attempt_up_to_where_the_next_began(tmp_path):
     assert given_up == [(11, 20, 1), (21, 30, 2)]
 
 
-def test_a_run_that_did_less_after_a_resume_has_less(tmp_path):
-    """Steps 16 to 20 of the first attempt are no part of what the weights are now."""
+def test_a_resumed_run_has_only_the_steps_that_it_repeated(tmp_path):
+    """Leave out steps 16 to 20 of the first attempt, which did not shape the current weights."""
     folder = plant(tmp_path / "run", last=20)
     with Journal(folder) as journal:
         journal.resume(10)
@@ -40,7 +40,7 @@ def test_a_run_that_did_less_after_a_resume_has_less(tmp_path):
     assert list(read_history(folder).steps.step) == list(range(1, 16))
 
 
-def test_attempts_say_how_they_began_and_ended(tmp_path):
+def test_attempts_have_their_start_and_end(tmp_path):
     history = read_history(plant_eventful(tmp_path / "run"))
     found = [
         (a.number, a.kind, a.step, a.num_steps, a.last_step, a.ended) for a in history.attempts
@@ -61,7 +61,7 @@ def test_attempts_say_how_they_began_and_ended(tmp_path):
     assert history.marks["spike"].events[0].facts["reason"] == "9 after 4.05"
 
 
-def test_a_history_up_to_an_attempt_is_the_run_as_it_was_then(tmp_path):
+def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     second = read_history(f"{folder}@2")
     assert list(second.steps.step) == list(range(1, 31))
@@ -69,11 +69,11 @@ def test_a_history_up_to_an_attempt_is_the_run_as_it_was_then(tmp_path):
     assert list(read_history(f"{folder}/journal.jsonl@1").steps.step) == list(range(1, 21))
     with pytest.raises(ValueError, match="has no attempt 4: the last one is 3"):
         read_history(f"{folder}@4")
-    folder.rename(tmp_path / "run@2")  # a name of one's own comes first
+    folder.rename(tmp_path / "run@2")  # a name given by the user comes first
     assert len(read_history(tmp_path / "run@2").attempts) == 3
 
 
-def test_an_attempt_whose_first_event_is_lost_is_one_all_the_same(tmp_path):
+def test_an_attempt_without_its_first_event_still_counts(tmp_path):
     folder = plant(tmp_path / "run", last=20)
     with (folder / "journal.jsonl").open("ab") as file:
         file.write(b"torn\n")
@@ -88,8 +88,8 @@ def test_an_attempt_whose_first_event_is_lost_is_one_all_the_same(tmp_path):
     assert (history.num_damaged, history.first_damaged) == (1, 25)
 
 
-def test_steps_that_go_back_without_a_word_are_read(tmp_path):
-    """Somebody's own loop that tells of no rollback; the last value of a step counts."""
+def test_steps_that_go_back_without_a_rollback_event_are_read(tmp_path):
+    """Read a loop that records no rollback; the last value of a step counts."""
     with Journal(tmp_path, run="run") as journal:
         journal.start()
         train(journal, [1, 2, 3, 2, 3, 3, 4], loss=float)
@@ -98,7 +98,7 @@ def test_steps_that_go_back_without_a_word_are_read(tmp_path):
     assert [list(part.step) for part in history.course.superseded] == [[2, 3], [3]]
 
 
-def test_figures_that_are_missing_or_not_finite_are_no_error(tmp_path):
+def test_missing_or_non_finite_figures_are_accepted(tmp_path):
     with Journal(tmp_path, run="run") as journal:
         journal.start()
         journal.step(1, loss=math.nan, learning_rate=1e-3)
@@ -114,7 +114,7 @@ def test_figures_that_are_missing_or_not_finite_are_no_error(tmp_path):
     assert list(history.metrics["dev_loss"].steps.values["value"]) == [math.inf]
 
 
-def test_dev_metrics_of_a_part_that_was_rolled_back_are_given_up(tmp_path):
+def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):
     with Journal(tmp_path, run="run") as journal:
         journal.start()
         for step in (10, 20):
@@ -126,7 +126,7 @@ def test_dev_metrics_of_a_part_that_was_rolled_back_are_given_up(tmp_path):
     assert list(course.superseded[0].values["value"]) == [20.0]
 
 
-def test_another_run_that_it_went_on_from_is_known(tmp_path):
+def test_the_run_that_it_was_resumed_from_is_known(tmp_path):
     with Journal(tmp_path, run="second") as journal:
         journal.resume(500, from_run="first", facts=facts())
     history = read_history(tmp_path)
@@ -134,7 +134,7 @@ def test_another_run_that_it_went_on_from_is_known(tmp_path):
     assert len(history.steps) == 0
 
 
-def test_events_of_a_kind_are_kept_up_to_a_number_and_all_counted(tmp_path):
+def test_a_limited_number_of_events_is_kept_and_all_are_counted(tmp_path):
     with Journal(tmp_path, run="run") as journal:
         journal.start()
         for step in range(MOST_WHOLE_EVENTS + 50):
@@ -143,8 +143,8 @@ def test_events_of_a_kind_are_kept_up_to_a_number_and_all_counted(tmp_path):
     assert (len(marks.step), len(marks.events)) == (MOST_WHOLE_EVENTS + 50, MOST_WHOLE_EVENTS)
 
 
-def test_a_save_that_is_told_late_does_not_turn_the_run_back(tmp_path):
-    """Saves run behind: the one of step 4 is committed after step 6."""
+def test_a_save_that_is_recorded_late_is_not_a_rollback(tmp_path):
+    """Accept a background save of step 4 that is committed after step 6."""
     with Journal(tmp_path) as journal:
         journal.start()
         train(journal, range(1, 7))

@@ -17,8 +17,8 @@ from tree import ROOT
 from curry_train.runs.journal import LONGEST_LINE_BYTES, Journal, JournalError, JournalReading
 
 
-def test_at_every_byte_of_the_last_lines_the_journal_goes_on(tmp_path):
-    """Whole events stay, a torn one is set aside, and attempt and line numbers stay right."""
+def test_a_journal_cut_at_any_byte_of_its_last_lines_is_continued(tmp_path):
+    """Keep whole events, move a torn one aside, and number attempts and lines correctly."""
     path = plant(tmp_path / "run", last=3) / "journal.jsonl"
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
@@ -44,7 +44,7 @@ def test_at_every_byte_of_the_last_lines_the_journal_goes_on(tmp_path):
         )
 
 
-def test_at_every_byte_of_the_first_line_the_run_begins_again(tmp_path):
+def test_a_journal_cut_in_its_first_line_starts_again(tmp_path):
     (tmp_path / "whole").mkdir()
     with Journal(tmp_path / "whole", clock=clock()) as journal:
         journal.start(facts=facts())
@@ -63,8 +63,8 @@ def test_at_every_byte_of_the_first_line_the_run_begins_again(tmp_path):
         assert lines[0]["attempt"] == 1
 
 
-def test_a_tail_of_zeros_is_set_aside(tmp_path):
-    """Some file systems leave a tail of zeros after a loss of power."""
+def test_a_tail_of_zeros_is_moved_aside(tmp_path):
+    """Plant a tail of zeros, which some file systems leave after a loss of power."""
     path = plant(tmp_path / "run") / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b"\0" * 4096)
     with Journal(tmp_path / "run") as journal:
@@ -74,7 +74,7 @@ def test_a_tail_of_zeros_is_set_aside(tmp_path):
     assert len(message) < 1100
 
 
-def test_a_tail_that_is_no_line_of_ours_is_kept(tmp_path):
+def test_a_tail_that_is_not_a_journal_line_is_kept(tmp_path):
     path = plant(tmp_path / "run") / "journal.jsonl"
     path.write_bytes(path.read_bytes() + b"x" * (3 * LONGEST_LINE_BYTES))
     with Journal(tmp_path / "run") as journal:
@@ -85,11 +85,11 @@ def test_a_tail_that_is_no_line_of_ours_is_kept(tmp_path):
     assert path.stat().st_size > 3 * LONGEST_LINE_BYTES
 
 
-def test_a_second_kill_while_the_torn_line_is_set_aside_leaves_a_journal(tmp_path):
+def test_a_second_kill_while_the_torn_line_is_moved_leaves_a_readable_journal(tmp_path):
     path = plant(tmp_path / "run") / "journal.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    journal = Journal(tmp_path / "run")  # cut, and not yet said
+    journal = Journal(tmp_path / "run")  # the torn line is cut, but not yet reported
     journal.close()
     assert path.read_bytes() == whole[: whole.rindex(b"\n", 0, -1) + 1]
     with Journal(tmp_path / "run") as journal:
@@ -138,7 +138,7 @@ def test_killed_children_leave_every_step_that_was_written(tmp_path):
 
 
 def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
-    """A journal that lost its newest lines starts a new attempt, never an old one again."""
+    """Start a new attempt after the newest lines were lost, never an old number again."""
     folder = plant(tmp_path / "run")
     with Journal(folder) as journal:
         journal.resume(20)
@@ -151,14 +151,14 @@ def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
     assert [event.attempt for event in JournalReading(folder)][-1] == 3
 
 
-def test_a_journal_of_damage_alone_is_refused(tmp_path):
+def test_a_journal_without_a_valid_line_is_refused(tmp_path):
     (tmp_path / "journal.jsonl").write_bytes(b"\xff\n" * 3)
     with pytest.raises(JournalError, match="is not a journal of a run: line 1 is not text"):
         Journal(tmp_path)
 
 
 def test_a_forked_child_that_outlives_the_run_does_not_keep_its_journal(tmp_path):
-    """A worker of a DataLoader lives on for seconds when its parent was killed."""
+    """Let a child outlive its killed parent, as a DataLoader worker does for seconds."""
     reader, writer = os.pipe()
     parent = os.fork()
     if parent == 0:

@@ -1,4 +1,4 @@
-"""A journal is read whatever happened to its file.
+"""Read a journal in spite of damage to its file.
 
 python -m pytest tests/runs/test_journal_reading.py
 """
@@ -43,7 +43,7 @@ def read(path):
     return list(reading), reading
 
 
-def test_a_line_comes_back_as_it_was_written():
+def test_a_line_is_read_back_as_it_was_written():
     line = encode_event(
         "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}, **AT
     )
@@ -52,8 +52,8 @@ def test_a_line_comes_back_as_it_was_written():
     )
 
 
-def test_a_line_holds_figures_that_json_can_not_and_is_json_still():
-    """Other readers reject JSON's NaN extension, and the steps with a NaN are those that matter."""
+def test_a_line_with_nan_or_infinity_is_valid_json():
+    """Write NaN as text: other readers reject JSON's extension, and steps with NaN matter most."""
     line = encode_event("step", {"loss": math.nan, "norms": [math.inf, {"x": -math.inf}]}, **AT)
     strict = json.loads(line, parse_constant=lambda word: pytest.fail(word))
     assert (strict["loss"], strict["norms"]) == ("nan", ["inf", {"x": "-inf"}])
@@ -64,7 +64,7 @@ def test_a_line_holds_figures_that_json_can_not_and_is_json_still():
     assert event_number(3) == 3.0
 
 
-def test_a_line_takes_figures_of_torch_and_numpy_and_nothing_that_is_no_json():
+def test_a_line_accepts_numbers_of_torch_and_numpy_and_refuses_other_objects():
     import numpy
     import torch
 
@@ -87,7 +87,7 @@ def test_a_line_takes_figures_of_torch_and_numpy_and_nothing_that_is_no_json():
         encode_event("step", {"x": loop}, **AT)
 
 
-def test_a_line_that_no_reader_would_take_is_not_written():
+def test_a_line_that_no_reader_accepts_is_not_written():
     with pytest.raises(
         ValueError, match=f"takes .* bytes, and the limit is {LONGEST_LINE_BYTES - 1}: shorten"
     ):
@@ -122,7 +122,7 @@ def test_a_line_that_no_reader_would_take_is_not_written():
         (b"x" * (3 * LONGEST_LINE_BYTES) + b"\n", f"longer than {LONGEST_LINE_BYTES} bytes"),
     ],
 )
-def test_damage_in_the_middle_is_told_with_its_line_and_the_rest_is_read(tmp_path, line, why):
+def test_damage_in_the_middle_is_reported_with_its_line_and_the_rest_is_read(tmp_path, line, why):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(good(1) + good(2) + line + good(4))
     events, reading = read(path)
@@ -130,7 +130,7 @@ def test_damage_in_the_middle_is_told_with_its_line_and_the_rest_is_read(tmp_pat
     assert (reading.num_damaged, [tuple(each) for each in reading.damaged]) == (1, [(3, why)])
 
 
-def test_much_damage_is_counted_and_not_kept(tmp_path):
+def test_many_damaged_lines_are_counted_and_not_stored(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(good(1) + b"garbage\n" * 5000 + good(2))
     events, reading = read(path)
@@ -138,13 +138,13 @@ def test_much_damage_is_counted_and_not_kept(tmp_path):
     assert (reading.num_damaged, len(reading.damaged)) == (5000, MOST_DESCRIBED_LINES)
 
 
-def test_the_last_line_of_a_running_run_is_no_damage(tmp_path):
+def test_an_unfinished_last_line_of_a_running_run_is_not_damage(tmp_path):
     path = tmp_path / "journal.jsonl"
     whole = good(2, loss=1.0)
     for length in range(len(whole)):
         path.write_bytes(good(1) + whole[:length])
         events, reading = read(path)
-        complete = length == len(whole) - 1  # but for the end of the line
+        complete = length == len(whole) - 1  # except for the line end
         assert [event.step for event in events] == ([1, 2] if complete else [1])
         assert (reading.num_damaged, reading.torn) == (0, b"" if complete else whole[:length])
 
@@ -166,7 +166,7 @@ def test_the_last_line_of_a_running_run_is_no_damage(tmp_path):
         ),
     ],
 )
-def test_what_is_no_journal_is_said(tmp_path, content, message):
+def test_a_file_that_is_not_a_journal_is_an_error(tmp_path, content, message):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
     with pytest.raises(JournalError, match=message):
@@ -174,7 +174,7 @@ def test_what_is_no_journal_is_said(tmp_path, content, message):
 
 
 def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
-    """An older reader would take what it does not know for what it knows."""
+    """Refuse it, because an older reader would misread what it does not know."""
     path = tmp_path / "journal.jsonl"
     path.write_bytes(good(1) + b'{"v":2,"what":"ever"}\n' + good(3))
     with pytest.raises(
@@ -200,7 +200,7 @@ def test_a_reading_can_be_read_again(tmp_path):
     assert reading.run == "run"
 
 
-def test_where_no_journal_is_is_said(tmp_path):
+def test_a_missing_journal_is_an_error(tmp_path):
     plant(tmp_path / "runs/run-001")
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd/journal.jsonl").mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_where_no_journal_is_is_said(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read any file")
-def test_a_journal_that_may_not_be_read_is_said(tmp_path):
+def test_a_journal_without_read_permission_is_an_error(tmp_path):
     path = plant(tmp_path / "run") / "journal.jsonl"
     path.chmod(0)
     with pytest.raises(JournalError, match="can't be read: Permission denied"):
@@ -262,7 +262,7 @@ print(history.num_events, len(history.steps), most, "torch" in sys.modules)
     [(200_000, 71), pytest.param(1_000_000, 120, marks=pytest.mark.long)],
 )
 def test_many_events_stream_in_little_memory(tmp_path, steps, most_mebibytes):
-    """All that grows with a run is its figures, 64 bytes a step."""
+    """Read in memory that grows only by the figures, 64 bytes per step."""
     path = tmp_path / "journal.jsonl"
     with Journal(tmp_path, run="long") as journal:
         journal.start()

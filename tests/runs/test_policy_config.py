@@ -66,6 +66,6 @@ def test_the_documented_block_is_the_default():
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_right(block, message):
+def test_wrong_keys_and_values_are_named_with_the_right_ones(block, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         PolicyConfig.from_config(block)

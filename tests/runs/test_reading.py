@@ -33,7 +33,7 @@ def saved(folder):
     return LocalFiles(folder)
 
 
-def test_held_by_several_and_free_after_the_last(tmp_path):
+def test_a_checkpoint_is_held_until_its_last_reader_is_done(tmp_path):
     files = saved(tmp_path)
     with reading(files, FOLDER), reading(files, FOLDER) as held:
         assert held
@@ -41,7 +41,7 @@ def test_held_by_several_and_free_after_the_last(tmp_path):
     assert not is_being_read(files, FOLDER)
 
 
-def test_another_process_holds_it_until_it_is_killed(tmp_path):
+def test_a_reader_in_another_process_holds_it_until_it_is_killed(tmp_path):
     files = saved(tmp_path)
     command = [sys.executable, "-c", HOLD, str(tmp_path), FOLDER]
     process = subprocess.Popen(
@@ -58,7 +58,7 @@ def test_another_process_holds_it_until_it_is_killed(tmp_path):
     assert not is_being_read(files, FOLDER)
 
 
-def test_what_is_not_there_or_elsewhere_is_not_held(tmp_path, request):
+def test_missing_and_remote_checkpoints_are_not_held(tmp_path, request):
     files = saved(tmp_path)
     with reading(files, "rollback/step-00000002.dcp") as held:
         assert not held
@@ -77,7 +77,7 @@ def test_nothing_is_written_by_a_reader(tmp_path):
 
 
 class FilesInUse(LocalFiles):
-    """Calls `then` once, after so many files of checkpoints were opened."""
+    """File access that calls `then` once, after a number of checkpoint files were opened."""
 
     def __init__(self, root, *, after, then):
         super().__init__(root)
@@ -94,7 +94,7 @@ class FilesInUse(LocalFiles):
 @pytest.mark.parametrize("after", [2, 4, 6])
 @pytest.mark.parametrize("how", ["load", "verify", "best"])
 def test_retention_leaves_what_a_caller_of_load_or_verify_reads(tmp_path, how, after):
-    """Another process trains on, and would delete it after any of the files that are read."""
+    """Let another process train on, which would delete the checkpoint while it is read."""
     state, other = new_state(), new_state(1)
     config = PolicyConfig(
         rollback_every=1, recovery_every=None, best_k=1, retention=Retention(1, 1)
@@ -120,8 +120,8 @@ def test_retention_leaves_what_a_caller_of_load_or_verify_reads(tmp_path, how, a
         reader.verify(saved) if how == "verify" else reader.load(saved, other)
         if how == "load":
             assert equal(tensors_of(other), held)
-        opened = len(deleted) == 2  # a checkpoint with fewer files is read to its end before
+        opened = len(deleted) == 2  # a checkpoint with fewer files is read completely before
         assert not opened or saved.folder not in deleted[1]
         go_on(0.3)
-        assert saved.folder in deleted[-1]  # the next save takes it
+        assert saved.folder in deleted[-1]  # the next save deletes it
         assert opened or after == 6

@@ -13,7 +13,7 @@ from curry_train.runs.resume import NothingSaved, choose, load_chosen
 
 @pytest.fixture
 def run(tmp_path):
-    """Rollbacks 9, 10, 100; recoveries 10, 50; two best: with what each holds."""
+    """Save rollbacks 9, 10, 100, recoveries 10, 50 and two best; return the content of each."""
     state, held = new_state(), {}
     with Store(tmp_path / "run") as store:
         for step in (9, 10, 50, 100):
@@ -51,7 +51,7 @@ def damage(folder, *, hard=False):
         ("{run}/rollback/step-00000010.dcp", "rollback/step-00000010.dcp"),
     ],
 )
-def test_words_mean(run, what, folder):
+def test_a_resume_word_selects_its_checkpoint(run, what, folder):
     place, held = run
     state = new_state(1)
     what = what.format(run=place) if isinstance(what, str) else what
@@ -64,7 +64,7 @@ def test_words_mean(run, what, folder):
         assert "parameters only" in resumed.words
 
 
-def test_another_run_is_read_from_ones_own(run, tmp_path):
+def test_a_checkpoint_of_another_run_is_found(run, tmp_path):
     with Store(tmp_path / "own") as own:
         assert load_chosen(own, new_state(1), f"{run[0]}@10").saved.step == 10
         assert own.latest() is None
@@ -78,7 +78,7 @@ def test_best_by_the_direction_of_the_configuration(run):
 
 
 @pytest.mark.parametrize("hard", [False, True])
-def test_damage_is_passed_over_and_said(run, hard, caplog):
+def test_damaged_checkpoints_are_skipped_and_reported(run, hard, caplog):
     place, held = run
     damage(place / "rollback/step-00000100.dcp", hard=hard)
     damage(place / "recovery/step-00000050.dcp")
@@ -97,12 +97,12 @@ def test_a_damaged_recovery_leaves_the_rollback_of_its_step(run):
     assert load_chosen(run[0], new_state(1), 10).saved.folder == "rollback/step-00000010.dcp"
 
 
-def test_older_damage_that_did_not_matter_is_not_told(run):
+def test_damage_older_than_the_loaded_checkpoint_is_not_reported(run):
     damage(run[0] / "rollback/step-00000009.dcp", hard=True)
     assert load_chosen(run[0], new_state(1), "latest").damaged == {}
 
 
-def test_nothing_whole_names_each_and_changes_nothing(run):
+def test_without_an_intact_checkpoint_each_is_named_and_nothing_changes(run):
     for folder in run[0].glob("r*/step-*"):
         damage(folder)
     state = new_state(1)
@@ -115,7 +115,7 @@ def test_nothing_whole_names_each_and_changes_nothing(run):
     assert equal(before, tensors_of(state))
 
 
-def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
+def test_a_requested_step_is_not_replaced_by_another(run):
     damage(run[0] / "rollback/step-00000100.dcp")
     with pytest.raises(DamagedCheckpoint, match=r"another hash.*saved steps: 9, 10, 50, 100"):
         load_chosen(run[0], new_state(1), 100)
@@ -133,12 +133,12 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(run):
         ("{run}/rollback/step-00000012.dcp", NothingSaved, "does not exist; saved steps: 9"),
     ],
 )
-def test_what_is_not_there_is_said_with_what_is(run, what, error, message):
+def test_a_missing_step_is_answered_with_the_existing_ones(run, what, error, message):
     with pytest.raises(error, match=message):
         choose(SavedRun(run[0]), what.format(run=run[0]) if isinstance(what, str) else what)
 
 
-def test_an_empty_run_and_another_model_are_told_apart_from_damage(run, tmp_path):
+def test_an_empty_run_and_another_model_are_not_reported_as_damage(run, tmp_path):
     with pytest.raises(NothingSaved, match="start the run anew"):
         load_chosen(tmp_path / "none", new_state(), "latest")
     import torch
@@ -147,7 +147,7 @@ def test_an_empty_run_and_another_model_are_told_apart_from_damage(run, tmp_path
         load_chosen(run[0], new_state(build=lambda: torch.nn.Linear(2, 2)), "latest")
 
 
-def test_a_hostile_checkpoint_is_not_passed_over_in_silence(run, monkeypatch):
+def test_a_hostile_checkpoint_is_not_skipped_silently(run, monkeypatch):
     def refuse(*_, **__):
         raise HostileCheckpoint("would run code")
 

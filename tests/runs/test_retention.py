@@ -19,8 +19,8 @@ from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.retention import best_first, is_among_best, newest_first, to_delete
 
 
-def test_the_newest_by_number_stay_where_text_would_keep_others():
-    """As text, step 999999990 of nine digits sorts before step 99999999 of eight."""
+def test_the_newest_checkpoints_by_number_are_kept():
+    """Compare numbers: as text, step 999999990 sorts before step 99999999."""
     steps = [99_999_970, 99_999_980, 99_999_990, 100_000_000, 100_000_010]
     every = [saved("rollback", step) for step in steps]
     config = PolicyConfig(retention=Retention(rollback_keep=2))
@@ -44,21 +44,21 @@ def test_a_recovery_counts_as_a_rollback_and_outlives_it():
     ]
 
 
-def test_states_beyond_the_step_are_of_another_line_and_go_once_there_is_one_of_this():
+def test_states_beyond_the_current_step_are_deleted_once_an_earlier_one_exists():
     every = [saved("rollback", step) for step in (100, 200, 300, 400)]
     config = PolicyConfig(retention=Retention(rollback_keep=1))
     assert [one.step for one in to_delete(every, config, step=210)] == [100, 300, 400]
     assert to_delete(every[2:], config, step=210) == []
 
 
-def test_damage_counts_for_nothing_and_goes_when_it_is_superseded():
+def test_damaged_checkpoints_do_not_count_and_are_deleted_when_superseded():
     every = [saved("rollback", step) for step in (100, 200, 300, 400)]
     config = PolicyConfig(retention=Retention(rollback_keep=2))
     damaged = {every[3].folder, every[1].folder}
     assert [one.step for one in to_delete(every, config, step=400, damaged=damaged)] == [200]
 
 
-def test_what_is_being_read_stays():
+def test_a_checkpoint_that_is_being_read_is_not_deleted():
     every = [saved("rollback", step) for step in range(100, 1001, 100)]
     gone = to_delete(every, PolicyConfig(), step=1000, protected={every[0].folder})
     assert [one.step for one in gone] == [200, 300, 400, 500]
@@ -77,7 +77,7 @@ def test_best_by_metric_and_direction_and_ties_go_to_the_earlier():
     assert [one.step for one in to_delete(other, PolicyConfig(), step=6)] == [3, 5]
 
 
-def test_best_k_off_leaves_what_is_there():
+def test_turning_best_k_off_deletes_nothing():
     assert to_delete([saved("best-k", 1, 0.5)], PolicyConfig(best_k=0), step=9) == []
 
 
@@ -123,7 +123,7 @@ CONFIGS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(HISTORIES, CONFIGS)
-def test_no_history_breaks_a_promise(events, config):
+def test_no_random_history_breaks_a_rule_of_retention(events, config):
     assert broken_promise(events, config, Rules()) is None
 
 
@@ -137,7 +137,7 @@ def test_deleting_twice_deletes_nothing_more(kinds, config, step):
     assert len(left) + len(first) == len(there)
 
 
-def test_what_is_saved_at_a_multiple_stays_beside_the_newest():
+def test_checkpoints_at_multiples_of_keep_every_are_never_deleted():
     config = PolicyConfig(retention=Retention(rollback_keep=2, recovery_keep=1, keep_every=100))
     there = [
         saved("recovery" if step in (120, 200) else "rollback", step) for step in range(80, 281, 20)
@@ -149,17 +149,17 @@ def test_what_is_saved_at_a_multiple_stays_beside_the_newest():
     ]  # fmt: skip
 
 
-# The rules that are known to be wrong
+# Rules that are known to be wrong
 
 
 def by_text(every, config, *, step, damaged=(), protected=()):
-    """Keeps the last names by text."""
+    """Keep the last names by text."""
     names = sorted(newest_first(every), key=lambda one: str(one.step))
     return [one for one in names[: -config.retention.rollback_keep] if one.folder not in protected]
 
 
 def stale_counts(every, config, *, step, damaged=(), protected=()):
-    """Keeps the highest steps, also those of a line that was given up."""
+    """Keep the highest steps, also those given up by a rollback."""
     return to_delete(every, config, step=10**9, damaged=damaged, protected=protected)
 
 
@@ -183,7 +183,7 @@ def forgets_what_lasts(every, config, *, step, damaged=(), protected=()):
 
 
 def nan_is_best(value, step, every, config):
-    """`value >= worst` is False for NaN, so NaN goes in."""
+    """Accept NaN as best, because `value >= worst` is False for NaN."""
     ranked = best_first(every, config)
     return config.best_k > 0 and (
         len(ranked) < config.best_k or not value >= ranked[-1].metric.value

@@ -31,7 +31,7 @@ def repository(tmp_path):
     return tmp_path
 
 
-def test_facts_are_json_and_say_what_a_run_needs(tmp_path):
+def test_facts_are_json_with_everything_that_describes_a_run(tmp_path):
     found = run_facts({"steps": 3}, device=torch.device("cpu"), world_size=4, folder=tmp_path)
     assert json.loads(json.dumps(found)) == found
     assert list(found) == ["command", "config", "code", "environment"]
@@ -52,7 +52,7 @@ def test_no_path_of_the_machine_is_in_the_facts(tmp_path, monkeypatch):
 
 
 @needs_git
-def test_a_change_of_code_is_seen_and_two_changes_are_told_apart(repository):
+def test_two_different_changes_of_code_have_different_facts(repository):
     clean = git_state(repository)
     assert (len(clean["revision"]), clean["dirty"]) == (40, False)
     (repository / "notes.txt").write_text("no code")
@@ -67,7 +67,7 @@ def test_a_change_of_code_is_seen_and_two_changes_are_told_apart(repository):
 
 @needs_git
 def test_a_new_module_that_git_does_not_know_is_a_change(repository):
-    """It is what most often makes a revision say less than it seems to."""
+    """Count an untracked module as a change, since a revision alone would hide it."""
     states = []
     for text in ("b = 1\n", "b = 2\n"):
         (repository / "new.py").write_text(text)
@@ -77,7 +77,7 @@ def test_a_new_module_that_git_does_not_know_is_a_change(repository):
 
 
 @needs_git
-def test_where_no_revision_is_is_said(tmp_path):
+def test_a_missing_revision_is_recorded_with_the_reason(tmp_path):
     assert git_state(tmp_path) == {"revision": None, "why": "no git repository"}
     git(tmp_path, "init", "-q")
     assert git_state(tmp_path) == {"revision": None, "why": "nothing was committed yet"}
@@ -96,7 +96,7 @@ def test_where_no_revision_is_is_said(tmp_path):
         ),
     ],
 )
-def test_git_that_does_not_answer_stops_no_training(tmp_path, monkeypatch, error, why):
+def test_a_git_that_hangs_does_not_stop_training(tmp_path, monkeypatch, error, why):
     def fail(*words):
         raise error
 

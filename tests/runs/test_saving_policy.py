@@ -26,7 +26,7 @@ def steps(run, kind):
 
 
 def train_on(policy, state, until, *, losses=None, dev=None):
-    """Train to a step; `losses` and `dev` say what is reported of a step."""
+    """Train to a step; `losses` and `dev` are the values reported for steps."""
     saved = []
     while state.step < until:
         loss = train(state, 1)[0]
@@ -52,7 +52,7 @@ def test_cadences_retention_and_what_after_step_returns(tmp_path):
     assert SavedRun(tmp_path).latest().step == 20
 
 
-def test_what_two_cadences_share_is_written_once(tmp_path):
+def test_a_step_of_two_kinds_is_written_once(tmp_path):
     state, created = new_state(), []
     train(state, 6)
     with Store(tmp_path / "one") as store:
@@ -64,7 +64,7 @@ def test_what_two_cadences_share_is_written_once(tmp_path):
     assert sum(path.stat().st_size for path in (tmp_path / "two").rglob("*.distcp")) <= one
 
 
-def test_nan_is_saved_neither_as_latest_nor_as_best_and_rotates_nothing_out(tmp_path):
+def test_nan_is_saved_neither_as_latest_nor_as_best_and_deletes_nothing(tmp_path):
     state = new_state()
     dev = {4: 0.5, 8: math.nan, 10: 0.1, 12: 0.2}
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
@@ -108,7 +108,7 @@ def test_best_k_holds_parameters_by_metric_and_ties_keep_the_earlier(tmp_path):
     assert "parameters only" in resumed.words
 
 
-def test_resume_goes_on_and_retention_is_right_after_it(tmp_path):
+def test_retention_is_right_after_a_resume(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         assert policy.resume(state) is None
@@ -124,7 +124,7 @@ def test_resume_goes_on_and_retention_is_right_after_it(tmp_path):
     assert (steps(tmp_path, "rollback"), steps(tmp_path, "recovery")) == ([16, 20], [12, 18])
 
 
-def test_turning_back_gives_up_what_is_beyond_and_the_stale_never_win(tmp_path):
+def test_turning_back_gives_up_later_checkpoints(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 20, dev={19: 0.1})
@@ -142,8 +142,8 @@ def test_turning_back_gives_up_what_is_beyond_and_the_stale_never_win(tmp_path):
     assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
 
 
-def test_a_kill_while_turning_back_does_not_bring_the_stale_back(tmp_path):
-    """Killed between the note and the removals; the next process removes at its first save."""
+def test_a_kill_while_turning_back_does_not_revive_later_checkpoints(tmp_path):
+    """Kill between the note and the removals; the next process removes at its first save."""
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 10)
@@ -163,7 +163,7 @@ def test_a_kill_while_turning_back_does_not_bring_the_stale_back(tmp_path):
         assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
 
 
-def test_a_run_begun_anew_in_a_folder_of_another_is_refused_before_it_deletes(tmp_path):
+def test_a_new_run_in_the_folder_of_another_is_refused_before_deleting(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 6)
@@ -181,7 +181,7 @@ def test_a_run_begun_anew_in_a_folder_of_another_is_refused_before_it_deletes(tm
     assert before == (steps(tmp_path, "rollback"), steps(tmp_path, "recovery"))
 
 
-def test_one_that_is_being_read_stays_until_it_is_not(tmp_path):
+def test_a_checkpoint_that_is_being_read_is_deleted_later(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 2)
@@ -193,7 +193,7 @@ def test_one_that_is_being_read_stays_until_it_is_not(tmp_path):
     assert steps(tmp_path, "rollback") == [10, 14]
 
 
-def test_a_protected_one_stays(tmp_path):
+def test_a_protected_checkpoint_is_not_deleted(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         policy.protect(train_on(policy, state, 2)[0])
@@ -201,7 +201,7 @@ def test_a_protected_one_stays(tmp_path):
     assert steps(tmp_path, "rollback") == [2, 16, 20]
 
 
-def test_damage_of_the_newest_is_passed_over_and_never_counted(tmp_path):
+def test_a_damaged_newest_checkpoint_is_skipped_and_does_not_count(tmp_path):
     state = new_state()
     config = PolicyConfig(rollback_every=2, recovery_every=None, retention=Retention(2, 1))
     with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
@@ -219,7 +219,7 @@ def test_damage_of_the_newest_is_passed_over_and_never_counted(tmp_path):
     SavedRun(tmp_path).verify("rollback/step-00000006.dcp")
 
 
-def test_no_room_says_what_is_missing_and_writes_nothing(tmp_path, monkeypatch):
+def test_too_little_space_is_an_error_and_nothing_is_written(tmp_path, monkeypatch):
     state, usage = new_state(), namedtuple("usage", "total used free")
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 3)
@@ -238,7 +238,7 @@ def test_no_room_says_what_is_missing_and_writes_nothing(tmp_path, monkeypatch):
     assert SavedRun(tmp_path).latest().step == 6
 
 
-def test_in_the_background_the_same_is_kept_and_what_was_committed_is_returned(tmp_path):
+def test_background_saves_keep_the_same_checkpoints_and_return_committed_ones(tmp_path):
     state, dev = new_state(), {5: 0.5, 8: 0.4, 9: 0.3}
     with (
         Store(tmp_path) as store,
@@ -260,7 +260,7 @@ def test_in_the_background_the_same_is_kept_and_what_was_committed_is_returned(t
     assert equal(tensors_of(other), tensors_of(state))
 
 
-def test_the_end_is_saved_once(tmp_path):
+def test_the_last_step_is_saved_once(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 7)
@@ -279,7 +279,7 @@ LIGHT = PolicyConfig(
 
 @pytest.fixture
 def light(tmp_path):
-    """A run with parameters-only rollbacks 8 and 10, recovery 6, and the two best."""
+    """Save parameters-only rollbacks 8 and 10, recovery 6, and the two best."""
     state, dev = new_state(), {3: 0.5, 5: 0.3, 7: 0.4, 10: 0.6}
     with Store(tmp_path) as store, SavingPolicy(store, LIGHT) as policy:
         saved = train_on(policy, state, 11, dev=dev)
@@ -287,7 +287,7 @@ def light(tmp_path):
 
 
 def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
-    """Sorted by number; they replace no best, and their step is not a metric."""
+    """Sort them by number: they replace no best, and their step is not a metric."""
     folder, _, saved = light
     assert (steps(folder, "rollback"), steps(folder, "recovery")) == ([], [6])
     held = SavedRun(folder).committed("best-k")
@@ -298,12 +298,12 @@ def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
         4,
         8,
         10,
-    ]  # 6 is a recovery, which counts
+    ]  # recovery 6 counts
     recovery = SavedRun(folder).latest()
     assert all(one.num_bytes < recovery.num_bytes / 2 for one in held)
 
 
-def test_latest_and_best_never_mean_a_rollback_of_parameters(light):
+def test_latest_and_best_never_select_a_parameters_only_rollback(light):
     folder, _, _ = light
     assert SavedRun(folder).latest().step == 6
     assert (folder / "latest").resolve().name == "step-00000006.dcp"
@@ -311,7 +311,7 @@ def test_latest_and_best_never_mean_a_rollback_of_parameters(light):
     assert load_chosen(folder, new_state(1), "best", config=LIGHT).saved.step == 5
 
 
-def test_a_run_does_not_go_on_from_parameters_and_what_is_missing_is_said(light):
+def test_resuming_from_parameters_only_is_refused_with_what_is_missing(light):
     folder, _, _ = light
     said = "step 10 has parameters only, without optimizer, generators and position.*saved steps: 6"
     with pytest.raises(NothingSaved, match=said), Store(folder) as store:
@@ -326,7 +326,7 @@ def test_a_run_does_not_go_on_from_parameters_and_what_is_missing_is_said(light)
         load_chosen(folder, new_state(1), 9)
 
 
-def test_rollbacks_of_parameters_beyond_a_rollback_are_given_up_with_their_line(light):
+def test_parameters_only_rollbacks_after_a_rollback_are_given_up(light):
     folder, state, _ = light
     with Store(folder) as store, SavingPolicy(store, LIGHT) as policy:
         assert policy.resume(state, 6).saved.step == 6
@@ -363,13 +363,13 @@ def on_a_clock(tmp_path, monkeypatch):
         yield policy, state, train_steps
 
 
-def test_an_automatic_cadence_saves_within_its_bound_from_the_first_on(on_a_clock):
+def test_an_automatic_cadence_stays_within_its_bound_from_the_first_save(on_a_clock):
     _, _, train_steps = on_a_clock
-    assert train_steps(60) == [40, 60]  # 4 s are to be earned, 2 are spent
+    assert train_steps(60) == [40, 60]  # 4 s must be earned, 2 s are spent
 
 
-def test_an_automatic_cadence_goes_on_after_it_turned_back(on_a_clock):
-    """At once, and not where it was when it turned back."""
+def test_an_automatic_cadence_continues_after_turning_back(on_a_clock):
+    """Start counting at once, not at the step that it turned back from."""
     policy, state, train_steps = on_a_clock
     assert train_steps(50) == [40]
     policy.save_now(state.step, state)
@@ -378,7 +378,7 @@ def test_an_automatic_cadence_goes_on_after_it_turned_back(on_a_clock):
     assert min(train_steps(60)) < 70
 
 
-def test_an_object_store_keeps_the_same(tmp_path, request):
+def test_an_object_store_keeps_the_same_checkpoints(tmp_path, request):
     url, state = f"memory://{request.node.name}", new_state()
     with Store(url) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 10)

@@ -1,4 +1,4 @@
-"""Two ranks decide as one: what is due, what is healthy, what stays, where to go on.
+"""Two ranks decide together on saves, health, retention and resume.
 
 python -m pytest tests/runs/test_saving_policy_ranks.py
 """
@@ -38,7 +38,9 @@ def on_two_ranks(folder):
         train_on(policy, state, 10, dev_loss=math.nan if rank else 0.1)  # on one rank alone
         with torch.no_grad():
             kept = state.model[0].weight.to_local().clone()
-            state.model[0].weight.to_local().fill_(math.nan if rank else 0.0)  # a shard of one rank
+            state.model[0].weight.to_local().fill_(
+                math.nan if rank else 0.0
+            )  # in the shard of one rank
             policy.after_step(12, state, {"loss": 1.0})
             state.model[0].weight.to_local().copy_(kept)
         found["notes"] = policy.notes

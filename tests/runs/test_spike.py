@@ -43,14 +43,14 @@ HEALTHY = {
 
 @pytest.mark.parametrize("shape", HEALTHY)
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.3])
-def test_no_false_alarm_over_the_shapes_of_sound_training(shape, noise):
+def test_sound_loss_curves_raise_no_false_alarm(shape, noise):
     for seed in range(4 if noise else 1):
         assert alarms(noisy(seed, HEALTHY[shape], noise=noise)) == []
 
 
 @pytest.mark.parametrize("trainings", [30, pytest.param(100, marks=pytest.mark.long)])
 def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_time(trainings):
-    """The trainings are not too easy: with a patience of one the same runs raise alarms."""
+    """Use trainings that are not too easy: a patience of one raises false alarms."""
     found = spike_runs.measure(trainings, 12)
     assert found["sound"]["false_alarms"]["patience_3"] == 0
     assert found["sound"]["false_alarms"]["patience_1"] > 0
@@ -60,7 +60,7 @@ def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_tim
 
 @pytest.mark.parametrize("shape", HEALTHY)
 @pytest.mark.parametrize("patience", [1, 2, 3, 5])
-def test_a_spike_is_found_within_the_patience_wherever_it_begins(shape, patience):
+def test_a_spike_at_any_step_is_found_within_the_patience(shape, patience):
     for seed in range(4):
         random = numpy.random.default_rng(seed)
         losses, at = noisy(seed, HEALTHY[shape], noise=0.05), int(random.integers(100, 380))
@@ -72,7 +72,7 @@ def test_a_spike_is_found_within_the_patience_wherever_it_begins(shape, patience
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 5, 200])
-def test_what_is_not_finite_is_found_at_once(value, at):
+def test_a_loss_that_is_not_finite_is_found_at_once(value, at):
     losses = noisy(0, HEALTHY["drifts up"])
     losses[at] = value
     spike = alarms(losses)[0]
@@ -85,7 +85,7 @@ def test_not_finite_after_losses_that_were_too_high_is_one_spike():
     assert [(spike.first, spike.step) for spike in alarms(losses, patience=5)] == [(101, 102)]
 
 
-def test_nan_after_nan_is_told_once_and_again_after_sound_losses():
+def test_repeated_nan_is_reported_once_and_again_after_sound_losses():
     calm = noisy(0, numpy.full(100, 2.0))
     losses = [*calm, *[math.nan] * 9, *calm[:40], math.inf, math.nan]
     assert [(spike.first, spike.step) for spike in alarms(losses)] == [(101, 101), (150, 150)]
@@ -102,27 +102,27 @@ def test_one_step_less_than_the_patience_is_no_spike_and_does_not_move_the_basel
     assert alarms([*bursts, 2.5, 2.5, 2.5], patience=3)[0].baseline == pytest.approx(2.0, abs=0.02)
 
 
-def test_a_rise_that_is_little_of_the_level_is_none():
-    """A loss that hardly moves has too little noise for a robust deviation alone."""
+def test_a_rise_that_is_small_relative_to_the_level_is_no_spike():
+    """Cover a loss that hardly moves: its noise is too small for a robust deviation alone."""
     losses = [*(0.5 + 5 * numpy.exp(-STEPS / 8)), *[0.508] * 20]
     assert alarms(losses) == []
     assert len(alarms(losses, least_rise=0.0)) == 1
 
 
-def test_a_loss_that_has_fallen_by_little_may_rise_by_little_of_that():
+def test_a_small_rise_of_a_loss_that_has_hardly_fallen_is_no_spike():
     losses = [*(1000 - STEPS / 40), *[990.5] * 3]
     assert [spike.first for spike in alarms(losses)] == [401]
 
 
 @pytest.mark.parametrize("first", [5.0, 2000.0, 1e6])
-def test_a_rise_is_found_wherever_the_first_losses_were(first):
-    """A regression starts far above its end: 2% of its fall was 40 times the level."""
+def test_a_rise_is_found_whatever_the_first_losses(first):
+    """Cover a regression that starts far above its end: 2% of its fall is 40 times the level."""
     losses = [*(0.1 + first * numpy.exp(-STEPS / 8)), *[1.0] * 3]
     (spike,) = alarms(losses)
     assert (spike.first, spike.baseline) == (401, pytest.approx(0.1))
 
 
-def test_a_spike_is_told_once_and_what_follows_is_the_new_baseline():
+def test_a_spike_is_reported_once_and_later_losses_are_the_new_baseline():
     losses = [
         *noisy(0, numpy.full(100, 2.0)),
         *noisy(1, numpy.full(100, 6.0)),
@@ -131,7 +131,7 @@ def test_a_spike_is_told_once_and_what_follows_is_the_new_baseline():
     assert [spike.step for spike in alarms(losses)] == [103, 203]
 
 
-def test_the_noise_is_that_around_the_line():
+def test_noise_is_measured_around_the_trend_line():
     steps = numpy.arange(64)
     noise = 0.1 * numpy.random.default_rng(0).standard_normal(64)
     assert line_through(list(steps), list(5 - 0.05 * steps)) == pytest.approx((-0.05, 0), abs=1e-12)
@@ -140,8 +140,8 @@ def test_the_noise_is_that_around_the_line():
         assert measured == (pytest.approx(slope, abs=0.003), pytest.approx(0.1, rel=0.35))
 
 
-def test_its_state_is_all_there_is_of_it():
-    """The state can be saved after any step, also during a suspicion, and as JSON."""
+def test_a_watchdog_restored_from_its_state_behaves_the_same():
+    """Save the state after any step, also during a suspected spike, and as JSON."""
     losses = [
         *noisy(0, numpy.full(90, 2.0)),
         7.0,
@@ -164,8 +164,8 @@ def test_its_state_is_all_there_is_of_it():
         assert [step for step in rest if second.observe(step, losses[step - 1])] == whole
 
 
-def told_on_ranks():
-    """Only rank 1 sees a high loss: the mean is judged, and both ranks get the same step."""
+def spikes_on_ranks():
+    """Give rank 1 alone a high loss: the mean is judged, and both ranks get the same step."""
     import torch.distributed as dist
 
     watchdog = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD)
@@ -179,8 +179,8 @@ def told_on_ranks():
     return spikes
 
 
-def test_ranks_with_losses_of_their_own_judge_their_mean_alike():
-    first, second = run_on_ranks("test_spike:told_on_ranks")
+def test_ranks_judge_the_mean_of_their_losses_alike():
+    first, second = run_on_ranks("test_spike:spikes_on_ranks")
     assert first == second
     assert [(begun, step) for begun, step, _ in first] == [(51, 53)]
     assert first[0][2] == pytest.approx(4.5, abs=0.02)
@@ -205,8 +205,8 @@ def test_wrong_settings_are_named(block, words):
         SpikeConfig.from_config(block)
 
 
-def test_high_losses_of_another_time_are_none_in_a_row():
-    """A run that went on for long without a watchdog, and then with one again."""
+def test_high_losses_far_apart_do_not_count_as_consecutive():
+    """Continue long without a watchdog, and then with one again."""
     watchdog = SpikeWatchdog(SpikeConfig(window=32, patience=3))
     for step in range(1, 101):
         watchdog.observe(step, 2.0 + 0.01 * (step % 7))

@@ -25,7 +25,7 @@ def recovery(step, *, attempt=1, **facts):
 
 
 @pytest.mark.parametrize("make", [LocalFiles, lambda path: ObjectFiles(f"memory://{path.name}")])
-def test_what_is_added_is_there_for_the_next_process(tmp_path, make):
+def test_a_recorded_recovery_is_read_by_the_next_process(tmp_path, make):
     files = make(tmp_path)
     first = Recoveries(files)
     first.add(recovery(100, learning_rate=0.5, slower_until=150), write=True)
@@ -33,14 +33,14 @@ def test_what_is_added_is_there_for_the_next_process(tmp_path, make):
     assert Recoveries(files).done == first.done
 
 
-def test_a_rank_that_does_not_write_knows_it_too(tmp_path):
+def test_ranks_that_do_not_write_know_the_recovery(tmp_path):
     recoveries = Recoveries(LocalFiles(tmp_path))
     recoveries.add(recovery(100), write=False)
     assert len(recoveries.done) == 1
     assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
 
 
-def test_attempts_are_counted_at_one_place_only(tmp_path):
+def test_attempts_are_counted_per_place(tmp_path):
     recoveries = Recoveries(LocalFiles(tmp_path))
     assert recoveries.attempt(100, within=64) == 1
     recoveries.done = [recovery(100), recovery(150), recovery(210)]
@@ -48,14 +48,14 @@ def test_attempts_are_counted_at_one_place_only(tmp_path):
     assert recoveries.attempt(300, within=64) == 1
     recoveries.done = [recovery(100), recovery(300)]
     assert recoveries.attempt(301, within=64) == 2
-    assert recoveries.attempt(290, within=64) == 2  # earlier than the last one, after it went back
+    assert recoveries.attempt(290, within=64) == 2  # an earlier step than before, after going back
 
 
-def test_slower_rates_multiply_where_they_overlap(tmp_path):
+def test_lowered_rates_multiply_in_steps_where_they_overlap(tmp_path):
     recoveries = Recoveries(LocalFiles(tmp_path))
     recoveries.done = [
-        recovery(100, learning_rate=0.5, slower_until=200),  # from 90 on
-        recovery(120, learning_rate=0.5, slower_until=150),  # from 110 on
+        recovery(100, learning_rate=0.5, slower_until=200),  # from step 90 on
+        recovery(120, learning_rate=0.5, slower_until=150),  # from step 110 on
         recovery(400),
     ]
     assert [recoveries.factor(done) for done in (89, 90, 110, 149, 150, 200, 395)] == [
@@ -72,7 +72,7 @@ def test_slower_rates_multiply_where_they_overlap(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": -1}]', '[{"spike": "1"}]', "\0\xff"]
 )
-def test_a_file_that_is_none_is_an_error_that_says_what_it_was_for(tmp_path, text):
+def test_an_invalid_file_of_recoveries_is_an_error_with_its_purpose(tmp_path, text):
     (tmp_path / RECOVERIES_FILE_NAME).write_text(text, encoding="latin-1")
     with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):
         Recoveries(LocalFiles(tmp_path))
@@ -117,13 +117,13 @@ def went_back(loads, recoveries, what, config=CONFIG):
     return done.recovery
 
 
-def test_what_is_skipped_reaches_from_before_the_first_high_step_to_after_the_last(tmp_path):
-    """The window of step n begins at position 10 x (n - 1)."""
+def test_skipped_data_covers_all_high_steps_with_a_margin(tmp_path):
+    """Count positions: the window of step n begins at position 10 x (n - 1)."""
     done = went_back(Loads(50, 100, 150), Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
     assert (done.back_to, done.start, done.stop) == (150, 1550, 1660)
 
 
-def test_each_attempt_reaches_twice_as_far_and_the_last_is_an_error(tmp_path):
+def test_each_attempt_skips_twice_as_much_and_the_last_is_an_error(tmp_path):
     recoveries, loads = Recoveries(LocalFiles(tmp_path)), Loads(50, 100, 150)
     spans = [went_back(loads, recoveries, spike(162, first=160)) for _ in range(3)]
     assert [(one.start, one.stop, one.attempt) for one in spans] == [
@@ -135,14 +135,14 @@ def test_each_attempt_reaches_twice_as_far_and_the_last_is_an_error(tmp_path):
         went_back(loads, recoveries, spike(162, first=160))
 
 
-def test_where_no_state_is_from_before_the_margin_the_newest_before_the_spike_will_do(tmp_path):
+def test_without_a_state_before_the_margin_the_newest_before_the_spike_is_used(tmp_path):
     loads = Loads(158)
     done = went_back(loads, Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
     assert loads.asked == ["before-156", "before-160"]
     assert (done.back_to, done.start, done.stop) == (158, 1580, 1660)
 
 
-def test_nothing_to_go_back_to_is_said_with_what_to_set(tmp_path):
+def test_a_missing_state_to_go_back_to_is_an_error_with_advice(tmp_path):
     with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
         went_back(Loads(170), Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
     assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
@@ -153,7 +153,7 @@ def test_a_spike_in_the_first_steps_skips_from_the_first_on(tmp_path):
     assert (done.back_to, done.start) == (0, 0)
 
 
-def test_before_a_step_is_the_newest_state_that_is(tmp_path):
+def test_the_newest_state_before_a_step_is_chosen(tmp_path):
     state = new_state()
     with (
         Store(tmp_path) as store,
@@ -165,12 +165,12 @@ def test_before_a_step_is_the_newest_state_that_is(tmp_path):
             policy.after_step(step, state, {"loss": 1.0})
         assert policy.resume(state, "before-7").saved.step == 6
         assert policy.resume(state, "before-6").saved.step == 4
-        assert policy.resume(state).saved.step == 4  # what was beyond is given up
+        assert policy.resume(state).saved.step == 4  # later states are given up
         with pytest.raises(NothingSaved, match=r"no state from before step 2; saved steps: 2, 4"):
             policy.resume(state, "before-2")
 
 
-def test_the_stream_passes_over_what_is_skipped_and_counts_windows_so():
+def test_the_stream_leaves_out_skipped_positions_and_counts_windows_without_them():
     stream = Stream(Samples(list(range(100))), batch_size=4, microbatch=4, shuffle=False)
     assert stream.after(0, windows=3) == 12
     stream.skip(4, 10)
@@ -182,6 +182,6 @@ def test_the_stream_passes_over_what_is_skipped_and_counts_windows_so():
         stream.skip(5, 5)
 
 
-def test_recoveries_are_json_that_people_read(tmp_path):
+def test_recoveries_are_readable_json(tmp_path):
     Recoveries(LocalFiles(tmp_path)).add(recovery(100), write=True)
     assert json.loads((tmp_path / RECOVERIES_FILE_NAME).read_text())[0]["spike"] == 100

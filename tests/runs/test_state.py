@@ -1,4 +1,4 @@
-"""The whole state returns to the bit under any wrapper, and what does not fit is refused.
+"""The state is restored bit-equal under any wrapper, and one that does not fit is refused.
 
 python -m pytest tests/runs/test_state.py
 """
@@ -25,7 +25,7 @@ def store(tmp_path):
 
 
 def goes_on_alike(store, make, *, steps=2, act=train):
-    """Save after some steps, load into another, and compare state and the steps that follow."""
+    """Save after some steps, load into another bundle, and compare state and the next steps."""
     state, other = make(seed=0), make(seed=1)
     act(state, steps)
     saved = store.save("rollback", 1, state)
@@ -89,11 +89,11 @@ class WithExtra(nn.Linear):
     ],
     ids=["plain", "tied", "frozen", "bfloat16", "extra state", "contiguous"],
 )
-def test_every_model_goes_on_alike(store, build):
+def test_every_model_continues_bit_equal(store, build):
     assert goes_on_alike(store, lambda seed: new_state(seed, build=build)).exact
 
 
-def test_a_tied_weight_is_on_the_disk_once(store):
+def test_a_tied_weight_is_stored_once(store):
     state = new_state(build=Tied)
     assert set(state.snapshot().ties.items()) == {("model.head.weight", "model.embed.weight")}
     assert "model.head.weight" not in state.snapshot().tensors
@@ -134,7 +134,7 @@ def wrapped(kind):
     ["compiled", "compiled block", "data parallel", "torch's checkpoint wrapper", "recompute"],
 )
 def test_no_wrapper_is_in_a_name(store, kind):
-    """And so what was saved of one is loaded into any other."""
+    """Use bare names, so that a state saved under one wrapper loads under any other."""
     plain, state = new_state(), new_state(build=wrapped(kind))
     train(state, 1)
     assert state.snapshot().tensors.keys() - plain.snapshot().tensors.keys() == {
@@ -167,8 +167,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_every_optimizer_goes_on_alike(store, name, steps):
-    """Before its first step as well, when it has no state."""
+def test_every_optimizer_continues_bit_equal(store, name, steps):
+    """Cover the time before the first step, when an optimizer has no state."""
 
     def make(seed):
         state = new_state(seed)
@@ -193,12 +193,12 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
     assert tensors_of(other)["optimizer.0.model.0.weight.exp_avg"].dtype is torch.float32
 
 
-def test_why_torchs_own_optimizer_state_is_not_used():
-    """When either is no longer so, optimizer_state may become shorter."""
+def test_torchs_own_optimizer_state_still_has_the_faults_that_we_avoid():
+    """Show two facts of torch; when one changes, optimizer_state may become shorter."""
     model = half()
     optimizer = torch.optim.AdamW(model.parameters())
     found = get_optimizer_state_dict(model, optimizer)
-    assert found["state"]["0.weight"]["step"] == 1  # and no step was taken
+    assert found["state"]["0.weight"]["step"] == 1  # without a step
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].float()
     optimizer.load_state_dict(state)
@@ -217,7 +217,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_schedule_goes_on_alike(store, name):
+def test_every_schedule_continues_bit_equal(store, name):
     def make(seed):
         state = new_state(seed)
         state.parts["scheduler-0"] = SCHEDULERS[name](state.optimizers[0])
@@ -226,7 +226,7 @@ def test_every_schedule_goes_on_alike(store, name):
     goes_on_alike(store, make)
 
 
-def test_scaler_extra_parts_and_generators_go_on(store):
+def test_scaler_extra_objects_and_generators_continue(store):
     def make(seed):
         state = new_state(seed)
         average = torch.optim.swa_utils.AveragedModel(state.model)
@@ -255,7 +255,7 @@ def test_scaler_extra_parts_and_generators_go_on(store):
     assert (other.step, other.position) == (2, 12)
 
 
-def test_every_generator_goes_on(store):
+def test_every_generator_continues(store):
     state = new_state()
     saved = store.save("rollback", 1, state)
 
@@ -268,7 +268,7 @@ def test_every_generator_goes_on(store):
             numpy.random.randn(),
         )
 
-    random.gauss(0, 1)  # leaves a second number for later
+    random.gauss(0, 1)  # stores a second number for later
     saved = store.save("rollback", 2, state)
     expected = drawn()
     store.load(saved, new_state(seed=1))
@@ -276,12 +276,14 @@ def test_every_generator_goes_on(store):
     drawn()
     other = new_state(seed=1)
     store.load(saved, other)
-    iter(torch.utils.data.DataLoader([1, 2], shuffle=True)).__next__()  # draws a seed
+    iter(
+        torch.utils.data.DataLoader([1, 2], shuffle=True)
+    ).__next__()  # draws a seed from the generator
     other.restore_random()
     assert drawn() == expected
 
 
-def test_gradients_between_two_steps_go_on(store):
+def test_accumulated_gradients_between_two_steps_continue(store):
     def half_a_window(state):
         state.model(torch.randn(6, WIDTH)).square().mean().backward()
         state.microstep = 1
@@ -296,7 +298,7 @@ def test_gradients_between_two_steps_go_on(store):
     assert train(other, 2) == ahead
 
 
-def test_a_load_without_gradients_clears_those_that_are_there(store):
+def test_a_load_without_gradients_clears_existing_ones(store):
     state, other = new_state(), new_state(seed=1)
     saved = store.save("rollback", 1, state)
     other.model(torch.randn(6, WIDTH)).mean().backward()
@@ -356,7 +358,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
         ),
     ],
 )
-def test_parts_that_are_not_the_saved_ones_are_refused(store, change, message):
+def test_different_components_than_the_saved_ones_are_refused(store, change, message):
     state = new_state()
     train(state, 1)
     saved, other = store.save("rollback", 1, state), new_state(seed=1)
@@ -379,7 +381,7 @@ def test_another_optimizer_or_other_groups_are_refused(store):
         store.load(saved, other)
 
 
-def test_what_differs_without_harm_is_said(store):
+def test_harmless_differences_are_reported(store):
     state = new_state(config={"lr": 0.1, "name": "a"})
     saved = store.save("rollback", 1, state)
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Values other than tensors go to JSON and come back unchanged.
+"""Values other than tensors are stored as JSON and restored unchanged.
 
 python -m pytest tests/runs/test_state_values.py
 """
@@ -43,7 +43,7 @@ def there_and_back(value, tensors=None):
 
 
 @given(values)
-def test_nested_values_come_back(value):
+def test_nested_values_are_restored(value):
     found = there_and_back(value)
     assert found == value
     assert type(found) is type(value)
@@ -63,12 +63,12 @@ def test_nested_values_come_back(value):
         b"\x00\xff",
     ],
 )
-def test_what_json_would_bend_comes_back(value):
+def test_values_that_json_would_change_are_restored(value):
     found = there_and_back(value)
     assert (found, type(found), repr(found)) == (value, type(value), repr(value))
 
 
-def test_nan_arrays_and_tensors_come_back():
+def test_nan_arrays_and_tensors_are_restored():
     assert math.isnan(there_and_back(math.nan))
     array = numpy.arange(4, dtype=numpy.uint32)
     found = there_and_back({"a": array, "b": numpy.float64(0.1)})
@@ -97,6 +97,6 @@ def test_anything_else_is_refused_by_name(value):
         {"$float": "x"},
     ],
 )
-def test_marks_that_nothing_wrote_are_damage(value):
+def test_unknown_type_marks_are_damage(value):
     with pytest.raises(DamagedCheckpoint):
         decode(value)

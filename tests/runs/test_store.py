@@ -26,7 +26,7 @@ def store(tmp_path):
         yield opened
 
 
-def test_a_saved_state_is_loaded_to_the_bit_and_goes_on_alike(store):
+def test_a_saved_state_is_loaded_bit_equal_and_training_continues(store):
     state = new_state()
     train(state, 3)
     saved = store.save("rollback", state.step, state)
@@ -38,7 +38,7 @@ def test_a_saved_state_is_loaded_to_the_bit_and_goes_on_alike(store):
     assert (report.ratio, report.notes) == (1.0, [])
 
 
-def test_folders_are_named_as_promised(store, tmp_path):
+def test_folders_have_the_documented_names(store, tmp_path):
     state = new_state()
     paths = [
         store.save("rollback", 500, state).folder,
@@ -54,7 +54,7 @@ def test_folders_are_named_as_promised(store, tmp_path):
     assert str((tmp_path / "latest").readlink()) == "recovery/step-00001000.dcp"
 
 
-def test_steps_are_numbers_and_not_text(store):
+def test_steps_are_sorted_as_numbers_not_as_text(store):
     state = new_state()
     for step in (100_000_000, 99_999_999, 5):
         store.save("rollback", step, state)
@@ -70,13 +70,13 @@ def test_at_one_step_recovery_is_newer_than_rollback(store):
 
 
 @pytest.mark.parametrize("value", [0.4375, -1.5, 1e-9, 3e12, 0.0, 100.0])
-def test_a_metric_comes_back_as_the_number_it_was(value):
+def test_a_metric_is_restored_exactly(value):
     name = folder_name("best-k", 12, Metric("dev_loss", value)).partition("/")[2]
     assert step_of("best-k", name) == 12
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_no_checkpoint_is_best_by_a_metric_that_is_no_number(store, value):
+def test_no_checkpoint_is_best_by_a_metric_that_is_nan(store, value):
     with pytest.raises(ValueError, match="can't rank checkpoints"):
         store.save("best-k", 1, new_state(), metric=("dev_loss", value))
 
@@ -92,7 +92,7 @@ def test_no_checkpoint_is_best_by_a_metric_that_is_no_number(store, value):
         (("best-k", 1, ("dev/loss", 1.0)), "letters, digits"),
     ],
 )
-def test_what_can_not_be_named_is_refused(store, arguments, message):
+def test_invalid_kinds_steps_and_metrics_are_refused(store, arguments, message):
     kind, step, metric = arguments
     with pytest.raises(ValueError, match=message):
         store.save(kind, step, new_state(), metric=metric)
@@ -123,9 +123,7 @@ def test_latest_follows_what_is_saved_and_discarded(store, tmp_path):
     state = new_state()
     first, second = store.save("rollback", 1, state), store.save("recovery", 2, state)
     store.save("best-k", 3, state, metric=("dev_loss", 1.0))
-    assert (
-        str((tmp_path / "latest").readlink()) == second.folder
-    )  # best-K holds nothing to resume from
+    assert str((tmp_path / "latest").readlink()) == second.folder  # a best-k can't be resumed from
     store.discard(second)
     assert str((tmp_path / "latest").readlink()) == first.folder
     store.discard(first)
@@ -134,7 +132,7 @@ def test_latest_follows_what_is_saved_and_discarded(store, tmp_path):
         store.load("latest", state)
 
 
-def test_where_links_are_not_allowed_latest_is_a_file(tmp_path, monkeypatch):
+def test_without_links_latest_is_a_file(tmp_path, monkeypatch):
     def refused(*args, **options):
         raise PermissionError("no links here")
 
@@ -147,7 +145,7 @@ def test_where_links_are_not_allowed_latest_is_a_file(tmp_path, monkeypatch):
         store.load("latest", state)
 
 
-def test_where_folders_can_not_be_renamed_the_manifest_commits(tmp_path):
+def test_without_renames_the_manifest_commits(tmp_path):
     state = new_state()
     with Store(tmp_path, files=LocalFiles(tmp_path, renames=False)) as store:
         saved = store.save("rollback", 1, state)
@@ -159,14 +157,14 @@ def test_where_folders_can_not_be_renamed_the_manifest_commits(tmp_path):
         store.save("rollback", 2, state)
 
 
-def test_torchs_own_load_reads_what_is_saved(store):
+def test_torchs_own_load_reads_a_checkpoint(store):
     state = new_state()
     train(state, 2)
     saved = store.save("recovery", 2, state)
     expected = tensors_of(state)
     found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about running without ranks
+        warnings.simplefilter("ignore")  # a warning about running without ranks
         dcp.load(
             found,
             checkpoint_id=saved.location,
@@ -175,7 +173,7 @@ def test_torchs_own_load_reads_what_is_saved(store):
     assert equal(found, expected)
 
 
-def test_another_run_is_read_while_it_is_written(tmp_path):
+def test_a_run_can_be_read_while_it_is_written(tmp_path):
     with Store(tmp_path / "first") as first:
         state = new_state()
         saved = first.save("rollback", 4, state)
@@ -213,7 +211,7 @@ def test_a_missing_xxhash_is_named_when_it_is_needed(tmp_path, monkeypatch):
 
 
 def test_equal_states_are_equal_files(store, tmp_path):
-    """No path, date or identity of the machine is among what is hashed."""
+    """Leave paths, dates and the machine's identity out of the hashed bytes."""
     state = new_state()
     first, second = store.save("rollback", 1, state), store.save("rollback", 2, state)
     names = [".metadata", "__0_0.distcp", "state.json"]
@@ -231,7 +229,7 @@ def test_state_beside_the_tensors_is_json(store, tmp_path):
     assert content["values"]["config"] == {"lr": 0.01, "name": "x"}
 
 
-def test_a_save_without_room_for_it_says_so_before_it_writes(store, monkeypatch):
+def test_a_save_without_enough_space_is_refused_before_it_writes(store, monkeypatch):
     first = store.save("rollback", 1, new_state())
     monkeypatch.setattr(store.files, "free_bytes", lambda: 1000)
     with pytest.raises(

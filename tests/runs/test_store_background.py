@@ -41,8 +41,8 @@ def store(tmp_path):
         yield opened
 
 
-def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path):
-    """On a slow disk each later step would tear a save that read the live tensors."""
+def test_training_continues_while_a_save_is_written(tmp_path):
+    """Write to a slow disk, where later steps would tear a save that reads live tensors."""
     state = new_state()
     train(state, 2)
     with (
@@ -62,8 +62,8 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path):
         assert equal(tensors_of(other), expected)
 
 
-def test_saves_that_follow_at_once_are_each_of_their_own_moment(store):
-    """Buffers are used again, so the second has to wait for the first."""
+def test_consecutive_saves_each_hold_the_state_of_their_call(store):
+    """Reuse buffers, for which the second save has to wait."""
     state = new_state()
     expected = {}
     with BackgroundSaver(store) as saver:
@@ -79,7 +79,7 @@ def test_saves_that_follow_at_once_are_each_of_their_own_moment(store):
 
 
 def test_the_optimizer_waits_for_the_copies_by_itself(store, monkeypatch):
-    """Planted fault: without the hook a step during the copy is in the checkpoint."""
+    """Remove the hook as a planted fault: a step during the copy then gets into the checkpoint."""
     state = new_state()
     train(state, 1)
     copy = Staging._copy_all
@@ -134,21 +134,21 @@ def until_it_ended(saver):
         time.sleep(0.01)
 
 
-def test_an_error_comes_up_at_the_next_step(tmp_path):
+def test_an_error_of_a_save_is_raised_at_the_next_step(tmp_path):
     state = new_state()
     with failing(tmp_path) as store, BackgroundSaver(store) as saver:
         saver.save("rollback", 1, state)
         until_it_ended(saver)
         with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*No space left"):
             train(state, 1)
-        train(state, 1)  # it was said once
+        train(state, 1)  # the error is reported once
         store.files.ask = lambda operation: None
         saver.save("rollback", 2, state)
         assert saver.finish().step == 2
 
 
 @pytest.mark.parametrize("call", ["finish", "close", "save"])
-def test_an_error_comes_up_at_the_next_call(tmp_path, call):
+def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
     state = new_state()
     with failing(tmp_path) as store:
         saver = BackgroundSaver(store)
@@ -185,7 +185,7 @@ saver.save("rollback", 1, new_state())
 
 
 @pytest.mark.parametrize("number", [6, None])
-def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path, number):
+def test_a_process_finishes_its_save_before_it_ends_or_reports_the_error(tmp_path, number):
     paths = [str(ROOT / "template"), str(ROOT / "tests/runs")]
     code = AT_EXIT.format(paths=paths, root=str(tmp_path), number=number)
     done = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, timeout=120)
@@ -195,9 +195,9 @@ def test_a_process_that_ends_finishes_its_save_or_says_why_not(tmp_path, number)
         assert "SaveError: a save in the background failed, and no later call raised" in done.stderr
 
 
-def test_nothing_stays_behind(store):
+def test_no_thread_or_memory_is_left_behind(store):
     state = new_state()
-    # Torch starts threads of its own at its first work, here and in a background thread.
+    # Torch starts its own threads at its first work, here and in a background thread.
     with BackgroundSaver(store) as saver:
         saver.save("rollback", 3, state)
     before, shared = (threading.active_count(), threads()), shared_memory()
@@ -226,7 +226,7 @@ def test_buffers_follow_tensors_that_change_their_shape():
 
 
 def test_best_and_sweep_while_a_save_runs(tmp_path):
-    """Another call must not remove the save in progress as a leftover."""
+    """Keep the save in progress, which another call must not remove as a leftover."""
     state = new_state()
     with (
         Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,

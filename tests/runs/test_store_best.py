@@ -57,7 +57,7 @@ def test_the_safetensors_package_reads_every_dtype(tmp_path):
         assert opened.metadata() == {"format": "pt"}
 
 
-def test_what_the_safetensors_package_writes_is_read(tmp_path):
+def test_files_of_the_safetensors_package_are_read(tmp_path):
     tensors = {name: tensor.contiguous() for name, tensor in of_every_dtype().items()}
     (tmp_path / "best-k").mkdir()
     save_file(tensors, tmp_path / "best-k/model.safetensors")
@@ -70,7 +70,7 @@ def test_what_the_safetensors_package_writes_is_read(tmp_path):
         )
 
 
-def test_only_the_model_is_kept_and_loaded(tmp_path):
+def test_only_the_model_is_saved_and_loaded(tmp_path):
     state, other = new_state(), new_state(seed=1)
     train(state, 2)
     with Store(tmp_path) as store:
@@ -97,7 +97,7 @@ def test_the_hash_in_the_manifest_is_of_the_file(tmp_path):
         assert saved.metric.value == 0.25
 
 
-def test_what_safetensors_can_not_hold_is_named(tmp_path):
+def test_a_tensor_that_safetensors_can_not_hold_is_named(tmp_path):
     state = new_state(
         build=lambda: nn.Sequential(
             nn.Linear(1, 1), holding({"c": torch.zeros(2, dtype=torch.complex128)})

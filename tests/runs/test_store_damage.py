@@ -1,4 +1,4 @@
-"""Whatever changed since the save is found before anything is loaded.
+"""Every change since the save is found before anything is loaded.
 
 python -m pytest tests/runs/test_store_damage.py
 """
@@ -18,14 +18,14 @@ KINDS = {"rollback": None, "best-k": ("dev_loss", 0.25)}
 
 @pytest.fixture(params=KINDS)
 def saved(request, tmp_path):
-    """A store, a checkpoint in it, and its folder."""
+    """Return a store, a checkpoint in it, and its folder."""
     with Store(tmp_path) as store:
         found = store.save(request.param, 7, new_state(), metric=KINDS[request.param])
         yield store, found, tmp_path / found.folder
 
 
 def refused(store, saved, message=""):
-    """Found by `verify` and by `load`, which changes nothing."""
+    """Check that `verify` and `load` find it, and that `load` changes nothing."""
     state = new_state(seed=1)
     before = tensors_of(state)
     with pytest.raises(DamagedCheckpoint, match=message):
@@ -36,7 +36,7 @@ def refused(store, saved, message=""):
 
 
 def test_every_flipped_bit_is_found(saved):
-    """Over each file, its first and last bytes among them."""
+    """Flip bits all over each file, its first and last bytes included."""
     store, found, folder = saved
     generator = random.Random(0)
     missed = []
@@ -77,7 +77,7 @@ def test_a_flip_is_found_by_load_before_anything_changes(saved):
     refused(store, found, f"{path.name} is not what was saved")
     assert store.committed(found.kind) == [
         found
-    ]  # its size is right, and only reading all of it shows more
+    ]  # its size is right, so only reading all of it shows the damage
 
 
 def shortened(folder):
@@ -129,7 +129,7 @@ def piped(folder):
         (lambda folder: (folder / "more").mkdir(), "more is not in the manifest"),
     ],
 )
-def test_what_is_not_as_it_was_saved_does_not_count(saved, damage, message):
+def test_a_checkpoint_that_changed_does_not_count(saved, damage, message):
     store, found, folder = saved
     damage(folder)
     refused(store, found, message)
@@ -146,7 +146,7 @@ def test_a_checkpoint_under_another_name_is_not_that_step(saved):
     assert store.committed(found.kind) == [found]
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
+def test_a_link_in_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
     store, found, folder = saved
     shutil.move(folder, tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
@@ -155,7 +155,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
     assert (tmp_path / "elsewhere/manifest.json").is_file()
 
 
-def test_the_next_newest_counts_when_the_newest_is_damaged(tmp_path):
+def test_the_next_newest_is_used_when_the_newest_is_damaged(tmp_path):
     with Store(tmp_path) as store:
         for step in (1, 2, 3):
             store.save("rollback", step, new_state())

@@ -20,7 +20,7 @@ from curry_train.runs.layout import FileEntry, hash_bytes, read_manifest
 
 
 class Runs:
-    """Pickles into a call."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -75,7 +75,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_in_the_index_is_refused_and_not_made(saved, name, tmp_path):
+def test_a_call_in_the_index_is_refused_and_not_executed(saved, name, tmp_path):
     store, found = saved
     trace = tmp_path / "trace"
     function, *arguments = CALLS[name]
@@ -84,15 +84,18 @@ def test_a_call_in_the_index_is_refused_and_not_made(saved, name, tmp_path):
     try:
         metadata.planner_data = Runs(function, *arguments)
         data = pickle.dumps(metadata)
-    except (pickle.PicklingError, TypeError):  # a module can't be pickled, and is asked for by name
+    except (
+        pickle.PicklingError,
+        TypeError,
+    ):  # a module can't be pickled, so it is imported by name
         data = pickle.dumps(Runs(getattr, Runs(__import__, "torch"), "load"))
     forge(store, found, ".metadata", data)
     refused(store, found, "which no checkpoint needs")
     assert not trace.exists()
 
 
-def test_torch_runs_the_call_that_is_refused_here(saved, tmp_path):
-    """Why there is a reader of our own; when torch refuses too, it may go."""
+def test_torch_executes_the_call_that_is_refused_here(saved, tmp_path):
+    """Show why we have our own reader; when torch refuses too, it can go."""
     store, found = saved
     metadata = metadata_of(store, found)
     metadata.planner_data = Runs(os.mkdir, str(tmp_path / "trace"))
@@ -124,7 +127,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 8), (0, 10**12), (10**12, 8)])
-def test_a_place_outside_of_its_file_is_refused(saved, offset, length):
+def test_an_offset_outside_of_its_file_is_refused(saved, offset, length):
     store, found = saved
     metadata = metadata_of(store, found)
     place = next(iter(metadata.storage_data.values()))
@@ -144,15 +147,15 @@ def test_a_transformation_named_in_the_index_is_refused(saved):
 @pytest.mark.parametrize(
     "data", [b"", b"\x80\x04.", pickle.dumps(None), pickle.dumps({"a": 1}), b"cos\nsystem\n."]
 )
-def test_what_is_no_index_is_damage(saved, data):
+def test_an_invalid_index_is_damage(saved, data):
     store, found = saved
     forge(store, found, ".metadata", data)
     with pytest.raises(DamagedCheckpoint):
         store.load(found, new_state())
 
 
-def test_a_pickle_in_the_place_of_a_tensor_is_not_run(saved, tmp_path):
-    """Torch reads tensors with weights_only, which refuses what is no tensor."""
+def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):
+    """Rely on torch, which reads tensors with weights_only and refuses anything else."""
     store, found = saved
     metadata = metadata_of(store, found)
     stream = io.BytesIO()
@@ -180,7 +183,7 @@ def test_a_pickle_in_the_place_of_a_tensor_is_not_run(saved, tmp_path):
         "[" * 50_000,
     ],
 )
-def test_values_that_are_no_state_are_damage(saved, text):
+def test_invalid_state_values_are_damage(saved, text):
     store, found = saved
     forge(store, found, "state.json", text.encode())
     with pytest.raises(DamagedCheckpoint):
@@ -188,7 +191,7 @@ def test_values_that_are_no_state_are_damage(saved, text):
 
 
 @pytest.mark.parametrize("name", ["../state.json", "a/b", "/etc/passwd", "..", ""])
-def test_names_in_a_manifest_stay_inside(saved, name):
+def test_names_in_a_manifest_may_not_lead_outside(saved, name):
     store, found = saved
     manifest = read_manifest(store.files, found.folder)
     forged = dataclasses.replace(manifest, files={**manifest.files, name: FileEntry(1, "00")})

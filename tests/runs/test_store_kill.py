@@ -19,8 +19,8 @@ from curry_train.runs import SaveError, Store
 QUICK = "/dev/shm" if Path("/dev/shm").is_dir() and os.access("/dev/shm", os.W_OK) else None
 
 
-def test_no_kill_loses_or_mixes_what_was_committed():
-    """Kill at each seventh change of the disk; the recorded run kills at every one."""
+def test_no_kill_loses_or_mixes_committed_checkpoints():
+    """Kill at every seventh change of the disk; the recorded run kills at every one."""
     with tempfile.TemporaryDirectory(dir=QUICK) as folder:
         command = [warm_python(), "-m", "store_kills", folder, "--every", "7", "--random", "4"]
         environment = os.environ | {
@@ -45,8 +45,10 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("make", [CountedFiles, CountedObjects])
-def test_an_error_at_any_change_is_a_save_error_and_the_one_before_stays(make, tmp_path, request):
-    """The error names its cause, and the same store saves again once there is room."""
+def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stays(
+    make, tmp_path, request
+):
+    """Name the cause in the error, and save again with the same store once there is space."""
     root = tmp_path if make is CountedFiles else f"memory://{request.node.name}"
     state = new_state()
     files = make(root)

@@ -1,4 +1,4 @@
-"""Two processes never write one run; the error names the holder; a dead one holds nothing.
+"""Two processes never write one run; the error names the holder; a dead one is ignored.
 
 python -m pytest tests/runs/test_store_lock.py
 """
@@ -42,7 +42,7 @@ def holder(root, then=""):
     return process
 
 
-def test_a_second_process_is_told_who_writes_and_a_dead_one_is_recognised(tmp_path):
+def test_a_second_writer_is_refused_with_the_holder_and_a_dead_holder_is_recognised(tmp_path):
     process = holder(tmp_path)
     try:
         holder_named = (
@@ -64,7 +64,7 @@ FORK = "if not os.fork():\n    os.close(1)\n    {then}\n    time.sleep(30)\n    
 
 
 def killed(process):
-    """Kill without waiting: the process stays a zombie, which keeps its number."""
+    """Kill without waiting, so that the process stays a zombie and keeps its number."""
     os.kill(process.pid, signal.SIGKILL)
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
@@ -72,29 +72,29 @@ def killed(process):
 
 @pytest.mark.parametrize("place", ["{folder}", "memory://"])
 def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_path, place):
-    """DataLoader workers outlive their parent; a container may never reap its dead."""
+    """Cover DataLoader workers, which outlive their parent, and containers that reap no zombies."""
     process = holder(
         tmp_path, then=FORK.format(then="print(os.getpid(), file=open('child', 'w'), flush=True)")
     )
     try:
         killed(process)
         began = time.monotonic()
-        if place == "memory://":  # where the file alone counts
+        if place == "memory://":  # without kernel locks only the file counts
             store = Store("memory://killed")
             store.files.write("writer.lock", (tmp_path / "writer.lock").read_bytes())
         else:
             store = Store(tmp_path)
         with store:
             assert time.monotonic() - began < 5
-        os.kill(int((tmp_path / "child").read_text()), 0)  # it lives
+        os.kill(int((tmp_path / "child").read_text()), 0)  # the process is alive
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
         process.wait()
         process.stdout.close()
 
 
-def test_a_child_that_was_forked_neither_writes_nor_gives_the_lock_back(tmp_path):
-    """A forked child neither writes nor releases; its save could meet the parent's."""
+def test_a_forked_child_neither_writes_nor_releases_the_lock(tmp_path):
+    """Refuse saves of a forked child, which could collide with the parent's."""
     then = """
 if not os.fork():
     os.close(1)
@@ -123,10 +123,10 @@ def test_two_stores_of_one_process_are_two_writers(tmp_path):
     with Store(tmp_path), pytest.raises(LockedRun, match=f"process {os.getpid()} on"):
         Store(tmp_path).open()
     with Store(tmp_path):
-        pass  # it was given back
+        pass  # the lock was released
 
 
-def test_another_host_is_believed_to_be_alive(tmp_path):
+def test_a_writer_on_another_host_is_assumed_to_be_alive(tmp_path):
     holder = {"pid": 1, "host": "elsewhere", "since": "2026-01-01", "started": "1"}
     (tmp_path / "writer.lock").write_text(json.dumps(holder))
     with pytest.raises(
@@ -136,13 +136,13 @@ def test_another_host_is_believed_to_be_alive(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1'])
-def test_a_torn_claim_of_a_dead_writer_holds_nothing(tmp_path, text):
+def test_a_torn_lock_file_of_a_dead_writer_is_ignored(tmp_path, text):
     (tmp_path / "writer.lock").write_text(text)
     with Store(tmp_path):
         pass
 
 
-def test_a_number_that_another_process_has_now_holds_nothing(tmp_path):
+def test_a_reused_process_number_does_not_hold_the_lock(tmp_path):
     holder = {
         "pid": os.getppid(),
         "host": socket.gethostname(),
@@ -154,7 +154,7 @@ def test_a_number_that_another_process_has_now_holds_nothing(tmp_path):
         pass
 
 
-def test_where_no_kernel_locks_the_claim_counts(request):
+def test_without_kernel_locks_the_lock_file_counts(request):
     url = f"memory://{request.node.name}"
     with Store(url) as store:
         assert json.loads(store.files.read("writer.lock"))["pid"] == os.getpid()

@@ -43,7 +43,7 @@ def test_every_kind_is_saved_found_and_loaded(url):
         assert (store.latest(), store.files.pointed("latest")) == (None, None)
 
 
-def test_what_has_no_manifest_is_swept_and_what_is_damaged_stays(url):
+def test_folders_without_a_manifest_are_swept_and_damaged_checkpoints_stay(url):
     state = new_state()
     with Store(url) as store:
         store.save("rollback", 1, state)
@@ -58,7 +58,7 @@ def test_what_has_no_manifest_is_swept_and_what_is_damaged_stays(url):
             store.load("rollback/step-00000002.dcp", state)
 
 
-def test_saves_in_the_background(url):
+def test_background_saves_to_an_object_store(url):
     state = new_state()
     with Store(url) as store, BackgroundSaver(store) as saver:
         saver.save("rollback", 1, state)
@@ -79,18 +79,18 @@ def test_a_policy_keeps_turns_back_and_resumes(url):
         assert [one.step for one in store.committed("rollback")] == [8, 10]
         assert [one.step for one in store.committed("best-k")] == [10]
         policy.turn_back(8)
-    with Store(url) as store:  # another client, which sees what the first one left
+    with Store(url) as store:  # another client, which sees the objects of the first
         other = new_state(1)
         assert SavingPolicy(store, config).resume(other).saved.step == other.step == 8
         assert [one.step for one in store.committed("recovery")] == [6]
 
 
 @pytest.mark.parametrize("number", range(1, 16, 2))
-def test_an_error_at_any_change_leaves_what_was_committed(url, number):
+def test_an_error_at_any_change_leaves_committed_checkpoints(url, number):
     """After an error of the store, whole checkpoints stay whole and the next save succeeds."""
     state, at = new_state(), At(None, fail(OSError(503, "Slow Down")))
     with Store(url, files=CountedObjects(url, ask=at)) as store:
-        if store.committed("rollback"):  # the other numbers were here before
+        if store.committed("rollback"):  # the other error numbers are tested above
             for one in store.committed("rollback"):
                 store.discard(one)
         store.save("rollback", 1, state)
@@ -118,14 +118,14 @@ def test_an_error_at_any_change_leaves_what_was_committed(url, number):
 
 
 def test_a_strict_store_is_strict():
-    """The twin of these tests: what a store refuses is refused here."""
+    """Check that the strict store refuses what object stores refuse."""
     files = strict_objects.StrictObjects()
     with files.open("strict://twin/a.dcp/part", "wb") as stream:
         stream.write(b"half")
         assert not files.exists("twin/a.dcp/part")
     assert files.ls("twin/a.dcp", detail=False) == ["twin/a.dcp/part"]
     strict_objects.StrictObjects().pipe_file("twin/a.dcp/other", b"")
-    assert files.ls("twin/a.dcp", detail=False) == ["twin/a.dcp/part"]  # until it forgets
+    assert files.ls("twin/a.dcp", detail=False) == ["twin/a.dcp/part"]  # until it clears its cache
     with pytest.raises(AssertionError, match="written twice"):
         files.open("twin/a.dcp/part", "wb")
     for refused in (lambda: files.mv("twin/a.dcp/part", "b"), lambda: files.open("twin/x", "ab")):
@@ -140,7 +140,7 @@ def test_names_with_brackets_are_names_and_not_patterns():
         assert store.files.names("rollback") == []
 
 
-def test_without_fsspec_the_message_is_the_command(monkeypatch):
+def test_without_fsspec_the_message_has_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(
         RuntimeError, match=r"memory://x needs fsspec, which is missing: pip install fsspec"

@@ -1,4 +1,4 @@
-"""Any number of ranks save and load together, and a rank's death leaves what was committed.
+"""Ranks save and load together, and a rank's death leaves committed checkpoints intact.
 
 python -m pytest tests/runs/test_store_ranks.py
 """
@@ -34,7 +34,7 @@ BUILD = {"fsdp2": sharded, "ddp": lambda: DistributedDataParallel(network())}
 
 
 def hash_of(tensors):
-    """Return what is equal on every world size, without each rank's own generators."""
+    """Hash the state that is equal for every world size: all but each rank's generators."""
     kept = {
         name: tensor
         for name, tensor in tensors.items()
@@ -47,11 +47,11 @@ def hash_of(tensors):
 
 
 def on_two_ranks(folder):
-    """Everything that two ranks do together, in one start of them."""
+    """Run all tests of two ranks in one start of them."""
     found = {}
     for kind in ("fsdp2", "ddp"):
         state, other = (new_state(seed, build=BUILD[kind]) for seed in (5, 9))
-        torch.manual_seed(dist.get_rank())  # each rank has data of its own
+        torch.manual_seed(dist.get_rank())  # each rank has its own data
         train(state, 2)
         with Store(f"{folder}/{kind}") as store:
             store.save("rollback", 2, state)
@@ -108,7 +108,7 @@ def failing_rank(folder, rank, background):
 
 
 class Unreadable(LocalFiles):
-    """After so many files of one checkpoint were opened, every read of that one fails."""
+    """File access in which reads of a checkpoint fail after a number of its files were opened."""
 
     def __init__(self, root, folder, after):
         super().__init__(root)
@@ -184,8 +184,8 @@ def answers(folder):
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_two_ranks_go_on_to_the_bit(answers, folder, kind):
-    """With batch statistics of each rank, under FSDP2 as well, which shares none of them."""
+def test_two_ranks_resume_bit_equal(answers, folder, kind):
+    """Cover batch statistics, which differ by rank, also under FSDP2, which shares none."""
     assert [(answer[kind]["exact"], answer[kind]["notes"]) for answer in answers] == [
         (True, [])
     ] * 2
@@ -202,7 +202,7 @@ def test_ranks_save_in_the_background(answers, folder):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
+def test_an_error_on_one_rank_is_raised_on_all(answers, rank, background):
     found = [answer[f"error {rank} {background}"] for answer in answers]
     assert [answer["committed"] for answer in found] == [[1], [1]]
     assert "Input/output error" in found[0]["message"]
@@ -212,7 +212,7 @@ def test_an_error_on_one_rank_is_heard_on_all(answers, rank, background):
     )
 
 
-def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
+def test_a_read_error_on_one_rank_is_handled_alike_on_all(tmp_path):
     """A failure at any file makes both ranks raise or both take the previous checkpoint."""
     found = run_on_ranks(f"{__file__}:on_a_disk_that_fails", folder=str(tmp_path), timeout=90)
     broken = {"rollback": 0, "best-k": 0}
@@ -228,7 +228,7 @@ def test_a_disk_that_fails_one_rank_while_it_loads_is_heard_on_all(tmp_path):
         else:
             assert own == other, (
                 case
-            )  # no file was left to fail, but for the look at manifests of a resume
+            )  # no file was left to fail, but for the manifests that a resume reads
     assert broken["rollback"] >= 10
     assert broken["best-k"] >= 8
 
@@ -250,7 +250,7 @@ def load_both(folder):
     return found
 
 
-def test_what_two_ranks_saved_one_loads_and_the_other_way_round(answers, folder, tmp_path):
+def test_one_rank_loads_a_checkpoint_of_two_and_two_one_of_one(answers, folder, tmp_path):
     saved = answers[0]["fsdp2"]["state"]
     model = [row for row in saved if row[0].startswith("model.")]
     reader = SavedRun(folder / "fsdp2")
@@ -280,7 +280,7 @@ def dying_rank(folder, number):
         store.save("rollback", 2, state)
 
 
-def test_a_rank_that_dies_leaves_what_was_committed(tmp_path):
+def test_a_dying_rank_leaves_committed_checkpoints(tmp_path):
     with pytest.raises(RuntimeError, match="2 ranks failed"):
         run_on_ranks(f"{__file__}:dying_rank", folder=str(tmp_path), number=3, timeout=60)
     with Store(tmp_path) as store:
