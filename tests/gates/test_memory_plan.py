@@ -84,6 +84,46 @@ def test_gates_do_not_apply_where_the_loss_reads_the_logits(check):
     assert "all logits made for log_softmax" in verdict.hint
 
 
+class Tied(nn.Module):
+    """A head tied to an embedding drawn with a standard deviation of 1, which repeats its input.
+
+    Most tokens have a probability near 1. Funnel transformers begin training like this.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, 32)
+        self.body = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, CLASSES, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        rows = self.table(tokens)
+        return self.head(self.norm(rows + 0.1 * self.body(rows)))
+
+
+def repeated(size):
+    tokens = torch.randint(CLASSES, (size, 32))
+    return tokens, tokens
+
+
+SURE = replace(BIASED, name="sure", build=Tied, batch=repeated)
+
+
+def test_gate_holds_where_float32_rounds_the_gradients_of_sure_predictions():
+    for seed in range(4):
+        verdict = CHECKS["memory-plan/chunked-loss"](Case(SURE, seed=seed))
+        assert verdict.passed, verdict
+
+
+def test_gate_catches_a_wrong_loss_of_sure_predictions(monkeypatch):
+    for saboteur in (mean_of_means, last_chunk_left_out):
+        monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", saboteur)
+        verdict = CHECKS["memory-plan/chunked-loss"](Case(SURE))
+        assert verdict.passed is False, verdict
+
+
 # The saboteurs.
 
 
