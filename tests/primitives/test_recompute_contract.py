@@ -97,7 +97,7 @@ def test_keywords_pass_even_those_of_torch_checkpoint(block, batch):
     assert compare(plain, found).bit_equal
 
 
-def test_copies_and_pickles_recompute_and_are_their_own(block, batch):
+def test_copies_and_pickles_recompute_independently(block, batch):
     wrapped = Recompute(block, preserve_rng_state=False)
     for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
         assert isinstance(other, Recompute)
@@ -114,7 +114,7 @@ def held(module, batch):
     ).held_bytes
 
 
-def test_less_is_held_only_while_enabled_and_training(block, batch):
+def test_recompute_holds_less_only_while_enabled_and_training(block, batch):
     plain = held(block, batch)
     wrapped = Recompute(block, preserve_rng_state=False)
     assert held(wrapped, batch) < 0.35 * plain
@@ -134,7 +134,7 @@ def test_hooks_of_the_block_run_once_and_gradients_reach_its_input(block, batch)
     assert x.grad is not None
 
 
-def test_checkpoint_wrapper_takes_what_torch_takes(block, batch):
+def test_checkpoint_wrapper_accepts_the_arguments_of_torchs_own(block, batch):
     wrapped = CheckpointWrapper(copy.deepcopy(block), use_reentrant=True, preserve_rng_state=False)
     assert compare(
         step(block, batch.clone().requires_grad_()), step(wrapped, batch.clone().requires_grad_())
@@ -144,7 +144,7 @@ def test_checkpoint_wrapper_takes_what_torch_takes(block, batch):
 
 @pytest.mark.parametrize("compiled", ["whole", "inside"])
 def test_a_compiled_model_recomputes_the_same(block, batch, compiled):
-    block.eval()  # BatchNorm under compile is the compiler's
+    block.eval()  # the compiler handles BatchNorm itself
     block.training = True
     wrapped = Recompute(copy.deepcopy(block))
     if compiled == "whole":
@@ -173,7 +173,7 @@ def test_bytes_and_flops_are_those_of_torch_wrapping_the_same_blocks(batch):
     assert costs(Recompute) != costs(lambda block: block)
 
 
-def test_blocks_are_wrapped_in_place_and_back(batch):
+def test_blocks_are_wrapped_in_place_and_restored(batch):
     model = nn.Sequential(Block(), Block())
     kept = model[0]
     assert recompute_blocks(model) == ["0", "1"]
@@ -191,7 +191,7 @@ def test_a_block_that_two_containers_share_is_wrapped_once(batch):
     assert model(batch).shape == batch.shape
 
 
-# What is refused, and what the user is told.
+# Refusals and their messages.
 
 
 def with_own_forward(block):
@@ -214,7 +214,7 @@ def compiled_already(block):
         (lambda block: "layer", "a module is needed, got str"),
     ],
 )
-def test_what_can_not_be_wrapped_is_said(block, make, message):
+def test_a_module_that_can_not_be_wrapped_is_refused(block, make, message):
     with pytest.raises(ValueError, match=message):
         Recompute(make(block))
 
@@ -231,13 +231,13 @@ def test_options_are_checked(block, options, message):
         Recompute(block, **options)
 
 
-def test_reentrant_is_refused_where_it_would_lose_gradients(block, batch):
+def test_reentrant_is_refused_if_it_would_lose_gradients(block, batch):
     with pytest.raises(ValueError, match="its parameters would get no gradient at all"):
         Recompute(block, use_reentrant=True)(batch)
     scale = torch.ones(1, requires_grad=True)
     with pytest.raises(ValueError, match="by keyword or inside a container"):
         Recompute(block, use_reentrant=True)(batch.clone().requires_grad_(), scale=scale)
-    Recompute(block.requires_grad_(False), use_reentrant=True)(batch)  # nothing to lose
+    Recompute(block.requires_grad_(False), use_reentrant=True)(batch)  # no gradient to lose
 
 
 # Segments.
@@ -299,7 +299,7 @@ class Branches(OtherArguments):
         (Branches, "used by add and not only by layers.1, so the two"),
     ],
 )
-def test_blocks_that_are_no_chain_are_refused_as_they_run(batch, kind, message):
+def test_blocks_that_are_not_a_chain_are_refused_when_they_run(batch, kind, message):
     model = kind()
     recompute_segments(model, 2)
     with pytest.raises(ChainBroken, match=message):
@@ -323,12 +323,12 @@ def test_the_chosen_count_has_the_lowest_peak(batch):
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, 7])
-def test_a_count_of_segments_that_is_none_is_refused(count):
+def test_an_invalid_number_of_segments_is_refused(count):
     with pytest.raises(ValueError, match="segments"):
         recompute_segments(chain(), count)
 
 
-# Configuration, and what it applies.
+# The configuration and the strategies that it applies.
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_count_of_segments_that_is_none_is_refused(count):
         ({"memory_treshold_mb": 3}, "did you mean 'memory_threshold_mb'"),
     ],
 )
-def test_config_says_what_is_wrong(values, message):
+def test_config_refuses_wrong_values_with_the_reason(values, message):
     with pytest.raises(ValueError, match=message):
         CheckpointConfig.from_config(values)
 
@@ -376,7 +376,7 @@ def test_selective_takes_the_layers_above_the_threshold(batch):
     assert apply(model, report, memory_threshold_mb=0, exclude_patterns=["1"]) == ["0", "2"]
 
 
-def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(batch):
+def test_selective_patterns_choose_blocks_and_one_without_a_match_is_an_error(batch):
     model = chain(3)
     assert apply(model, strategy="full", include_patterns=["[01]"], exclude_patterns=["0"]) == ["1"]
     with pytest.raises(
@@ -398,7 +398,7 @@ def test_selective_patterns_choose_and_a_pattern_that_takes_nothing_is_an_error(
         ({"strategy": "full", "plan": "plan.json"}, "None with others; got 'plan.json'"),
     ],
 )
-def test_selective_says_what_it_needs(config, message):
+def test_selective_without_its_inputs_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         apply(chain(3), **config)
 
@@ -407,7 +407,7 @@ def test_selective_says_what_it_needs(config, message):
 def test_strategies_name_what_they_changed(name, batch):
     model = chain()
     sample = Sample(batch.repeat(8, 1), lambda module, batch: module(batch).sum())
-    if name.startswith("timesteps"):  # there is no loop over time
+    if name.startswith("timesteps"):  # the model has no loop over time
         with pytest.raises(ValueError, match="has no method unroll"):
             STRATEGIES[name].apply(model, sample)
         return
@@ -416,7 +416,7 @@ def test_strategies_name_what_they_changed(name, batch):
     assert all(type(model.get_submodule(found)) is not Block for found in names)
 
 
-def test_a_difference_in_a_model_without_blocks_is_a_failure_and_not_inapplicable():
+def test_a_fault_in_a_model_without_blocks_fails_instead_of_not_applying():
     def spoil(model, sample):
         model.register_forward_hook(lambda module, args, output: 2 * output)
         return ["0"]

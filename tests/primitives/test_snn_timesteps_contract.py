@@ -67,7 +67,7 @@ def same(make, x, *, state=None, **kept):
     return compare(plain, ours).bit_equal and all(map(torch.equal, gradients, found))
 
 
-# It is the plain loop.
+# Equality with the plain loop.
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -91,7 +91,7 @@ def test_gradients_flow_through_a_state_that_goes_in():
 
 
 class Trainer:
-    """No module itself."""
+    """A step that is not a module."""
 
     def __init__(self, net):
         self.net = net
@@ -231,10 +231,10 @@ def test_backward_may_come_twice_and_be_differentiated():
 
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
-)  # the compiler's own
+)  # a warning of the compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("what", ["step", "whole"])
-def test_compiled_it_is_the_same_up_to_rounding(what):
+def test_compiled_chunks_equal_the_plain_loop_up_to_rounding(what):
     module, x = build(), currents()
 
     def run(x):
@@ -253,7 +253,7 @@ def test_compiled_it_is_the_same_up_to_rounding(what):
     assert torch.allclose(wanted, module.first.weight.grad, rtol=1e-5)
 
 
-# It is off where nothing would be freed.
+# It is off when it would free nothing.
 
 
 def test_nothing_runs_twice_in_eval_mode_or_without_grad_mode():
@@ -276,10 +276,10 @@ def test_nothing_runs_twice_in_eval_mode_or_without_grad_mode():
     module.train()
     assert (
         run() > run() == 18
-    )  # the first call looks for hidden state; the last chunk is not computed again
+    )  # the first call looks for hidden state; the last chunk is not recomputed
 
 
-# What it holds, and what it costs.
+# Memory and cost.
 
 
 def run(module, x, loop, **kept):
@@ -294,7 +294,7 @@ COSTS = Costs(
 
 def peak_of(levels, **kept):
     module, x = build(), currents(STEPS, 64)
-    run(module, x[:2], checkpoint_timesteps)  # the first call looks for hidden state, and measures
+    run(module, x[:2], checkpoint_timesteps)  # the first call looks for hidden state and measures
     return measure_memory(
         module, x, lambda *args: run(*args, checkpoint_timesteps, levels=levels, **kept)
     ).peak_bytes
@@ -306,10 +306,10 @@ def test_the_chosen_size_has_the_lowest_measured_peak():
         chosen = choose_chunk_size(module.step, x, module.initial_state(x), levels=levels)
         lowest = peak_of(levels, chunk_size=chosen)
         assert lowest <= 1.02 * min(peak_of(levels, chunk_size=size) for size in sizes)
-        assert peak_of(levels) < 0.9 * lowest  # with chunks that get shorter
+        assert peak_of(levels) < 0.9 * lowest  # with chunks of decreasing length
 
 
-def test_the_formula_predicts_the_peak_but_for_what_is_in_the_making():
+def test_the_formula_predicts_the_peak_up_to_the_step_being_computed():
     module, x = build(), currents(STEPS, 64)
     costs = measure_costs(module.step, x, module.initial_state(x))
     assert costs == COSTS
@@ -322,11 +322,11 @@ def test_the_formula_predicts_the_peak_but_for_what_is_in_the_making():
         found = peak_of(levels, chunk_size=size) - schedule_peak_bytes(schedule, costs)
         assert (
             more - costs.boundary_bytes <= found <= more + costs.step_bytes
-        )  # one step is in the making
+        )  # one step is being computed
 
 
 @pytest.mark.parametrize("boundary", [1, 5, 40])
-def test_the_best_size_is_that_of_the_closed_form_and_not_the_root_of_the_number_of_steps(boundary):
+def test_the_best_chunk_size_is_that_of_the_closed_form(boundary):
     steps, costs = 10_000, Costs(boundary * 1000, 5000)
     ratio = boundary / 5
     assert best_chunk_size(steps, costs, 1) == pytest.approx(
@@ -384,7 +384,7 @@ def total_of(schedule):
     ("steps", "size", "levels"),
     [(10, 3, 1), (60, 7, 2), (1, 1, 2), (5, 9, 2), (16, 1, 2), (40, None, 1), (40, None, 2)],
 )
-def test_each_timestep_is_computed_again_once_for_each_level_at_most(steps, size, levels):
+def test_each_timestep_is_recomputed_at_most_once_per_level(steps, size, levels):
     again = times_again(
         even_schedule(steps, size, levels) if size else best_schedule(steps, COSTS, levels)
     )
@@ -425,7 +425,7 @@ def test_only_stacked_outputs_are_held_for_each_timestep():
     assert held["stack"] - held["sum"] == (STEPS - 1) * one
 
 
-def test_a_checkpoint_for_each_step_holds_several_times_as_much():
+def test_a_checkpoint_per_timestep_holds_several_times_as_much():
     def per_step(module, x):
         state, total = module.initial_state(x), 0
         for entry in x:
@@ -436,11 +436,11 @@ def test_a_checkpoint_for_each_step_holds_several_times_as_much():
         return total.sum()
 
     peak = measure_memory(build(), currents(STEPS, 64), per_step).peak_bytes
-    assert peak > 2 * peak_of(1)  # and with the root of the number of timesteps more
+    assert peak > 2 * peak_of(1)  # and more than with the square root of the number of timesteps
     assert peak_of(1, chunk_size=1) <= peak
 
 
-def test_nothing_is_held_when_the_result_is_gone():
+def test_nothing_is_held_after_the_result_is_deleted():
     module, x = build(), currents()
     for outputs in OUTPUT_MODES:
         out, after = checkpoint_timesteps(
@@ -455,7 +455,7 @@ def test_nothing_is_held_when_the_result_is_gone():
             gc.enable()
 
 
-def test_the_first_call_measures_and_leaves_no_trace_and_the_next_ones_do_not_measure(monkeypatch):
+def test_only_the_first_call_measures_and_it_changes_nothing(monkeypatch):
     called = []
     for name in ("check_step", "measure_costs"):
         plain = getattr(snn_timesteps, name)
@@ -475,13 +475,13 @@ def test_the_first_call_measures_and_leaves_no_trace_and_the_next_ones_do_not_me
     assert torch.equal(module.first.weight.grad, torch.ones_like(module.first.weight))
     module = weakref.ref(module)
     gc.collect()
-    assert module() is None  # what is remembered does not keep it alive
+    assert module() is None  # the cached measurement does not keep it alive
 
 
-# A model whose loop is a method.
+# Models whose loop is a method.
 
 
-def test_a_model_is_turned_in_place_and_back():
+def test_a_model_is_changed_in_place_and_restored():
     case = Case(snn())
     plain, model = case.build(), case.build()
     reference = record_step(plain, case.batch(), case.workload.mean_loss)
@@ -523,7 +523,7 @@ def test_other_models_are_refused_with_the_line_to_write(name):
 
 @pytest.mark.parametrize("between", [nn.Identity, lambda: nn.Dropout(0.5), nn.Tanh])
 def test_costs_count_the_storages_that_stay_alive(between):
-    """`measure_costs` counts by itself what the package's own instrument counts."""
+    """Compare the counts of `measure_costs` with those of the package's instrument."""
     module, x = build(lambda: Net(between)), currents()
     costs = measure_costs(module.step, x.unbind(0), module.initial_state(x))
     state = module.initial_state(x)

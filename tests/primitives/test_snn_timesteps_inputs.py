@@ -84,14 +84,14 @@ def pair_of(step_returns):
         ),
     ],
 )
-def test_what_is_wrong_is_said(kept, message):
+def test_wrong_inputs_and_states_are_refused_with_the_remedy(kept, message):
     module, x = build(), currents()
     step, inputs = kept.pop("step", module.step), kept.pop("inputs", x)
     with pytest.raises(ValueError, match=message):
         checkpoint_timesteps(step, inputs, module.initial_state(x), **{"chunk_size": 4, **kept})
 
 
-def test_a_state_that_is_written_into_is_refused():
+def test_a_step_that_writes_into_its_state_raises():
     module, x = build(), currents()
 
     def step(x, state):
@@ -114,7 +114,7 @@ def test_a_state_that_changes_its_structure_later_is_refused():
         checkpoint_timesteps(step, calls, module.initial_state(calls), chunk_size=2)
 
 
-def test_an_input_on_the_wrong_dimension_is_said_beside_the_error_of_the_step():
+def test_a_wrong_time_dimension_is_mentioned_in_the_error_of_the_step():
     module, x = build(), currents()
     with pytest.raises(RuntimeError, match="must match the size") as raised:
         checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=4, time_dim=1)
