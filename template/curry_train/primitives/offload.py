@@ -333,6 +333,7 @@ class Surroundings:
             type(tensor) not in PLAIN_TENSOR_TYPES
             or tensor.layout is not torch.strided
             or tensor.is_meta
+            or tensor._is_zerotensor()  # zeros without storage, of forward-mode derivatives
         ):
             return OTHER_REASON
         if isinstance(base, nn.Parameter) or _address(tensor) in self.owned:

@@ -271,6 +271,8 @@ class Segment:
         self.pending = None
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        # A backward inside of the forward may recompute the segment while it runs.
+        was_running = self.running
         self.running = True
         try:
             output = None
@@ -289,7 +291,7 @@ class Segment:
                 args = (_stream(output, block), *rest)
             return output
         finally:
-            self.running = False
+            self.running = was_running
 
     def _check(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = self.names[position]

@@ -297,7 +297,6 @@ class _BlockForward:
     block: str
     kept: defaultdict[Operation, list[bool]] = field(default_factory=lambda: defaultdict(list))
     asked: Counter[Operation] = field(default_factory=Counter)
-    replays: bool = False
     calls: Counter[str | None] = field(default_factory=Counter)
 
     def contexts(self, allow_mutation: bool) -> Pair:
@@ -305,13 +304,15 @@ class _BlockForward:
         kinds: list[Any] = [type(first), type(second)]
         first.__class__, second.__class__ = map(_told, kinds)
         first.at_exit = self.check
-        second.at_entry = self.replay
+        second.at_entry = self.asked.clear
+        second.policy_fn = self.repeat
         return first, second
 
+    def repeat(self, context: Any, operation: Operation, *args: Any, **kwargs: Any) -> bool:
+        self.asked[operation] += 1
+        return self.kept[operation][self.asked[operation] - 1]
+
     def decide(self, context: Any, operation: Operation, *args: Any, **kwargs: Any) -> bool:
-        if self.replays:
-            self.asked[operation] += 1
-            return self.kept[operation][self.asked[operation] - 1]
         keep = self._wants(context, operation, args, kwargs) and not draws(operation, args, kwargs)
         self.kept[operation].append(keep)
         return keep
@@ -329,10 +330,6 @@ class _BlockForward:
         if operation in policy.alternate:
             return self.calls[family] % 2 == 1
         return operation in policy.save
-
-    def replay(self) -> None:
-        self.replays = True
-        self.asked.clear()
 
     def check(self) -> None:
         """Refuse, after the first run, a policy that saved nothing or only cheap outputs."""

@@ -1,0 +1,557 @@
+"""Behaviours: ways to run backward, and what hooks and functions see."""
+
+import contextlib
+import gc
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from peer_table import (
+    Block,
+    Change,
+    X,
+    behaviour,
+    blocks_of,
+    gradients,
+    limit,
+    loss_of,
+    pair,
+    require_same,
+    train,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    checkpoint,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+# Backward in parts, again, and of higher order.
+
+
+@behaviour("a graph that is kept, and backward through it twice", sac=limit("extra time"))
+def kept_graph(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        loss = loss_of(model(X))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("a second backward through a freed graph is an error")
+def freed_graph(change: Change) -> None:
+    for model in pair(change):
+        loss = loss_of(model(X))
+        loss.backward()
+        message = ""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            message = str(error)
+        assert "second time" in message or "extra time" in message, "no error"
+
+
+@behaviour("gradients of gradients", sac=limit("extra time"))
+def gradient_penalty(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+        slope.square().sum().backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("torch.autograd.grad for the input alone")
+def input_gradient(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        x = X.clone().requires_grad_()
+        return torch.autograd.grad(loss_of(model(x)), x)
+
+    require_same(change, step)
+
+
+@behaviour("backward for some of the weights: backward(inputs=...)")
+def some_inputs(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        loss_of(model(X)).backward(inputs=[model.layers[1].first.weight])
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("backward of one half of the output and then of the other", sac=limit("extra time"))
+def halves(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        output = model(X)
+        output[:2].square().sum().backward(retain_graph=True)
+        output[2:].square().sum().backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("two forwards before their backwards, in either order")
+def two_forwards(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        for order in ((0, 1), (1, 0)):
+            losses = [loss_of(model(X)), loss_of(model(2 * X))]
+            for index in order:
+                losses[index].backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("one backward through several forwards")
+def several_forwards(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        (loss_of(model(X)) + loss_of(model(2 * X))).backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("a forward without backward leaves nothing behind")
+def no_backward(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model(X)
+        return train(model)
+
+    require_same(change, step)
+
+
+@behaviour("a block is called twice in one forward")
+def called_twice(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        loss_of(model.layers[3](model.layers[3](X))).backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("backward inside of forward, as for forces", sac=limit("extra time"))
+def backward_inside(change: Change) -> None:
+    class Forces(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                place = x if x.requires_grad else x.detach().requires_grad_()
+                energy = self.inner(place).square().sum()
+                (force,) = torch.autograd.grad(energy, place, create_graph=True)
+            return x + force
+
+    require_same(change, block=Forces)
+
+
+@behaviour("mixed: some blocks are frozen")
+def frozen(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.embed.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
+        model.layers[2].norm.requires_grad_(False)
+        return train(model)
+
+    require_same(change, step)
+
+
+@behaviour("no input of the block requires grad")
+def no_grad_inputs(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.embed.requires_grad_(False)
+        return train(model)
+
+    require_same(change, step)
+
+
+# Early stop, debug, nesting.
+
+
+@behaviour("early stop switched off by torch's context")
+def early_stop(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        with set_checkpoint_early_stop(False):
+            return train(model)
+
+    require_same(change, step)
+
+
+@behaviour("torch's debug mode, which logs the operations of both runs")
+def debug_mode(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        with set_checkpoint_debug_enabled(True):
+            return train(model)
+
+    require_same(change, step)
+
+
+@behaviour("torch's checkpoint inside of the block")
+def torch_inside(change: Change) -> None:
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(self.inner, x, use_reentrant=False)
+
+    require_same(change, block=Inside)
+
+
+@behaviour("torch's checkpoint around the whole model")
+def torch_around(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        loss_of(checkpoint(model, X, use_reentrant=False)).backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("torch's reentrant checkpoint around the whole model")
+def reentrant_around(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)).backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour("save_on_cpu around the whole model")
+def hooks_around(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        with torch.autograd.graph.save_on_cpu():
+            loss = loss_of(model(X))
+        loss.backward()
+        return gradients(model)
+
+    require_same(change, step)
+
+
+@behaviour(
+    "saved-tensor hooks are forbidden around the model",
+    every=limit("not today"),
+    torch=limit("not today"),
+)
+def hooks_forbidden(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not today"):
+            return train(model)
+
+    require_same(change, step)
+
+
+# Hooks.
+
+
+@behaviour("forward hooks of a block run once", segments=limit("the results differ"))
+def forward_hooks(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        calls: list[str] = []
+        for index, layer in enumerate(blocks_of(model)):
+            layer.register_forward_pre_hook(lambda *_, i=index: calls.append(f"before {i}"))
+            layer.register_forward_hook(lambda *_, i=index: calls.append(f"after {i}"))
+        return [train(model), calls]
+
+    require_same(change, step)
+
+
+@behaviour("a forward hook changes the output of a block")
+def changing_hooks(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        for layer in model.layers:
+            layer.register_forward_hook(lambda module, inputs, output: output * 1.5)
+        return train(model)
+
+    require_same(change, step)
+
+
+@behaviour("backward hooks of a block run once and see the gradients")
+def backward_hooks(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        seen: list[Any] = []
+        for layer in model.layers:
+            layer.register_full_backward_pre_hook(lambda module, above: seen.append(above))
+            layer.register_full_backward_hook(lambda module, below, above: seen.append(below))
+        return [train(model), seen]
+
+    require_same(change, step)
+
+
+@behaviour("hooks of tensors inside of a block run once")
+def tensor_hooks(change: Change) -> None:
+    seen: list[Tensor] = []
+
+    class Hooked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.inner(x)
+            hidden.register_hook(seen.append)
+            return x + hidden
+
+    def step(model: nn.Module) -> Any:
+        seen.clear()
+        return [train(model), list(seen)]
+
+    require_same(change, step, Hooked)
+
+
+@behaviour("hooks of weights run once, after each gradient is complete")
+def weight_hooks(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        seen: list[Tensor] = []
+        for weight in model.parameters():
+            weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.clone()))
+        train(model)
+        return [len(seen), sum(tensor.sum() for tensor in seen)]
+
+    require_same(change, step)
+
+
+@behaviour("an optimizer step in the hook of each weight")
+def optimizer_in_backward(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        for weight in model.parameters():
+            optimizer = torch.optim.SGD([weight], lr=0.1)
+
+            def update(_: Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            weight.register_post_accumulate_grad_hook(update)
+        loss_of(model(X)).backward()
+        loss_of(model(X)).backward()
+        return [weight.detach() for weight in model.parameters()]
+
+    require_same(change, step)
+
+
+# Functions of the user's own, and the tensors that they save.
+
+
+class Cube(torch.autograd.Function):
+    """Reads its saved tensors `reads` times, and notes what it finds."""
+
+    reads = 1
+    notes: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, mask)
+        ctx.mask = mask
+        return x**3 * weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        for _ in range(Cube.reads):
+            x, weight, mask = ctx.saved_tensors
+        Cube.notes.append((mask is ctx.mask, hasattr(weight, "main_grad")))
+        return 3 * x**2 * gradient * weight * mask, (gradient * x**3 * mask).sum(0), None
+
+
+class Cubed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(x)
+        return Cube.apply(super().forward(x), self.gain, mask)
+
+
+def cubed(change: Change, *, reads: int = 1, note: int | None = None) -> None:
+    def step(model: nn.Module) -> Any:
+        for layer in blocks_of(model):
+            layer.gain.main_grad = torch.zeros(8)
+        Cube.reads = reads
+        Cube.notes.clear()
+        found = train(model)
+        noted = None if note is None else [notes[note] for notes in Cube.notes]
+        return [found, noted]
+
+    require_same(change, step, Cubed)
+
+
+@behaviour("a function of one's own saves tensors")
+def own_function(change: Change) -> None:
+    cubed(change)
+
+
+UNPACKED_TWICE = limit("already unpacked once")
+
+
+@behaviour(
+    "a function reads its saved tensors twice",
+    recompute=UNPACKED_TWICE,
+    sac=UNPACKED_TWICE,
+    segments=UNPACKED_TWICE,
+    torch=UNPACKED_TWICE,
+)
+def reads_twice(change: Change) -> None:
+    cubed(change, reads=2)
+
+
+@behaviour("a saved tensor without grad is the same object in backward")
+def identity(change: Change) -> None:
+    class Kept(Cubed):
+        def forward(self, x: Tensor) -> Tensor:
+            return Cube.apply(Block.forward(self, x), self.gain, mask)
+
+    mask = torch.ones(4, 8)
+
+    def step(model: nn.Module) -> Any:
+        Cube.reads = 1
+        Cube.notes.clear()
+        train(model)
+        return [found for found, _ in Cube.notes]
+
+    require_same(change, step, Kept)
+
+
+NO_ATTRIBUTES = limit("the results differ")
+
+
+@behaviour(
+    "attributes of a saved weight (main_grad) are found in backward",
+    every=NO_ATTRIBUTES,
+    torch=NO_ATTRIBUTES,
+)
+def attributes(change: Change) -> None:
+    cubed(change, note=1)
+
+
+@behaviour("writes in place inside of a block", sac=limit("has been mutated"))
+def writes_inside(change: Change) -> None:
+    class Writing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(self.norm(x))
+            hidden.relu_()
+            out = torch.zeros_like(x)
+            out[:2] = self.last(hidden)[:2]
+            return x + out
+
+    require_same(change, block=Writing)
+
+
+@behaviour(
+    "a weight changed in place between forward and backward is an error", torch=limit("no e")
+)
+def changed_weight(change: Change) -> None:
+    for model in pair(change):
+        loss = loss_of(model(X))
+        with torch.no_grad():
+            model.layers[0].last.weight.mul_(2)
+        message = ""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            message = str(error)
+        assert "inplace operation" in message or "changed in place" in message, "no error"
+
+
+# What stays alive.
+
+
+@behaviour("activations of a block are freed after backward")
+def freed(change: Change) -> None:
+    inside: list[Any] = []
+
+    class Noting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(self.norm(x))
+            inside.append(weakref.ref(hidden))
+            return x + self.last(nn.functional.gelu(hidden))
+
+    for model in pair(change, Noting):
+        inside.clear()
+        gc.disable()
+        try:
+            loss = loss_of(model(X))
+            loss.backward()
+            alive = [hidden() for hidden in inside if hidden() is not None]
+        finally:
+            gc.enable()
+        assert alive == [], "activations are alive"
+        assert loss.grad_fn is not None
+
+
+@behaviour("an output that is dropped frees everything without the garbage collector")
+def dropped(change: Change) -> None:
+    for model in pair(change):
+        x = torch.randn(4, 8, requires_grad=True) * 1
+        alive = weakref.ref(x)
+        gc.disable()
+        try:
+            output = model(x)
+            del output, x
+            assert alive() is None, "the input is alive"
+        finally:
+            gc.enable()
+
+
+@behaviour("an error in the forward of a block passes, and the next step is right")
+def forward_error(change: Change) -> None:
+    class Failing(Block):
+        def forward(self, x: Tensor, fails: bool) -> Tensor:
+            output = super().forward(x)
+            if fails:
+                raise KeyError("planned")
+            return output
+
+    def step(model: nn.Module) -> Any:
+        model.zero_grad()
+        with contextlib.suppress(KeyError):
+            model(X, True)
+        return train(model, False)
+
+    require_same(change, step, Failing)
+
+
+@behaviour("an interrupt in the forward of a block passes, and the next step is right")
+def interrupt(change: Change) -> None:
+    class Interrupted(Block):
+        def forward(self, x: Tensor, fails: bool) -> Tensor:
+            output = super().forward(x)
+            if fails:
+                raise KeyboardInterrupt
+            return output
+
+    def step(model: nn.Module) -> Any:
+        with contextlib.suppress(KeyboardInterrupt):
+            model(X, True)
+        return train(model, False)
+
+    require_same(change, step, Interrupted)
+
+
+@behaviour("an error in backward passes, and the next step is right")
+def backward_error(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        def fail(_: Tensor) -> None:
+            raise ArithmeticError("planned")
+
+        handle = model.layers[1].last.weight.register_hook(fail)
+        with contextlib.suppress(ArithmeticError):
+            loss_of(model(X)).backward()
+        handle.remove()
+        return train(model)
+
+    require_same(change, step)
+
+
+@behaviour("anomaly detection")
+def anomaly(change: Change) -> None:
+    def step(model: nn.Module) -> Any:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            return train(model)
+
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        require_same(change, step)

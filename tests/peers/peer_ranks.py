@@ -1,0 +1,97 @@
+"""Behaviours on two ranks: DDP with a static graph or unused weights, and FSDP2."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peer_table import (
+    BEHAVIOURS,
+    LEVERS,
+    Block,
+    Chain,
+    Change,
+    X,
+    behaviour,
+    loss_of,
+    same,
+    torch_checkpoints,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Unused(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
+def two_steps(plain: nn.Module, model: nn.Module) -> list[Any]:
+    """Train on the rank's rows, and return the gradients of each step."""
+    rows = X[dist.get_rank() :: 2]
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(rows)).backward()
+        found.append([whole(weight.grad) for weight in plain.parameters()])
+    return found
+
+
+def whole(gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    tensor: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return tensor.clone()
+
+
+def require_same_on_ranks(change: Change, wrap: Any, block: Any = Block) -> None:
+    found = []
+    for act in (lambda model: None, change):
+        model = Chain(block)
+        act(model)
+        found.append(two_steps(model, wrap(model)))
+    assert same(*found), "the results differ"
+
+
+@behaviour("DDP with a static graph", on_ranks=True)
+def ddp_static(change: Change) -> None:
+    require_same_on_ranks(
+        change, lambda model: DistributedDataParallel(model, static_graph=True), Unused
+    )
+
+
+@behaviour("DDP that looks for unused weights", on_ranks=True)
+def ddp_unused(change: Change) -> None:
+    require_same_on_ranks(
+        change, lambda model: DistributedDataParallel(model, find_unused_parameters=True), Unused
+    )
+
+
+@behaviour("FSDP2 that shards each block", on_ranks=True)
+def fsdp2(change: Change) -> None:
+    def shard(model: Any) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    require_same_on_ranks(change, shard)
+
+
+def errors_on_ranks() -> dict[str, dict[str, str]]:
+    """Return the error of each behaviour under each lever, empty where it holds."""
+    torch.manual_seed(0)
+    found: dict[str, dict[str, str]] = {}
+    for one in BEHAVIOURS:
+        if not one.on_ranks:
+            continue
+        found[one.name] = {}
+        for lever, change in {**LEVERS, "torch": torch_checkpoints}.items():
+            try:
+                one.run(change)
+                found[one.name][lever] = ""
+            except (AssertionError, RuntimeError, ValueError) as error:
+                found[one.name][lever] = f"{type(error).__name__}: {error}"
+    return found

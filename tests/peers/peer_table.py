@@ -1,0 +1,264 @@
+"""The table of behaviours that users of torch's checkpoint rely on, for each lever.
+
+A behaviour is a function that gets `change`, which applies a lever to the blocks of a model in
+place, and fails if training with it is not the plain training. Each cell of the table is one of:
+it holds, it is refused with a message of ours, or it is torch's own limit: then torch's own form
+of the lever fails the same behaviour.
+
+python -m pytest tests/peers
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from curry_train.primitives import (
+    apply_regions,
+    apply_sac,
+    offload_blocks,
+    recompute_blocks,
+    recompute_segments,
+)
+
+# The levers, and what torch itself has for each.
+
+Change = Callable[[nn.Module], Any]
+BLOCKS = "layers.*"
+LEVERS: dict[str, Change] = {
+    "recompute": lambda model: recompute_blocks(model, blocks=BLOCKS),
+    "sac": lambda model: apply_sac(model, "save_matmuls", blocks=BLOCKS),
+    "segments": lambda model: recompute_segments(model, 2, blocks=BLOCKS),
+    "regions": lambda model: apply_regions(model, blocks=BLOCKS),
+    "offload": lambda model: offload_blocks(model, blocks=BLOCKS, min_bytes=0, keep_last=0),
+}
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+
+
+def torch_checkpoints(model: nn.Module, **options: Any) -> None:
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **options)
+
+
+def torch_saves_products(model: nn.Module) -> None:
+    torch_checkpoints(
+        model, context_fn=functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    )
+
+
+class CheckpointedPair(nn.Module):
+    """Two blocks that torch recomputes together."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = self.first(x, *args, **kwargs)
+        return self.second(output[0] if isinstance(output, tuple) else output, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+
+
+def torch_checkpoints_pairs(model: nn.Module) -> None:
+    """Recompute the first two of four blocks as one, as two segments do."""
+    first, second, *others = model.layers
+    model.layers = nn.ModuleList([CheckpointedPair(first, second), *others])
+
+
+class SavedOnCpu:
+    """A forward under torch's `save_on_cpu`."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return self.forward(*args, **kwargs)
+
+
+def torch_saves_on_cpu(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.forward = SavedOnCpu(layer.forward)
+
+
+TORCHS_OWN: dict[str, Change] = {
+    "recompute": torch_checkpoints,
+    "sac": torch_saves_products,
+    "segments": torch_checkpoints_pairs,
+    "regions": torch_saves_on_cpu,
+    "offload": torch_saves_on_cpu,
+}
+
+# The table.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a behaviour under a lever; `words` are a part of the error where it fails."""
+
+    kind: str
+    words: str = ""
+
+
+HOLDS = Outcome("holds")
+
+
+def refused(words: str) -> Outcome:
+    """Our own error, before anything is wrong."""
+    return Outcome("refused", words)
+
+
+def limit(words: str) -> Outcome:
+    """Torch's own form of the lever fails with these words too."""
+    return Outcome("torch's own limit", words)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    name: str
+    run: Callable[[Change], None]
+    # By lever; `torch` is `torch.utils.checkpoint.checkpoint` around each block.
+    outcomes: dict[str, Outcome]
+    # Takes seconds, so `make long` runs it.
+    is_long: bool = False
+    # Runs on two ranks, in one start for all levers.
+    on_ranks: bool = False
+
+
+BEHAVIOURS: list[Behaviour] = []
+
+
+def behaviour(
+    name: str,
+    *,
+    every: Outcome = HOLDS,
+    torch: Outcome = HOLDS,
+    is_long: bool = False,
+    on_ranks: bool = False,
+    **outcomes: Outcome,
+) -> Callable[[Callable[[Change], None]], Callable[[Change], None]]:
+    """Register a behaviour that holds under each lever that is not named."""
+
+    def register(run: Callable[[Change], None]) -> Callable[[Change], None]:
+        cells = {**dict.fromkeys(LEVERS, every), **outcomes, "torch": torch}
+        BEHAVIOURS.append(Behaviour(name, run, cells, is_long, on_ranks))
+        return run
+
+    return register
+
+
+# A model, and steps of it that are compared.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 16)
+        self.last = nn.Linear(16, 8)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.gelu(self.first(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.inner(x)
+
+
+class Chain(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output: Any = self.embed(x)
+        for layer in self.layers:
+            output = layer(output[0] if isinstance(output, tuple) else output, *args, **kwargs)
+        return output
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(output: Any) -> Tensor:
+    tensor = output[0] if isinstance(output, tuple) else output
+    return tensor.square().sum()
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
+
+
+def train(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run one step, and return the loss, all gradients and all buffers."""
+    model.zero_grad()
+    loss = loss_of(model(X, *args, **kwargs))
+    loss.backward()
+    return [loss.detach(), gradients(model), [buffer.clone() for buffer in model.buffers()]]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compare nested values bit by bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def pair(
+    change: Change, block: Callable[[], nn.Module] = Block, depth: int = 4
+) -> tuple[nn.Module, nn.Module]:
+    """Return the plain model and a copy that is changed."""
+    plain = Chain(block, depth)
+    changed = copy.deepcopy(plain)
+    change(changed)
+    return plain, changed
+
+
+def require_same(
+    change: Change,
+    step: Callable[[nn.Module], Any] = train,
+    block: Callable[[], nn.Module] = Block,
+) -> None:
+    """Fail unless a step gives the same with and without the lever."""
+    found = []
+    for model in pair(change, block):
+        torch.manual_seed(7)
+        found.append(step(model))
+    assert same(*found), "the results differ"
+
+
+# The table as a page shows it.
+
+MARKS = {"holds": "yes", "refused": "refused", "torch's own limit": "limit"}
+HEADINGS = {**{lever: lever for lever in LEVERS}, "torch": "torch's `checkpoint`"}
+
+
+def rendered() -> str:
+    """Format the behaviours that do not hold everywhere, and the number that hold."""
+    counts = [sum(one.outcomes[lever] == HOLDS for one in BEHAVIOURS) for lever in HEADINGS]
+    lines = [
+        f"| | {' | '.join(HEADINGS.values())} |",
+        f"|---|{'---|' * len(HEADINGS)}",
+        f"| holds, of {len(BEHAVIOURS)} | {' | '.join(map(str, counts))} |",
+    ]
+    for one in BEHAVIOURS:
+        cells = [MARKS[one.outcomes[lever].kind] for lever in LEVERS]
+        cells.append("yes" if one.outcomes["torch"] == HOLDS else "no")
+        if set(cells) != {"yes"}:
+            lines.append(f"| {one.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

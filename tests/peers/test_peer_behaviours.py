@@ -1,0 +1,145 @@
+"""Each lever takes each behaviour of torch's checkpoint as the table states.
+
+python -m pytest tests/peers
+"""
+
+import logging
+import re
+from pathlib import Path
+
+import peer_arguments
+import peer_autograd
+import peer_ranks
+import peer_state
+import peer_surroundings
+import pytest
+import torch
+from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, Chain, rendered, torch_checkpoints
+
+from curry_train.core.measure import measure_memory
+from curry_train.gates.fixtures import run_on_ranks
+
+PAGE = Path(__file__).parents[2] / "skills/recompute/references/torch-checkpoint.md"
+MODULES = (peer_arguments, peer_autograd, peer_ranks, peer_state, peer_surroundings)
+FEWEST_BEHAVIOURS = 50
+ERRORS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+IN_ONE_PROCESS = [
+    pytest.param(one, id=one.name, marks=[pytest.mark.long] if one.is_long else [])
+    for one in BEHAVIOURS
+    if not one.on_ranks
+]
+
+
+def error_of(behaviour, change):
+    """Return the error that a behaviour fails with, or None."""
+    try:
+        behaviour.run(change)
+    except ERRORS as error:
+        return error
+    return None
+
+
+def is_ours(error):
+    """Return whether an error passed through a frame of this package."""
+    trace = error.__traceback__
+    while trace is not None:
+        if "/curry_train/" in trace.tb_frame.f_code.co_filename:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def wrong_cell(behaviour, lever):
+    """Describe how a lever differs from what the table states, or return None."""
+    outcome = behaviour.outcomes[lever]
+    change = torch_checkpoints if lever == "torch" else LEVERS[lever]
+    error = error_of(behaviour, change)
+    if outcome.kind == "holds":
+        return None if error is None else f"{lever}: {type(error).__name__}: {error}"
+    if error is None or not re.search(outcome.words, str(error), re.DOTALL):
+        return f"{lever}: {error!r} in place of {outcome.words!r}"
+    if outcome.kind == "refused":
+        return None if is_ours(error) else f"{lever}: {error!r} is not raised by this package"
+    own = None if lever == "torch" else error_of(behaviour, TORCHS_OWN[lever])
+    if lever != "torch" and (own is None or not re.search(outcome.words, str(own), re.DOTALL)):
+        return f"{lever}: torch's own form gives {own!r}, so this is no limit of torch"
+    return None
+
+
+@pytest.mark.parametrize("behaviour", IN_ONE_PROCESS)
+def test_each_lever_takes_it_as_the_table_states(behaviour, monkeypatch):
+    # Torch's debug mode ends propagation for good, and pytest would then format its records.
+    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
+    wrong = [wrong_cell(behaviour, lever) for lever in behaviour.outcomes]
+    assert [cell for cell in wrong if cell is not None] == []
+
+
+def test_on_two_ranks_the_same_holds():
+    for found in run_on_ranks(f"{peer_ranks.__file__}:errors_on_ranks"):
+        assert len(found) == 3
+        assert {error for errors in found.values() for error in errors.values()} == {""}
+
+
+def test_the_table_has_enough_behaviours_and_a_cell_for_each_lever():
+    assert len(BEHAVIOURS) >= FEWEST_BEHAVIOURS
+    assert len({one.name for one in BEHAVIOURS}) == len(BEHAVIOURS)
+    assert all(set(one.outcomes) == {*LEVERS, "torch"} for one in BEHAVIOURS)
+    assert len(LEVERS) == 5
+    assert MODULES
+
+
+def test_the_page_shows_the_table():
+    assert rendered() in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_each_lever_of_the_table_is_at_work(lever):
+    def held(model):
+        return measure_memory(
+            model, torch.randn(64, 8), lambda module, batch: module(batch).square().sum()
+        ).held_bytes
+
+    plain, changed = Chain(), Chain()
+    LEVERS[lever](changed)
+    assert held(changed) < 0.9 * held(plain)
+
+
+def without_generators(model):
+    torch_checkpoints(model, preserve_rng_state=False)
+
+
+def with_detached_inputs(model):
+    for layer in model.layers:
+        layer.forward = DetachedInput(layer.forward)
+
+
+class DetachedInput:
+    def __init__(self, forward):
+        self.forward = forward
+
+    def __call__(self, x, *args, **kwargs):
+        return self.forward(x.detach(), *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "saboteur"),
+    [
+        (
+            "dropout draws the same mask again, and the generator ends where it did",
+            without_generators,
+        ),
+        ("torch.autograd.grad for the input alone", with_detached_inputs),
+        ("hooks of weights run once, after each gradient is complete", with_detached_inputs),
+    ],
+)
+def test_a_wrong_lever_fails(name, saboteur):
+    (behaviour,) = [one for one in BEHAVIOURS if one.name == name]
+    assert error_of(behaviour, saboteur) is not None
