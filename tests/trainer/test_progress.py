@@ -9,9 +9,8 @@ import io
 import pytest
 from rich.console import Console
 
-from curry_train.cli.train import open_named_run, short, show_progress, write_tensorboard
+from curry_train.cli.train import open_named_run, show_progress, write_tensorboard
 from curry_train.config import load_config
-from curry_train.core.wording import format_duration
 from curry_train.trainer import train_run
 
 WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2", "device=cpu")
@@ -92,14 +91,3 @@ def test_missing_tensorboard_gets_a_message(tmp_path, monkeypatch):
         write_tensorboard(None),
     ):
         pass
-
-
-def test_numbers_are_short():
-    assert [short(number) for number in (7, 950, 41_234, 2.5e6, 3e9)] == [
-        "7",
-        "950",
-        "41.2k",
-        "2.5M",
-        "3.0G",
-    ]
-    assert [format_duration(seconds) for seconds in (0, 61, 3725)] == ["0:00", "1:01", "1:02:05"]

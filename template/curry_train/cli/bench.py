@@ -17,7 +17,15 @@ from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
 from ..bench.steps import find_lever, list_levers
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
-from ..core.wording import provenance, write_json
+from ..core.wording import (
+    format_count,
+    format_mebibytes,
+    format_percent,
+    format_seconds,
+    provenance,
+    three_digits,
+    write_json,
+)
 from ..plan.device import MEASURED_PEAK
 from ..plan.estimate import OPTIMIZERS, make_optimizer
 from ..workloads.models import load_workload
@@ -34,11 +42,10 @@ from .options import (
     samples_of,
     settle_blocks,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, align, fill_screen
 
 # Table of a benchmark, at most 80 columns wide.
 
-TEXT_WIDTH = 80
 LONGEST_CONFIGURATION_NAME = (
     18  # longest name, in characters, on the line of its figures; a longer one stands above
 )
@@ -57,10 +64,10 @@ def bench_table(bench: Bench) -> str:
         f"{_flops(plain.model_flops)} of the model; loading data is not included",
     ]
     blocks = [
-        "\n".join(_wrapped(line, indent="") for line in setup),
+        "\n".join(fill_screen(line, indent="") for line in setup),
         "\n".join(_grid(bench)),
-        "\n".join(_wrapped(line) for line in _remarks(bench)),
-        "\n".join(_wrapped(line, indent="  ") for line in _legend(bench)),
+        "\n".join(fill_screen(line) for line in _remarks(bench)),
+        "\n".join(fill_screen(line, indent="  ") for line in _legend(bench)),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -68,21 +75,7 @@ def bench_table(bench: Bench) -> str:
 def _grid(bench: Bench) -> Iterator[str]:
     rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
     heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
-    cells = [heads, *(_cells(row) for row in rows)]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns[1:]]
-    name_width = max(
-        [len(row.name) for row in rows if len(row.name) <= LONGEST_CONFIGURATION_NAME],
-        default=LONGEST_CONFIGURATION_NAME,
-    )
-    gap = "  " if name_width + sum(widths) + 2 * len(widths) <= TEXT_WIDTH else " "
-
-    for name, *others in cells:
-        figures = gap.join(cell.rjust(width) for cell, width in zip(others, widths, strict=True))
-        if len(name) > name_width:
-            yield name if len(name) <= TEXT_WIDTH else f"{name[: TEXT_WIDTH - 3]}..."
-            name = ""
-        yield f"{name.ljust(name_width)}{gap}{figures}".rstrip()
+    return align([heads, *map(_cells, rows)], longest_name=LONGEST_CONFIGURATION_NAME)
 
 
 def _cells(row: Figures) -> list[str]:
@@ -106,10 +99,10 @@ def _cells(row: Figures) -> list[str]:
         spread,
         ratio,
         interval,
-        _count(row.terms_per_second),
-        "-" if row.peak_bytes is None else _mebibytes(row.peak_bytes),
-        _percent(row.mfu),
-        _percent(row.hfu),
+        "" if row.terms_per_second is None else format_count(row.terms_per_second),
+        "-" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
+        format_percent(row.mfu),
+        format_percent(row.hfu),
     ]
 
 
@@ -148,42 +141,8 @@ def _legend(bench: Bench) -> Iterator[str]:
         yield f"peak: {(rate or 0) / 1e12:.3g} TFLOP/s, {source}"
 
 
-def _wrapped(text: str, *, indent: str = "  ") -> str:
-    return textwrap.fill(
-        text, TEXT_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(1000 * seconds)} ms"
-
-
 def _range(lower: float, upper: float, *, scale: int) -> str:
-    return f"{_digits(lower * scale)}-{_digits(upper * scale)}"
-
-
-def _digits(number: float) -> str:
-    """Format to three digits, or as a whole number from 100 on."""
-    if number >= 100:
-        return f"{number:.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def _mebibytes(size: int) -> str:
-    return (
-        _digits(size / BYTES_PER_MIB)
-        if size >= BYTES_PER_MIB / 10
-        else f"{size / BYTES_PER_MIB:.1g}"
-    )
-
-
-def _count(number: float | None) -> str:
-    if number is None:
-        return ""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{_digits(number / (1e3 if letter == 'k' else size))}{letter}"
-    return _digits(number)
+    return f"{three_digits(lower * scale)}-{three_digits(upper * scale)}"
 
 
 def _flops(number: int | None) -> str:
@@ -196,14 +155,8 @@ def _flops(number: int | None) -> str:
     )
     for size, letter in scales:
         if number is not None and number >= size:
-            return f"{_digits(number / size)} {letter}FLOP"
+            return f"{three_digits(number / size)} {letter}FLOP"
     return f"{number or 0} FLOP"
-
-
-def _percent(part: float | None) -> str:
-    if part is None:
-        return "-"
-    return f"{100 * part:.2g}%" if part < 0.1 else f"{part:.0%}"
 
 
 # Plot of a benchmark: step times, paired ratios and peak memory.
@@ -311,7 +264,9 @@ def _draw_memory(axes: Any, rows: Sequence[Figures]) -> None:
     peaks = [(row.peak_bytes or 0) / BYTES_PER_MIB for row in rows]
     bars = axes.barh(range(len(rows)), peaks, height=0.5, color=PEAK_BAR_COLOUR, zorder=2)
     labels = [
-        "not measured" if not row.peak_bytes else f"{_size(row)}  {_share(row)}".rstrip()
+        "not measured"
+        if not row.peak_bytes
+        else f"{format_mebibytes(row.peak_bytes)}  {_share(row)}".rstrip()
         for row in rows
     ]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
@@ -348,11 +303,6 @@ def _said(row: Figures) -> str:
     interval = f"[{row.ratio.lower:.2f}, {row.ratio.upper:.2f}]"
     alike = ", no difference seen" if row.ratio.verdict == NO_DIFFERENCE_VERDICT else ""
     return f"{median}, {row.ratio.median:.2f}x {interval}{alike}"
-
-
-def _size(row: Figures) -> str:
-    size = (row.peak_bytes or 0) / BYTES_PER_MIB
-    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
 def _share(row: Figures) -> str:

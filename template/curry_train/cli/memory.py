@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.wording import provenance, write_json
+from ..core.wording import format_mebibytes, provenance, write_json
 from ..plan.profiler import BYTES_PER_MIB, STEP_PHASES, MemoryProfiler, Timeline
 from ..plan.timeline import measure_timeline
 from ..workloads.models import load_workload
@@ -104,7 +104,7 @@ def _draw_course(axes: Any, timeline: Timeline) -> None:
         [peak.index], [highest], marker="v", color="black", markersize=6, zorder=4, clip_on=False
     )
     axes.annotate(
-        f"peak {_figure(peak.bytes_alive)} MiB, {peak.phase}",
+        f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
         (peak.index, highest),
         xytext=(8 if left else -8, 4),
         textcoords="offset points",
@@ -133,19 +133,13 @@ def _draw_owners(axes: Any, timeline: Timeline) -> None:
     axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours)
     bars = axes.barh(list(owned), widths, color=colours)
     whole = timeline.peak.bytes_alive
-    labels = [f"{_figure(held)}  ({held / whole:.0%})" for held in owned.values()]
+    labels = [f"{format_mebibytes(held)}  ({held / whole:.0%})" for held in owned.values()]
     axes.bar_label(bars, labels, padding=3, fontsize=9)
     axes.set_xlim(-0.1 * longest, 1.55 * longest)
     axes.set_title("MiB at the peak, by owner", fontsize=10, loc="left")
     axes.set_xticks([])
     axes.tick_params(left=False)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-
-
-def _figure(owned: int) -> str:
-    """Format mebibytes to three digits, or as a whole number from 100 on."""
-    size = owned / BYTES_PER_MIB
-    return f"{size:,.0f}" if size >= 100 else f"{size:.3g}"
 
 
 @click.command("memory", cls=ScreenCommand, example="--model transformer --plot memory.png")

@@ -5,7 +5,6 @@ Proof: `python -m pytest tests/cli/test_runs_diff.py tests/cli/test_runs_diff_co
 
 import json
 import math
-import textwrap
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,12 +13,12 @@ from typing import Any
 
 import click
 
-from ..core.wording import format_bytes, write_json
+from ..core.wording import format_bytes, format_seconds, write_json
 from ..runs.history import Attempt, History, Marks, read_history
 from ..runs.journal import find_journal, finite, printable
 from ..runs.ranks import RunError
 from .options import UnusableInput, json_option
-from .screen import ScreenCommand
+from .screen import ScreenCommand, fill_screen
 
 # Compare two runs by their journals: configuration, code, losses, costs and events.
 
@@ -320,7 +319,6 @@ def _metrics(a: History, b: History) -> dict[str, Losses]:
 
 # The command, its text and its JSON.
 
-TEXT_WIDTH = 80
 MOST_CHANGES = 40  # changes shown per section; --json has all
 MOST_SHOWN_STEPS = 4
 # Longest name and value that fit into the table; longer ones get lines of their own.
@@ -351,7 +349,7 @@ def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     try:
         histories = [read_history(find_journal(name, root=root), name=name) for name in (a, b)]
     except (RunError, ValueError) as error:
-        raise UnusableInput(_wrapped(printable(str(error), longest=1000), indent="")) from error
+        raise UnusableInput(fill_screen(printable(str(error), longest=1000), indent="")) from error
     found = difference(*histories)
     click.echo(diff_text(found, histories), err=json_path == "-")
     if json_path:
@@ -365,7 +363,7 @@ def diff_text(found: RunDifference, histories: Sequence[History]) -> str:
         advice = ""
         if len(only.attempts) > 1:
             advice = f" To compare its attempts: {only.name}@1 {only.name}@2."
-        return _wrapped(
+        return fill_screen(
             f"{found.a} and {found.b} are the same journal, so nothing differs.{advice}", indent=""
         )
 
@@ -391,11 +389,11 @@ def _lead(found: RunDifference) -> Iterator[str]:
     later = found.resumed.later
     step = found.resumed.step
     if found.resumed.how == "rollback":
-        yield _wrapped(f"{later} rolled {earlier} back to step {step}")
+        yield fill_screen(f"{later} rolled {earlier} back to step {step}")
     else:
-        yield _wrapped(f"{later} resumed from {earlier} at step {step}")
+        yield fill_screen(f"{later} resumed from {earlier} at step {step}")
     if not found.resumed.reached:
-        yield _wrapped(
+        yield fill_screen(
             f"but this journal of {earlier} does not have step {step}: "
             "is it another run of that name?"
         )
@@ -411,14 +409,14 @@ def _about(mark: str, history: History) -> str:
     damaged = ""
     if history.num_damaged:
         damaged = f", {history.num_damaged} damaged lines, the first is {history.first_damaged}"
-    return _wrapped(f"{mark}  {history.name}: {span}{many}, {end}{damaged}", indent="   ")
+    return fill_screen(f"{mark}  {history.name}: {span}{many}, {end}{damaged}", indent="   ")
 
 
 def _part(name: str, changes: Sequence[SettingChange], found: RunDifference) -> Iterator[str]:
     recorded = zip((found.a, found.b), found.recorded[name], strict=True)
     unknown = [run for run, is_recorded in recorded if not is_recorded]
     if unknown:
-        yield _wrapped(f"{name}: unknown for {' and '.join(unknown)}")
+        yield fill_screen(f"{name}: unknown for {' and '.join(unknown)}")
         return
     if not changes:
         yield f"{name}: the same"
@@ -442,7 +440,7 @@ def _part(name: str, changes: Sequence[SettingChange], found: RunDifference) -> 
             yield f"  {row[0]:<{name_width}}  {row[1]:<{value_width}}  {row[2]}".rstrip()
             continue
         for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}"):
-            yield _wrapped(text, indent=" " * 7)
+            yield fill_screen(text, indent=" " * 7)
     if len(changes) > MOST_CHANGES:
         yield f"  and {len(changes) - MOST_CHANGES} more: --json has all"
 
@@ -450,7 +448,7 @@ def _part(name: str, changes: Sequence[SettingChange], found: RunDifference) -> 
 def _losses(name: str, losses: Losses) -> Iterator[str]:
     if not losses.num_common:
         spans = ["none" if span is None else _span(*span) for span in losses.spans]
-        yield _wrapped(f"{name}: no step in common, A has {spans[0]} and B has {spans[1]}")
+        yield fill_screen(f"{name}: no step in common, A has {spans[0]} and B has {spans[1]}")
         return
     many = "1 common step" if losses.num_common == 1 else f"{losses.num_common} common steps"
     span = f"{many}, {_span(losses.first_common or 0, losses.last_common or 0)}"
@@ -472,7 +470,10 @@ def _costs(found: RunDifference, histories: Sequence[History]) -> Iterator[str]:
     ]
     on_cpu = all(device.startswith("cpu") for device in devices)
     peak = "peak of process" if on_cpu else "peak memory"
-    for key, name, text in (("peak_bytes", peak, _size), ("seconds", "median step", _duration)):
+    for key, name, text in (
+        ("peak_bytes", peak, _size),
+        ("seconds", "median step", format_seconds),
+    ):
         if key in found.costs:
             a, b = found.costs[key]
             yield f"{name:<15}  A {text(a)}, B {text(b)}, {b / a:.3g} of A"
@@ -480,10 +481,6 @@ def _costs(found: RunDifference, histories: Sequence[History]) -> Iterator[str]:
 
 def _size(value: float) -> str:
     return format_bytes(int(value))
-
-
-def _duration(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def _span(first: int, last: int) -> str:
@@ -503,7 +500,7 @@ def _events(found: RunDifference) -> Iterator[str]:
     width = min(max((len(kind) for kind in found.events), default=0), 20)
     for kind, (a, b) in found.events.items():
         counts = f"{_seen(a)} in both" if a == b else f"A {_seen(a)}; B {_seen(b)}"
-        yield _wrapped(
+        yield fill_screen(
             f"  {printable(kind, longest=20):<{width}}  {counts}", indent=" " * (width + 4)
         )
 
@@ -518,7 +515,3 @@ def _seen(seen: Seen) -> str:
 def _value(value: Any) -> str:
     text = value if isinstance(value, str) and value else json.dumps(value)
     return printable(text) if value != ABSENT_VALUE else ABSENT_VALUE
-
-
-def _wrapped(text: str, *, indent: str = "  ") -> str:
-    return textwrap.fill(text, TEXT_WIDTH, subsequent_indent=indent, break_on_hyphens=False)

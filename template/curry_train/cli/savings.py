@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/bench/test_savings.py`.
 import itertools
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,16 @@ from ..bench.savings import (
     measure_savings,
 )
 from ..core.blocks import find_blocks
-from ..core.wording import format_bytes, parse_bytes, provenance, write_json
+from ..core.wording import (
+    format_bytes,
+    format_mebibytes,
+    format_percent,
+    format_seconds,
+    parse_bytes,
+    provenance,
+    three_digits,
+    write_json,
+)
 from ..primitives.running_blocks import BlockChoice
 from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
@@ -51,7 +59,7 @@ from .options import (
     seed_option,
     settle_blocks,
 )
-from .screen import ScreenCommand
+from .screen import SCREEN_WIDTH, ScreenCommand, align, fill_screen
 
 # Plot of savings: peak memory against step time and recomputed FLOPs, per case.
 
@@ -273,7 +281,6 @@ def _label(axes: Any, marks: Sequence[tuple[float, float, str, str]], renderer: 
 
 # Table of savings, at most 80 columns wide.
 
-TEXT_WIDTH = 80
 TABLE_LEGEND = (
     "of none: peak of forward and backward, gradients included, relative to none",
     "again: FLOPs recomputed in backward, relative to one forward",
@@ -299,7 +306,7 @@ def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
     plain = rows[0].seconds
     title = f"{label} (MiB)"
     if plain:
-        title = f"{label} (MiB; a step of {rows[0].strategy} takes {_seconds(plain.median)})"
+        title = f"{label} (MiB; a step of {rows[0].strategy} takes {format_seconds(plain.median)})"
     heads = [
         "strategy",
         "modules",
@@ -315,13 +322,7 @@ def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    gap = "  " if sum(widths) + 2 * len(widths) - 2 <= TEXT_WIDTH else " "
-    lines = [title[:TEXT_WIDTH]]
-    for first, *others in cells:
-        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append(gap.join([first.ljust(widths[0]), *right]).rstrip())
-    return "\n".join(lines + list(_remarks(rows)))
+    return "\n".join([title[:SCREEN_WIDTH], *align(cells), *_remarks(rows)])
 
 
 def _cells(row: SavingsRow) -> list[str]:
@@ -332,10 +333,10 @@ def _cells(row: SavingsRow) -> list[str]:
     return [
         row.strategy,
         str(len(row.modules)),
-        _mebibytes(row.held_bytes),
-        _mebibytes(row.peak_bytes),
-        _percent(row.peak_ratio),
-        _percent(row.recompute_ratio),
+        "" if row.held_bytes is None else format_mebibytes(row.held_bytes),
+        "" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
+        "" if row.peak_ratio is None else format_percent(row.peak_ratio),
+        "" if row.recompute_ratio is None else format_percent(row.recompute_ratio),
         _time_cell(row.seconds),
         "" if row.strategy == REFERENCE_STRATEGY else _interval(row.seconds),
         "" if row.largest_batch is None else str(row.largest_batch),
@@ -354,38 +355,23 @@ def _remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
         if row.parity.startswith("differs"):
             remarks.append(f"changes the training; {row.parity}")
         for remark in remarks:
-            yield textwrap.fill(f"{row.strategy} {remark}", TEXT_WIDTH, subsequent_indent="    ")
+            yield fill_screen(f"{row.strategy} {remark}", indent="    ")
 
 
 def _time_cell(seconds: StepSeconds | None) -> str:
     if seconds is None:
         return ""
-    return _seconds(seconds.median) if seconds.ratio is None else f"{_figure(seconds.ratio)}x"
+    return (
+        format_seconds(seconds.median)
+        if seconds.ratio is None
+        else f"{three_digits(seconds.ratio)}x"
+    )
 
 
 def _interval(seconds: StepSeconds | None) -> str:
     if seconds is None or seconds.ratio_lower is None or seconds.ratio_upper is None:
         return ""
-    return f"{_figure(seconds.ratio_lower)}-{_figure(seconds.ratio_upper)}"
-
-
-def _figure(number: float) -> str:
-    """Format to three digits, or as a whole number from 100 on."""
-    if number >= 100:
-        return f"{number:.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
-
-
-def _mebibytes(size: int | None) -> str:
-    return "" if size is None else _figure(size / BYTES_PER_MIB)
-
-
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.0%}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    return f"{three_digits(seconds.ratio_lower)}-{three_digits(seconds.ratio_upper)}"
 
 
 # Command `savings`: measure every strategy on models, depths and batch sizes.

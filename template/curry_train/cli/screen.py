@@ -269,13 +269,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 def fill_screen(text: str, *, indent: str = "  ") -> str:
     """Break a text into lines; all but the first are indented."""
-    return textwrap.fill(
-        text,
-        SCREEN_WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return textwrap.fill(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def align(cells: Sequence[Sequence[str]], *, longest_name: int = SCREEN_WIDTH) -> Iterator[str]:

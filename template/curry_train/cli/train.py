@@ -24,7 +24,7 @@ from torch import nn
 from ..config import Config, DataConfig, load_config
 from ..core.rerun import seeded
 from ..core.timing import NoSuchDevice, peak_bytes
-from ..core.wording import format_bytes, format_duration, provenance, write_json
+from ..core.wording import format_bytes, format_count, format_duration, provenance, write_json
 from ..data import (
     BYTE_VOCABULARY_SIZE,
     Dataset,
@@ -382,13 +382,6 @@ def figures(report: StepReport, run: TrainingRun) -> str:
     unit = "tokens" if run.config.data.source in ("text", "tokens") else "terms"
     dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
     skipped = "" if report.stepped else "  skipped"
-    rate = short(report.num_terms / report.seconds)
+    rate = format_count(report.num_terms / report.seconds)
     memory = format_bytes(peak_bytes(run.device))
     return f"loss {report.loss:.4f}{dev}{skipped}  {rate} {unit}/s  {memory}"
-
-
-def short(number: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"

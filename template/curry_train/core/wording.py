@@ -113,8 +113,10 @@ def format_count(number: float) -> str:
 
 
 def format_percent(ratio: float | None) -> str:
-    """Format a ratio as a whole percentage; empty where there is none."""
-    return "" if ratio is None else f"{ratio:.0%}"
+    """Format a ratio as a percentage, to two digits where it is below 10%; `-` for None."""
+    if ratio is None:
+        return "-"
+    return f"{100 * ratio:.2g}%" if ratio < 0.1 else f"{ratio:.0%}"
 
 
 def format_duration(seconds: float) -> str:
