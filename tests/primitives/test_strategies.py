@@ -106,3 +106,42 @@ def test_a_strategy_that_measures_needs_a_loss_with_the_batch(strategy):
     config = CheckpointConfig(enabled=True, strategy=strategy)
     with pytest.raises(ValueError, match=r"needs a (profile|batch)|needs both|loss is not"):
         apply_config(chain(), config, batch=BATCH)
+
+
+# Blocks that run, where a batch is at hand.
+
+
+class InPairs(nn.Module):
+    """A chain whose blocks stand in lists of two, which never run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([*chain(2)]) for _ in range(2))
+
+    def forward(self, x):
+        for first, second in self.layers:
+            x = second(first(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("full", {}),
+        ("sequential", {"sequential_segments": 2}),
+        ("selective", {"memory_threshold_mb": 0.0}),
+        ("sac", {}),
+        ("offload", {}),
+    ],
+)
+def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
+    model = InPairs()
+    config = CheckpointConfig(enabled=True, strategy=strategy, **more)
+    names = apply_config(model, config, batch=BATCH.repeat(8, 1), loss=loss)
+    assert names
+    assert set(names) <= {"layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"}
+
+
+def test_patterns_of_a_configuration_are_over_the_blocks_of_the_containers():
+    config = CheckpointConfig(enabled=True, strategy="full", include_patterns=("layers.1",))
+    assert apply_config(InPairs(), config, batch=BATCH, loss=loss) == ["layers.1"]

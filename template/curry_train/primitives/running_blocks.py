@@ -318,9 +318,10 @@ class _Cuts:
             largest = max(names, key=lambda name: self._inside[name])
             split.add(self.record.kinds[largest])
         lowest = min((peak for peak, _ in cuts), default=self.total)
-        limit = min(lowest * MOST_ABOVE_LOWEST_PEAK, self.total * MOST_PEAK_SHARE)
+        near = lowest * MOST_ABOVE_LOWEST_PEAK
+        limit = min(near, self.total * MOST_PEAK_SHARE)
         names = next((names for peak, names in cuts if peak <= limit), [])
-        most = max(limit, lowest + CONTAINERS_MARGIN * self.total)
+        most = max(near, lowest + CONTAINERS_MARGIN * self.total)
         return self._with_idle(self._needed(names)), most
 
     def _outermost(self, split: Collection[Any]) -> list[str]:

@@ -12,6 +12,7 @@ Why so long: the registry, its settings and `CheckpointConfig` name the same str
 Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -22,7 +23,7 @@ from torch import nn
 
 # Loads offload when it is used.
 from .. import primitives
-from ..core.blocks import find_blocks, match_names
+from ..core.blocks import NoBlocks, find_blocks, match_names
 from ..core.measure import (
     LayerMemory,
     Loss,
@@ -43,7 +44,7 @@ from .recompute import (
     remove_segments,
 )
 from .regions import apply_regions, remove_regions
-from .running_blocks import ChosenBlocks
+from .running_blocks import ChosenBlocks, choose_blocks
 from .sac import POLICIES, Policy, apply_sac
 from .snn_timesteps import (
     ChunkSchedule,
@@ -551,23 +552,35 @@ def apply_config(
         return []
     if config.snn_timestep_checkpoint:
         return recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+    if batch is not None and loss is None:
+        raise ValueError("batch is given and loss is not: measuring a step needs both")
     if config.strategy == "full":
-        return _recompute_named(model, config, _filtered(config, list(find_blocks(model))))
+        return _recompute_named(model, config, _configured_blocks(model, config, batch, loss))
     if config.strategy == "sequential":
         return _segment_named(model, config, batch, loss)
     if config.strategy == "selective":
         return _recompute_largest(model, config, batch, loss, layers)
     names = None
     if config.strategy not in ("none", "plan"):
-        names = _filtered(config, list(find_blocks(model)))
-    if batch is not None and loss is None:
-        raise ValueError("batch is given and loss is not: measuring a step needs both")
+        names = _configured_blocks(model, config, batch, loss)
     sample = Sample(batch, loss or _no_loss, names, apply_plan)
     return ALL_STRATEGIES[config.strategy].apply(model, sample)
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:
     raise ValueError("this strategy measures the model: give batch and loss")
+
+
+def _configured_blocks(
+    model: nn.Module, config: CheckpointConfig, batch: Any, loss: Loss | None
+) -> list[str]:
+    """Return the blocks to work on: those that run on the batch, if there is one.
+
+    Patterns are over the blocks that the model's containers give.
+    """
+    if batch is None or loss is None or config.include_patterns or config.exclude_patterns:
+        return _filtered(config, list(find_blocks(model)))
+    return list(choose_blocks(model, batch, loss).names)
 
 
 def _recompute_named(model: nn.Module, config: CheckpointConfig, names: list[str]) -> list[str]:
@@ -584,7 +597,7 @@ def _recompute_named(model: nn.Module, config: CheckpointConfig, names: list[str
 def _segment_named(
     model: nn.Module, config: CheckpointConfig, batch: Any, loss: Loss | None
 ) -> list[str]:
-    names = _filtered(config, list(find_blocks(model)))
+    names = _configured_blocks(model, config, batch, loss)
     count = config.sequential_segments
     if count is None:
         if batch is None or loss is None:
@@ -612,7 +625,11 @@ def _recompute_largest(
                 "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
                 "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
             )
-        layers = profile_layers(model, batch, loss)
+        blocks = None
+        if not config.include_patterns and not config.exclude_patterns:
+            with contextlib.suppress(NoBlocks):
+                blocks = choose_blocks(model, batch, loss).blocks
+        layers = profile_layers(model, batch, loss, blocks)
     large = {
         layer.name
         for layer in layers
