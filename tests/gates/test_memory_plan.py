@@ -181,6 +181,22 @@ def computed_again(rows, weight, targets, *, bias, chunk_tokens, reduction, **op
     return sum(losses) / divisor(targets, reduction)
 
 
+def without_class_weights(*args, class_weights, **options):
+    return chunked_cross_entropy(*args, **options)
+
+
+def without_smoothing(*args, label_smoothing, **options):
+    return chunked_cross_entropy(*args, **options)
+
+
+def with_equal_gradients(*args, reduction, **options):
+    """Gives each token's loss the mean of the incoming gradients."""
+    losses = chunked_cross_entropy(*args, reduction=reduction, **options)
+    if reduction != "none":
+        return losses
+    return losses.detach() + (losses.mean() - losses.mean().detach())
+
+
 def part_loss(rows, targets, weight, bias):
     return F.cross_entropy(F.linear(rows, weight, bias).float(), targets, reduction="sum")
 
@@ -210,6 +226,9 @@ def test_gate_catches(check, saboteur, in_hint, dtype):
         (memory_plan.chunked_loss, computed_again, "runs again"),
         (memory_plan.chunked_loss, chunks_kept, "the logits stay whole"),
         (memory_plan.chunked_memory, chunks_kept, "all logits"),
+        (memory_plan.chunked_loss, without_class_weights, "with class weights: "),
+        (memory_plan.chunked_loss, without_smoothing, "with label smoothing: "),
+        (memory_plan.chunked_loss, with_equal_gradients, "with a loss per token: "),
     ],
 )
 def test_gate_catches_a_wrong_loss(check, saboteur, in_hint, dtype, monkeypatch):

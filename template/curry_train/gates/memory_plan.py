@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
@@ -36,6 +37,7 @@ from ..primitives.chunked_loss import (
     apply_chunked_loss,
     chunked_loss_report,
 )
+from ..primitives.cross_entropy import IGNORED_TARGET
 from ..workloads.workload import Case, token_loss
 from .same_training import same_training
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable
@@ -59,8 +61,21 @@ TOKENS_PER_WIDTH = 8
 NUM_CHUNKS = 16
 
 
+@dataclass(frozen=True)
+class Head:
+    """The output layer of a model and its number of tokens per step."""
+
+    width: int
+    classes: int
+    bias: bool
+    tokens: int
+
+
 def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
-    """Compare loss, gradients and FLOPs of one step with unevenly masked targets."""
+    """Compare loss, gradients and FLOPs of one step with unevenly masked targets.
+
+    The options of `F.cross_entropy` are compared on the head alone.
+    """
     gate = "memory-plan/chunked-loss"
     batch = _masked(case, case.batch())
     found = _find_head(case)
@@ -92,8 +107,59 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
     num_added = flops.total - plain_flops.total
     num_moved = flops.forward - plain_flops.forward
     measured = f"{same.describe()}; {num_added:,} FLOPs added, {num_moved:,} moved to forward"
+    if not hint:
+        hint = _wrong_option(case, found, apply)
     required = f"within {tolerance:.0e}, no FLOPs added, some moved"
     return Verdict(gate, not hint, measured, required, hint)
+
+
+def _weighted(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    logits = module(batch[0])
+    weights = torch.linspace(0.1, 2, logits.shape[-1], device=logits.device, dtype=logits.dtype)
+    return F.cross_entropy(logits, batch[1], weight=weights)
+
+
+def _smoothed(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1], label_smoothing=0.2)
+
+
+def _per_token(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    losses = F.cross_entropy(module(batch[0]), batch[1], reduction="none")
+    factors = torch.linspace(0, 2, len(losses), device=losses.device, dtype=losses.dtype)
+    return (losses * factors).sum()
+
+
+OPTION_LOSSES = {
+    "class weights": _weighted,
+    "label smoothing": _smoothed,
+    "a loss per token": _per_token,
+}
+OPTION_TOKENS = 20
+
+
+def _wrong_option(case: Case, head: Head, apply: ApplyToHead) -> str:
+    """Compare losses of the head with options of `F.cross_entropy`; return what differs.
+
+    Half precision runs in float32: `F.cross_entropy` itself would round its sums.
+    """
+    if case.dtype in HALF_PRECISION_DTYPES:
+        case = replace(case, dtype=torch.float32)
+    for name, loss in OPTION_LOSSES.items():
+        records = []
+        for change in (None, apply):
+            with seeded(case.seed):
+                module = nn.Sequential(_linear_of(case, head))
+                hidden = torch.randn(OPTION_TOKENS, head.width).to(case.device, case.dtype)
+                targets = torch.randint(head.classes, (OPTION_TOKENS,)).to(case.device)
+            targets[::3] = IGNORED_TARGET
+            if change is not None:
+                change(module, head="0", chunk_tokens=OPTION_TOKENS // 4)
+            hidden.requires_grad_()
+            records.append(record_step(module, (hidden, targets), loss))
+        same = compare(*records, tolerance=OUTER_BOUND[case.dtype])
+        if not same.holds:
+            return f"with {name}: {same.describe()}"
+    return ""
 
 
 def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
@@ -147,22 +213,9 @@ CHUNKED_LOSS_GATES = (
 )
 
 
-@dataclass(frozen=True)
-class Head:
-    """The output layer of a model and its number of tokens per step."""
-
-    width: int
-    classes: int
-    bias: bool
-    tokens: int
-
-
 def _head_peak(case: Case, head: Head, tokens: int, *, apply: ApplyToHead | None = None) -> int:
     """Measure the peak of a head of this shape and its loss, with chunks if `apply` is given."""
-    linear = nn.Linear(
-        head.width, head.classes, bias=head.bias, device=case.device, dtype=case.dtype
-    )
-    module = nn.Sequential(linear)
+    module = nn.Sequential(_linear_of(case, head))
     if apply is not None:
         apply(module, head="0", chunk_tokens=tokens // NUM_CHUNKS)
     hidden = torch.zeros(
@@ -170,6 +223,10 @@ def _head_peak(case: Case, head: Head, tokens: int, *, apply: ApplyToHead | None
     )
     targets = torch.zeros(tokens, device=case.device, dtype=torch.int64)
     return measure_memory(module, (hidden, targets), _head_loss).peak_bytes
+
+
+def _linear_of(case: Case, head: Head) -> nn.Linear:
+    return nn.Linear(head.width, head.classes, bias=head.bias, device=case.device, dtype=case.dtype)
 
 
 def _find_head(case: Case) -> Head | str:
