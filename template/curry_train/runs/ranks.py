@@ -7,8 +7,14 @@ runs needs only the errors, and importing torch takes seconds.
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py`.
 """
 
+import pickle
+import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Errors of saving and loading; every message names the problem, the place and the remedy.
 
@@ -47,6 +53,8 @@ class StateMismatch(ValueError):
 
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")
+# The longest wait for a process group's threads to release the tensors of a collective.
+RELEASE_SECONDS = 1.0
 
 
 class OtherRank(RunError):
@@ -63,6 +71,7 @@ class Ranks:
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.together else 0
         self.size = dist.get_world_size(group) if self.together else 1
+        self._sent: list[weakref.ref[Tensor]] = []
 
     @classmethod
     def on_the_host(cls) -> "Ranks":
@@ -95,12 +104,9 @@ class Ranks:
         """
         if self.size == 1:
             return list(numbers)
-        import torch
-        import torch.distributed as dist
-
-        maxima = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in maxima]
+        maxima = self._maxima(numbers, device="cpu")
+        self._wait_for_release()
+        return maxima
 
     def exchange(
         self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], list[ResultT]]
@@ -111,8 +117,6 @@ class Ranks:
         """
         if not self.together:
             return central([local()])[0]
-        import torch.distributed as dist
-
         own_error: Exception | None = None
         own_result: tuple[bool, Any]
         try:
@@ -121,10 +125,7 @@ class Ranks:
             own_error = error
             own_result = False, _words(error)
 
-        gathered: list[Any] | None = [None] * self.size if self.first else None
-        first = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        dist.gather_object(own_result, gathered, dst=first, group=self.group)
-
+        gathered = self._gather(own_result)
         answers: list[Any] | None = None
         if gathered is not None:
             try:
@@ -132,10 +133,9 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
                 own_error = error
                 answers = [(False, f"rank 0: {_words(error)}")] * self.size
+        succeeded, value = self._scatter(answers)
+        self._wait_for_release()
 
-        answer: list[Any] = [None]
-        dist.scatter_object_list(answer, answers, src=first, group=self.group)
-        succeeded, value = answer[0]
         if own_error is not None:
             raise own_error
         if not succeeded:
@@ -155,6 +155,81 @@ class Ranks:
             return [(False, "; ".join(errors))] * self.size
         results = central([value for _, value in gathered])
         return [(True, result) for result in results]
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on the first rank, and None on the others."""
+        import torch
+        import torch.distributed as dist
+
+        data = pickle.dumps(value)
+        own = self._bytes_to_send(data, self._maxima([len(data)], device=self._device)[0])
+        pieces = None
+        if self.first:
+            pieces = [self._tracked(torch.empty_like(own)) for _ in range(self.size)]
+        dist.gather(own, pieces, dst=self._first_rank, group=self.group)
+        return None if pieces is None else [_received(piece) for piece in pieces]
+
+    def _scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's one of the values, which only the first rank has."""
+        import torch
+        import torch.distributed as dist
+
+        data = [pickle.dumps(value) for value in values or ()]
+        longest = self._maxima([max(map(len, data), default=0)], device=self._device)[0]
+        own = self._tracked(torch.empty(longest, dtype=torch.uint8, device=self._device))
+        pieces = [self._bytes_to_send(each, longest) for each in data] or None
+        dist.scatter(own, pieces, src=self._first_rank, group=self.group)
+        return _received(own)
+
+    def _maxima(self, numbers: Sequence[int], *, device: str) -> list[int]:
+        import torch
+        import torch.distributed as dist
+
+        maxima = self._tracked(torch.tensor(numbers, dtype=torch.int64, device=device))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
+        return [int(number) for number in maxima]
+
+    @property
+    def _device(self) -> str:
+        import torch.distributed as dist
+
+        return "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+
+    @property
+    def _first_rank(self) -> int:
+        import torch.distributed as dist
+
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
+    def _bytes_to_send(self, data: bytes, length: int) -> "Tensor":
+        import torch
+
+        padded = bytearray(data.ljust(length, b"\0"))
+        return self._tracked(torch.frombuffer(padded, dtype=torch.uint8).to(self._device))
+
+    def _tracked(self, tensor: "Tensor") -> "Tensor":
+        """Note a tensor of a collective for `_wait_for_release`."""
+        self._sent.append(weakref.ref(tensor))
+        return tensor
+
+    def _wait_for_release(self) -> None:
+        """Wait until the process group's threads have released the tensors of the collectives.
+
+        A collective is done before gloo's thread has released its tensors, for which the thread
+        needs the interpreter. If the interpreter is ending by then, torch 2.13 aborts the process,
+        and a run that was saved and stopped ends like one that crashed.
+        """
+        deadline = time.monotonic() + RELEASE_SECONDS
+        while any(tensor() is not None for tensor in self._sent):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.0001)
+        self._sent.clear()
+
+
+def _received(data: "Tensor") -> Any:
+    """Unpickle what another rank of this training has sent; padding at the end is left out."""
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def _words(error: Exception) -> str:
