@@ -127,6 +127,96 @@ def regions_of_everything(model, *, blocks=None):
     return torch_policy([aten._softmax.default])(model, blocks=blocks)
 
 
+class Conv(nn.Module):
+    """A block of few operations, where regions cost more of the calls of a dispatch mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Conv1d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        out = x
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            out = layer(F.silu(norm(out)))
+        return x + out
+
+
+class Dense(nn.Module):
+    """A block that appends to the list it gets, and reads all of it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, before):
+        before.append(self.layers(self.norm(torch.cat(before, -1))))
+        return before
+
+
+class DenseModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Dense(8 * (depth + 1)) for depth in range(3))
+
+    def forward(self, x):
+        outputs = [x]
+        for block in self.blocks:
+            outputs = block(outputs)
+        return torch.cat(outputs, -1)
+
+
+class Normed(nn.Module):
+    """A block that refuses to train on one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.layers = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return x + self.layers(self.norm(x))
+
+
+def regions_case(build, *shape):
+    return Case(
+        Workload(
+            "theirs",
+            build,
+            lambda size: torch.randn(size, *shape),
+            lambda module, batch: module(batch).square().sum(),
+        )
+    )
+
+
+REGIONS_CASES = {
+    "few operations": regions_case(lambda: nn.Sequential(*[Conv() for _ in range(3)]), 8, 8),
+    "a list that grows": regions_case(DenseModel, 8),
+    "batch norm": regions_case(lambda: nn.Sequential(*[Normed() for _ in range(3)]), 8),
+}
+
+
+@pytest.mark.parametrize("name", REGIONS_CASES)
+def test_regions_are_judged_by_themselves(name):
+    verdict = CHECKS["sac/regions"](REGIONS_CASES[name])
+    assert verdict.passed, verdict
+    compared = "of the Python calls" in verdict.measured
+    assert compared != (name == "a list that grows"), verdict
+
+
+@pytest.mark.parametrize("name", REGIONS_CASES)
+def test_a_dispatch_mode_or_nothing_at_all_is_no_region(name):
+    def with_a_mode(model, *, blocks=None):
+        products = [aten.mm, aten.addmm, aten.convolution, aten.native_batch_norm]
+        return torch_policy([operation.default for operation in products])(model, blocks=blocks)
+
+    assert sac.regions(REGIONS_CASES[name], apply=no_op).passed is False
+    if name != "a list that grows":
+        verdict = sac.regions(REGIONS_CASES[name], apply=with_a_mode)
+        assert verdict.passed is False, verdict
+
+
 class Noisy(nn.Module):
     """A block that draws before and after a product: saving the first draw shifts the second."""
 

@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/gates/test_sac.py`.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,8 +49,10 @@ from .verdict import (
     not_applicable,
 )
 
-# Of the Python function calls that torch's own selective checkpointing adds to a step.
-MOST_CALL_OVERHEAD = 0.4
+# Of the Python function calls that torch's own selective checkpointing adds to a step. A dispatch
+# mode costs all of them. Regions without one cost 0.16 of them in a transformer, and up to 0.72 in
+# blocks of few operations with many norms.
+MOST_CALL_OVERHEAD = 0.9
 Policies = Callable[..., list[str]]  # takes a model, a policy, and the blocks to apply it to
 
 
@@ -104,7 +107,6 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
     batch = case.batch()
     plain = case.build()
     module = case.build()
-    selective = case.build()
     before = measure_memory(plain, batch, loss)
     apply_regions(module, blocks=case.blocks)
     report = report_regions(module, batch, loss)
@@ -119,29 +121,48 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
     apply(module, blocks=case.blocks)
     held = measure_memory(module, batch, loss).held_bytes / before.held_bytes
     again = recompute_flops(count_flops(plain, batch, loss), count_flops(module, batch, loss))
-    torch_sac(selective, case)
-    with _where_outputs_can_be_kept(case):
-        held_by_sac = measure_memory(selective, batch, loss).held_bytes / before.held_bytes
-
     with _where_outputs_can_be_kept(case):
         calls = python_calls(case, partial(_apply, apply))
-        calls_of_sac = python_calls(case, torch_sac)
-    calls_of_plain = python_calls(case, lambda module, case: None)
-    share = (calls - calls_of_plain) / (calls_of_sac - calls_of_plain)
-
-    passed = held < 1 and again == 0 and 0 < share <= MOST_CALL_OVERHEAD
+    calls -= python_calls(case, lambda module, case: None)
+    passed = held < 1 and again == 0 and calls > 0
     missed = sum(row.nbytes for row in report.unreached)
-    measured = (
-        f"holds {held:.0%} (torch's SAC {held_by_sac:.0%}), {again:,} FLOPs again, {share:.2f} of "
-        f"its Python calls; {missed / 2**20:.1f} MiB not reached"
-    )
-    required = f"under 100%, 0 FLOPs, at most {MOST_CALL_OVERHEAD} of the calls"
+    measured = f"holds {held:.0%}, {again:,} FLOPs again, {missed / 2**20:.1f} MiB not reached; "
+    required = "under 100%, 0 FLOPs"
+    if isinstance(of_sac := _cost_of_torch_sac(case), str):
+        measured += of_sac
+    else:
+        share = calls / of_sac.num_calls
+        passed = passed and share <= MOST_CALL_OVERHEAD
+        held_by_sac = of_sac.held_bytes / before.held_bytes
+        measured += f"{share:.2f} of the Python calls of torch's SAC, which holds {held_by_sac:.0%}"
+        required += f", at most {MOST_CALL_OVERHEAD} of the calls"
     hint = ""
     if not passed:
         hint = (
             "a product runs again, nothing is freed, or a dispatch mode is on: see report_regions"
         )
     return Verdict(gate, passed, measured, required, hint)
+
+
+@dataclass(frozen=True)
+class _SacCost:
+    """The bytes that torch's own selective checkpointing holds, and the Python calls it adds."""
+
+    held_bytes: int
+    num_calls: int
+
+
+def _cost_of_torch_sac(case: Case) -> _SacCost | str:
+    """Measure torch's own selective checkpointing, or return that it fails on this model."""
+    module = case.build()
+    torch_sac(module, case)
+    try:
+        held = measure_memory(module, case.batch(), case.workload.mean_loss).held_bytes
+        calls = python_calls(case, torch_sac)
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        # The second forward of a block may find other inputs than the first.
+        return f"torch's SAC raises {type(error).__name__} here, so calls are not compared"
+    return _SacCost(held, calls - python_calls(case, lambda module, case: None))
 
 
 def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
