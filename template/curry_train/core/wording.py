@@ -126,7 +126,16 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-# Suggest the closest known name for a misspelled one.
+# Refuse a wrong value, and suggest the closest known name for a misspelled one.
+
+
+def require_whole(name: str, value: Any, *, least: int, hint: str = "") -> None:
+    """Raise ValueError unless a value is an integer from `least` on; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        advice = f": {hint}" if hint else ""
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, got {value!r}{advice}"
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

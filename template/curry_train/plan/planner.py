@@ -23,7 +23,7 @@ from torch import nn
 from .. import primitives
 from ..core.blocks import match_inside
 from ..core.measure import heap_kept
-from ..core.wording import format_bytes
+from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .chain import Chain, measure_chain
 from .device import DeviceProfile, find_profile
@@ -297,9 +297,8 @@ class Planner:
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
     ) -> Plan:
         """Return the fastest plan whose peak fits the budget; raise `Infeasible` if none fits."""
-        for name, value in {"budget_bytes": budget_bytes, "global_batch": global_batch}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        require_whole("budget_bytes", budget_bytes, least=1)
+        require_whole("global_batch", global_batch, least=1)
 
         tried = self._tried(global_batch, microbatch)
         found = sorted((self._solve(*setting, budget_bytes) for setting in tried), key=order)

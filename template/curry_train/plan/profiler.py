@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, tensors_in
+from ..core.wording import require_whole
 from ..primitives.strategies import CheckpointConfig, apply_config, choose_largest
 from ..workloads.workload import call, map_tensors
 
@@ -234,8 +235,7 @@ class MemoryProfiler:
         training mode after a warm-up. Its mode, its buffers and every generator are restored, and
         gradients are not touched.
         """
-        if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
-            raise ValueError(f"num_runs must be a whole number of at least 1, got {num_runs!r}")
+        require_whole("num_runs", num_runs, least=1)
         sample = map_tensors(sample_input, lambda tensor: tensor.to(self.device))
         layers = divide(self.model, blocks=blocks)
         checked = functools.partial(_forward, loss=loss or sum_of_output)

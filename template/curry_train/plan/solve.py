@@ -29,6 +29,8 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from ..core.wording import require_whole
+
 # Search of a chain of menus: by a price per byte, then by dynamic programming.
 
 Floats = NDArray[numpy.float64]
@@ -286,13 +288,13 @@ def peak_of(stages: Sequence[Stage], chosen: Sequence[int], *, head_bytes: int =
     return max(peak, held + head_bytes)
 
 
+def _check_bytes(what: str, value: int) -> None:
+    require_whole(what, value, least=0, hint="give the bytes as an int")
+
+
 def solve(stages: Sequence[Stage], budget_bytes: int, *, head_bytes: int = 0) -> Solution | None:
     """Find the cheapest choices whose peak fits the budget; None if and only if none fit."""
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 1:
-        raise ValueError(
-            f"budget_bytes must be a whole number of at least 1, got {budget_bytes!r}: "
-            "give it in bytes"
-        )
+    require_whole("budget_bytes", budget_bytes, least=1, hint="give it in bytes")
     _check_bytes("head_bytes", head_bytes)
     if _least_held(stages, budget_bytes, head_bytes) is None:
         return None
@@ -311,13 +313,6 @@ def least_peak(stages: Sequence[Stage], *, head_bytes: int = 0) -> Solution:
         else:
             enough = middle
     return _cheapest(stages, enough, head_bytes)
-
-
-def _check_bytes(what: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{what} must be a whole number of at least 0, got {value!r}: give the bytes as an int"
-        )
 
 
 def _least_held(stages: Sequence[Stage], budget: int, head: int) -> list[int] | None:

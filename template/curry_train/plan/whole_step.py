@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from .. import primitives
+from ..core.wording import require_whole
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .estimate import Sketch, StepEstimate
@@ -39,8 +40,7 @@ class Sharding:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
-            raise ValueError(f"ranks must be a whole number of at least 1, got {self.ranks!r}")
+        require_whole("ranks", self.ranks, least=1)
         if self.kind not in (None, *SHARDING_KINDS):
             raise ValueError(
                 f"parallel must be one of {', '.join(SHARDING_KINDS)}, got {self.kind!r}"
