@@ -56,7 +56,7 @@ class Place:
         )
 
     def run(self, *words: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-        """Run the client with these words; `answer` is what it is told when it asks."""
+        """Run the client with these words; `answer` is typed in when it asks."""
         return subprocess.run(
             [*self.words, *words],
             cwd=self.project,
@@ -68,7 +68,7 @@ class Place:
         )
 
     def say(self, *words: str, answer: str = "") -> str:
-        """All that it prints to that."""
+        """Run the client with these words, and return its output."""
         ended = self.run(*words, answer=answer)
         return ended.stdout + ended.stderr
 
@@ -139,7 +139,7 @@ def _claude(place: Place) -> set[str]:
 
 
 def _codex(place: Place) -> set[str]:
-    """The app server, which the editor extensions talk to, is asked; there is no command for it."""
+    """List the skills through the app server of the editor extensions; no command lists them."""
     questions = [
         {
             "id": 1,
@@ -212,7 +212,7 @@ CLIENTS = {
 
 
 def copy_bundle(root: Path) -> Path:
-    """The bundle's own files, as a clone has them."""
+    """Copy the files of the bundle that a clone has."""
     for path in files(ROOT):
         target = root / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -229,8 +229,8 @@ def loaded_skills(name: str, bundle: Path, *, seconds: float | None = None) -> t
         place = Place(executable, Path(folder) / "home", Path(folder) / "project")
         place.home.mkdir()
         place.project.mkdir()
-        said = client.install(place, bundle)
-        return client.loaded(place), said
+        output = client.install(place, bundle)
+        return client.loaded(place), output
 
 
 def problems(loaded: set[str], bundle: Path) -> list[str]:
@@ -254,7 +254,7 @@ def main() -> int:
         bundle = copy_bundle(Path(folder) / "bundle")
         for name, client in CLIENTS.items():
             try:
-                loaded, said = loaded_skills(name, bundle, seconds=600)
+                loaded, output = loaded_skills(name, bundle, seconds=600)
             except Unavailable as error:
                 sys.stderr.write(f"{name}: {error}\n")
                 return 2
@@ -271,7 +271,7 @@ def main() -> int:
             result = "; ".join(wrong) or f"{len(loaded)} skills loaded"
             print(f"{name:12} {client.package:34} {result}", flush=True)
             if wrong:
-                sys.stderr.write(said)
+                sys.stderr.write(output)
     if options.record and not failed:
         import torch
 

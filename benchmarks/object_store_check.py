@@ -118,7 +118,7 @@ def main() -> None:
     }
     found["server"] = "moto"
     found["kills"] = sum(status == -signal.SIGKILL for status, _ in ends)
-    found["wrong"] = [*wrong, *(said for _, each in ends for said in each)]
+    found["wrong"] = [*wrong, *(fault for _, each in ends for fault in each)]
     print(f"{found['kills']} writers killed; " + ("; ".join(found["wrong"]) or "all held"))
     if options.json:
         write_json(options.json, found)

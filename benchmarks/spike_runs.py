@@ -95,11 +95,11 @@ def planted_case(seed, fault):
 
 
 def measure(num_healthy, num_planted):
-    told = dict.fromkeys((1, 2, 3), 0)
+    num_alarms = dict.fromkeys((1, 2, 3), 0)
     for seed in range(num_healthy):
         losses = small_training(seed)
-        for patience in told:
-            told[patience] += first_alarm(losses, patience=patience) is not None
+        for patience in num_alarms:
+            num_alarms[patience] += first_alarm(losses, patience=patience) is not None
         if sys.stderr.isatty():
             print(f"\r{seed + 1} of {num_healthy} sound trainings", end="", file=sys.stderr)
     found = {}
@@ -113,7 +113,7 @@ def measure(num_healthy, num_planted):
             "in_time": sum(spikes),
         }
         print(f"\r{fault}: {sum(spikes)} of {len(spikes)} in time      ", file=sys.stderr)
-    false_alarms = {f"patience_{patience}": number for patience, number in told.items()}
+    false_alarms = {f"patience_{patience}": number for patience, number in num_alarms.items()}
     return {"sound": {"trainings": num_healthy, "false_alarms": false_alarms}, "planted": found}
 
 

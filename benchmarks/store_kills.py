@@ -110,8 +110,8 @@ def at_every_change(
                 )
             break
         killed.append(number)
-        if said := judge(folder, expected, renames=renames):
-            wrong.append(f"killed at change {number}: {said}")
+        if fault := judge(folder, expected, renames=renames):
+            wrong.append(f"killed at change {number}: {fault}")
     return {"kills": len(killed), "wrong": wrong}
 
 
@@ -132,8 +132,8 @@ def at_random(
         time.sleep(generator.uniform(0, longest))
         os.kill(pid, signal.SIGKILL)
         during += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        if said := judge(folder, expected, renames=True):
-            wrong.append(f"kill {number}: {said}")
+        if fault := judge(folder, expected, renames=True):
+            wrong.append(f"kill {number}: {fault}")
     return {"kills": num_kills, "before_the_end": during, "wrong": wrong}
 
 

@@ -37,10 +37,10 @@ WORLDS = {
     "one_rank": (1, 0.6),
     "two_ranks": (2, 0.25),
     "three_ranks": (3, 0.15),
-}  # and what part of the kills is theirs
+}  # and their share of the kills
 Part = tuple[
     str, int | None, Callable[[Callable[[int], None]], dict[str, Any]]
-]  # dotted key, how many, what does it
+]  # dotted key, number, and the function that runs it
 SHOW_SECONDS = 30.0
 
 
@@ -119,16 +119,16 @@ def in_a_process(
     parts: Callable[[Path, argparse.Namespace], list[Part]], folder: Path, options: Any
 ) -> tuple[int, Path]:
     """Run these checks in order beside the other process; write JSON and report progress."""
-    told = folder / f"{parts.__name__}.jsonl"
-    told.touch()
+    report_file = folder / f"{parts.__name__}.jsonl"
+    report_file.touch()
     pid = os.fork()
     if pid:
-        return pid, told
+        return pid, report_file
     status = 1
     try:
         place = folder / parts.__name__
         place.mkdir()
-        with told.open("w") as stream:
+        with report_file.open("w") as stream:
             for key, total, act in parts(place, options):
                 if options.only and not key.startswith(tuple(options.only)):
                     continue
@@ -165,14 +165,14 @@ def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
         terminal = sys.stderr.isatty()
         if time.monotonic() - shown > (1 if terminal else SHOW_SECONDS):
             shown = time.monotonic()
-            lines = [_last(told) for told in left.values()]
-            said = "   ".join(
+            lines = [_last(report_file) for report_file in left.values()]
+            line = "   ".join(
                 f"{key} {done}{f'/{total}' if total else ''}"
                 for key, done, total, _ in filter(None, lines)
             )
-            said = f"{(shown - began) / 60:4.1f} min   {said}"
+            line = f"{(shown - began) / 60:4.1f} min   {line}"
             print(
-                f"\r\033[K{said}" if terminal else said,
+                f"\r\033[K{line}" if terminal else line,
                 end="" if terminal else "\n",
                 file=sys.stderr,
                 flush=True,
@@ -181,8 +181,8 @@ def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     found: dict[str, Any] = {}
-    for _, told in processes:
-        for line in told.read_text().splitlines():
+    for _, report_file in processes:
+        for line in report_file.read_text().splitlines():
             key, _, _, result = json.loads(line)
             if result is not None:
                 *path, name = key.split(".")
@@ -193,20 +193,20 @@ def follow(processes: list[tuple[int, Path]]) -> tuple[dict[str, Any], bool]:
     return found, not any(statuses)
 
 
-def _last(told: Path) -> Any:
-    lines = told.read_text().splitlines()
+def _last(report_file: Path) -> Any:
+    lines = report_file.read_text().splitlines()
     return json.loads(lines[-1]) if lines and lines[-1].endswith("]") else None
 
 
 def wrongs(found: Any) -> list[str]:
-    """All that is in the lists `wrong`, wherever they are."""
+    """Collect the entries of all lists named `wrong`."""
     if not isinstance(found, dict):
         return []
-    return [*found.get("wrong", []), *(said for part in found.values() for said in wrongs(part))]
+    return [*found.get("wrong", []), *(fault for part in found.values() for fault in wrongs(part))]
 
 
 def torture(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """All of it, in two processes."""
+    """Run the whole torture in two processes."""
     folder = Path(tempfile.mkdtemp(prefix="torture-", dir=QUICK))
     try:
         warm_up(folder / "warm")
@@ -234,14 +234,14 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(
         logging.WARNING
-    )  # what is damaged is passed over with a warning, some thousand times
+    )  # damaged checkpoints are skipped with a warning, some thousand times
     torch.set_num_threads(1)
     facts = provenance(torch.device("cpu"))
     found, ended = torture(options)
     write_json(options.json, facts | found)
     wrong = wrongs(found)
-    for said in wrong[:20]:
-        print(said, file=sys.stderr)
+    for fault in wrong[:20]:
+        print(fault, file=sys.stderr)
     print(f"{found['kills']['total']} kills, {len(wrong)} wrong", file=sys.stderr)
     sys.exit(0 if ended and not wrong else 1)
 

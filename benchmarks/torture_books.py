@@ -11,7 +11,7 @@ from curry_train.runs.layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.retention import TURNED_BACK_FILE_NAME, given_up
 from curry_train.runs.store import LATEST_POINTER
-from torture_ranks import Said
+from torture_ranks import RankReport
 from torture_training import STEPS, Expected, contents, dev_loss
 
 
@@ -26,7 +26,7 @@ class Books:
     checked: int = 0
     compared: dict[str, bytes] = field(default_factory=dict)
 
-    def judge(self, said: list[Said], *, finished: bool) -> list[str]:
+    def judge(self, reports: list[RankReport], *, finished: bool) -> list[str]:
         """Check the folder against the reports and return every violation."""
         run = SavedRun(self.folder)
         there = {one.folder: one for kind in CHECKPOINT_KINDS for one in run.committed(kind)}
@@ -42,10 +42,10 @@ class Books:
             for one in there.values()
             if one.kind in RESUMABLE_KINDS and one.folder not in gone
         ]
-        newest, reached = max(line, default=0), self._take(said)
+        newest, reached = max(line, default=0), self._take(reports)
         wrong += [
             f"rank {one.rank} was not as the straight run at step {one.what}"
-            for one in said
+            for one in reports
             if one.word == "differs"
         ]
         before = max(
@@ -63,7 +63,7 @@ class Books:
             if name not in there and not self._superseded(name, there)
         ]
         if finished and any(
-            one.word == "committed" and one.what for one in said
+            one.word == "committed" and one.what for one in reports
         ):  # retention has had a turn
             wrong += self._at_the_end(run, there)
         self.needed = {name: one for name, one in there.items() if name not in gone}
@@ -84,10 +84,10 @@ class Books:
             return f"{one.folder}: {error}"
         return None if same else f"{one.folder} is not what the straight run was at its step"
 
-    def _take(self, said: list[Said]) -> int | None:
+    def _take(self, reports: list[RankReport]) -> int | None:
         """Record a report of rank 0; return its step, or None before it resumed."""
         reached = None
-        for one in said:
+        for one in reports:
             if one.rank:
                 continue
             if one.word == "resuming" and one.what is not None:

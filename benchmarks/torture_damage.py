@@ -89,17 +89,21 @@ def _forget(training: Training) -> None:
 
 def subjects(root: Path) -> list[Subject]:
     """One for each kind, saved by one rank; and one that was saved by two."""
-    found, said = [], dict[int, tuple[str, str]]()
+    found, reported = [], dict[int, tuple[str, str]]()
     for name in ("rollback", "recovery", BEST_KIND, TWO_RANKS):
         folder = root / name
         if name == TWO_RANKS:
             ranks = start(2, save_all, folder=folder, kind="rollback")
             ranks.end()
             if any(ranks.statuses.values()):
-                raise RuntimeError(f"two ranks could not save: {ranks.said}")
+                raise RuntimeError(f"two ranks could not save: {ranks.reports}")
         else:
             save_all(
-                0, 1, lambda word, what: said.update({what[0]: what[1:]}), folder=folder, kind=name
+                0,
+                1,
+                lambda word, what: reported.update({what[0]: what[1:]}),
+                folder=folder,
+                kind=name,
             )
         subject, run = Subject(name, folder, {}), SavedRun(folder)
         for saved in run.committed("rollback" if name == TWO_RANKS else name):
@@ -107,7 +111,7 @@ def subjects(root: Path) -> list[Subject]:
             _forget(training)
             run.load(saved, training.state)
             subject.loaded[saved.step] = subject.hash_of(training)
-            if name != TWO_RANKS and subject.loaded[saved.step] not in said[saved.step]:
+            if name != TWO_RANKS and subject.loaded[saved.step] not in reported[saved.step]:
                 raise RuntimeError(
                     f"{saved.location} is not what was saved, and nothing was damaged yet"
                 )
@@ -160,14 +164,14 @@ def flips(
                     by_file.get(f"{subject.name}/{path.name}", 0) + 1
                 )
                 wrong += [
-                    f"{subject.name}/{path.name} bit {bit} of byte {place}: {said}"
-                    for said in subject.faults(training)
+                    f"{subject.name}/{path.name} bit {bit} of byte {place}: {fault}"
+                    for fault in subject.faults(training)
                 ]
         progress(sum(by_file.values()))
     wrong += [
-        f"{subject.name}: {said}"
+        f"{subject.name}: {fault}"
         for subject in every
-        for said in subject.goes_on(training, NUM_STATES)
+        for fault in subject.goes_on(training, NUM_STATES)
     ]
     return {
         "flips": sum(by_file.values()),
@@ -202,10 +206,10 @@ def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -
                     if content is not None:
                         path.write_bytes(content)
                     counts[how] += 1
-                    told = "" if content is None else f" to {len(content)} bytes"
+                    length = "" if content is None else f" to {len(content)} bytes"
                     wrong += [
-                        f"{subject.name}/{path.name} {how}{told}: {said}"
-                        for said in subject.faults(training)
+                        f"{subject.name}/{path.name} {how}{length}: {fault}"
+                        for fault in subject.faults(training)
                     ]
     return {**counts, "wrong": wrong}
 
@@ -227,12 +231,12 @@ def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
                 other.write_bytes(data)  # now both are wrong
                 found += subject.faults(training, newest=NUM_STATES - 2)
             number += 2
-            wrong += [f"{subject.name}/{path.name} swapped: {said}" for said in found]
+            wrong += [f"{subject.name}/{path.name} swapped: {fault}" for fault in found]
         _swap(last, before)
         number += 1
         wrong += [
-            f"{subject.name}: folders swapped: {said}"
-            for said in subject.faults(training, newest=NUM_STATES - 2)
+            f"{subject.name}: folders swapped: {fault}"
+            for fault in subject.faults(training, newest=NUM_STATES - 2)
         ]
         _swap(last, before)
     for subject in every:
@@ -247,8 +251,8 @@ def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
                     shutil.copyfile(other, path)
                     number += 1
                     wrong += [
-                        f"{subject.name}/{path.name} of {giver.name}: {said}"
-                        for said in subject.faults(training)
+                        f"{subject.name}/{path.name} of {giver.name}: {fault}"
+                        for fault in subject.faults(training)
                     ]
     return {"swaps": number, "wrong": wrong}
 

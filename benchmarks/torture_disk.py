@@ -1,6 +1,6 @@
-"""A disk that fails at each change, for once or for good, and at each read.
+"""Fail a disk at each change, once and permanently, and at each read.
 
-What was committed before is there afterwards, loads to the bit, and the next life trains on.
+Committed checkpoints stay, load bit-equal, and the next training continues from them.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
@@ -19,23 +19,23 @@ from curry_train.runs.files import LocalFiles
 from curry_train.runs.policy import SavingPolicy
 from torture_books import Books
 from torture_kills import CONFIGS
-from torture_ranks import Said
+from torture_ranks import RankReport
 from torture_training import Expected, Training, dev_loss
 
 KINDS_OF_ERROR = (errno.ENOSPC, errno.EIO, errno.EROFS)
-BEFORE, AFTER = 5, 7  # what is committed before the disk fails, and where training is to come to
+BEFORE, AFTER = 5, 7  # steps committed before the disk fails, and the last step of training
 CONFIG = CONFIGS[0]
 
 
 class Trial:
-    """A run in a folder, with the books of the judge."""
+    """A run in a folder, with the books that judge it."""
 
     def __init__(self, folder: Path, expected: Expected) -> None:
         self.books, self.folder = Books(folder, expected, CONFIG), folder
-        self.said: list[Said] = []
+        self.reports: list[RankReport] = []
 
     def train(self, until: int, files: Any = None, *, in_background: bool = True) -> str | None:
-        """A life; what ended it early, in words. What has been committed is kept in the books."""
+        """Train and report; return the error that ended it early, if any."""
         training, store = Training(), Store(self.folder, files=files)
         try:
             with store:
@@ -61,8 +61,8 @@ class Trial:
         return None
 
     def judge(self) -> list[str]:
-        found = self.books.judge(self.said, finished=False)
-        self.said = []
+        found = self.books.judge(self.reports, finished=False)
+        self.reports = []
         return found
 
     def wrong_state(self) -> list[str]:
@@ -81,7 +81,7 @@ class Trial:
         )
 
     def _say(self, word: str, what: Any) -> None:
-        self.said.append(Said(0.0, 0, word, what))
+        self.reports.append(RankReport(0.0, 0, word, what))
 
     def _compare(self, training: Training) -> None:
         step = training.state.step
@@ -90,7 +90,7 @@ class Trial:
 
 
 class Failing:
-    """Raises at the n-th change, and at each after it if it lasts."""
+    """Raise at the n-th change, and at each later one if it lasts."""
 
     def __init__(self, number: int, code: int, *, lasts: bool) -> None:
         self.number = number
@@ -107,25 +107,25 @@ class Failing:
 
 
 def prepared(folder: Path, expected: Expected, *, of: Trial | None = None) -> Trial:
-    """A run of some steps, or a copy of one."""
+    """Make a run of some steps, or a copy of one."""
     shutil.rmtree(folder, ignore_errors=True)
     trial = Trial(folder, expected)
     if of is not None:
         shutil.copytree(of.folder, folder, symlinks=True)
         trial.books.needed = dict(of.books.needed)
         return trial
-    said = trial.train(BEFORE)
-    if said or (wrong := trial.judge()):
-        raise RuntimeError(f"the run that is to be damaged did not train: {said or wrong}")
+    error_text = trial.train(BEFORE)
+    if error_text or (wrong := trial.judge()):
+        raise RuntimeError(f"the run that is to be damaged did not train: {error_text or wrong}")
     return trial
 
 
 def errors_at_each_change(
     folder: Path, expected: Expected, *, every: int = 1, progress: Callable[[int], None] = print
 ) -> dict[str, Any]:
-    """Each kind of error, for once and for good, at each change that a life makes."""
+    """Raise each kind of error, once and permanently, at each change of a training."""
     errors = 0
-    told = 0
+    num_raised = 0
     wrong = []
     first = prepared(folder.with_name("first"), expected)
     for lasts in (False, True):
@@ -134,16 +134,16 @@ def errors_at_each_change(
             while True:
                 trial = prepared(folder, expected, of=first)
                 failing = Failing(number, code, lasts=lasts)
-                said = trial.train(AFTER, CountedFiles(folder, ask=failing))
+                error_text = trial.train(AFTER, CountedFiles(folder, ask=failing))
                 if not failing.failed:
                     break
                 errors += 1
-                told += said is not None
+                num_raised += error_text is not None
                 found = trial.judge() + trial.wrong_state()
-                if said is None and trial.books.needed and lasts:
-                    found.append("nobody heard of a disk that fails for good")
-                said = trial.train(AFTER)
-                found += [f"the next life ended with {said}"] if said else []
+                if error_text is None and trial.books.needed and lasts:
+                    found.append("a disk that fails permanently raised no error")
+                error_text = trial.train(AFTER)
+                found += [f"the next training ended with {error_text}"] if error_text else []
                 found += trial.judge() + trial.wrong_state()
                 how = "for good" if lasts else "once"
                 wrong += [
@@ -151,11 +151,11 @@ def errors_at_each_change(
                 ]
                 number += every
                 progress(errors)
-    return {"errors": errors, "told": told, "wrong": wrong}
+    return {"errors": errors, "told": num_raised, "wrong": wrong}
 
 
 class _FailingReads(LocalFiles):
-    """The n-th file that is opened can't be read."""
+    """File access in which the n-th opened file can't be read."""
 
     def __init__(self, root: Path, number: int) -> None:
         super().__init__(root)

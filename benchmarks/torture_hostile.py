@@ -160,7 +160,7 @@ def hostile(
             except (pickle.PicklingError, TypeError, AttributeError):
                 continue  # no pickle can hold it
             counts[group] += 1
-            wrong += [f"{group}, {name}: {said}" for said in ground.tried(loads=loads)]
+            wrong += [f"{group}, {name}: {fault}" for fault in ground.tried(loads=loads)]
             progress(sum(counts.values()))
     finally:
         _watched.clear()

@@ -144,22 +144,22 @@ def _one_life(
     )
     killed_at = _kill_as_planned(ranks, plan, world, generator)
     ranks.end()
-    said = ranks.said
-    ended = {one.rank for one in said if one.word == "finished"}
+    reports = ranks.reports
+    ended = {one.rank for one in reports if one.word == "finished"}
     finished = len(ended) == world
     wrong = _failures(ranks, killed_at)
-    wrong += books.judge(said, finished=finished)
+    wrong += books.judge(reports, finished=finished)
     found["wrong"] += [
         f"history {found['histories']}, kill {found['kills']}, {plan}: {one}" for one in wrong
     ]
-    found["rollbacks"] += plan.turn is not None and any(one.word == "resumed" for one in said)
+    found["rollbacks"] += plan.turn is not None and any(one.word == "resumed" for one in reports)
     found["finished"] += finished
     if any(os.WIFSIGNALED(ranks.statuses[rank]) and rank not in ended for rank in plan.victims):
         found["kills"] += 1
         found["of_one_rank"] += world > 1 and len(plan.victims) == 1
         found["at_a_change"] += plan.change is not None
         found["right_after_a_rollback"] += plan.at_once
-    steps = sum(one.word == "step" and one.rank == 0 for one in said)
+    steps = sum(one.word == "step" and one.rank == 0 for one in reports)
     if plan.after == "started":
         if steps > 6:
             longest *= 0.9
@@ -173,8 +173,8 @@ def _kill_as_planned(
 ) -> float | None:
     """Kill the ranks and return the time, or return None if they ended before the plan's word."""
     if not ranks.listen(
-        lambda said: any(
-            one.word == plan.after and (one.rank == 0 or one.word == "dies") for one in said
+        lambda reports: any(
+            one.word == plan.after and (one.rank == 0 or one.word == "dies") for one in reports
         )
     ):
         return None
@@ -189,10 +189,10 @@ def _kill_as_planned(
 
 def _failures(ranks: Ranks, killed_at: float | None) -> list[str]:
     """List the errors that ranks reported before the kill, and a hang."""
-    struck_at = next((one.at for one in ranks.said if one.word == "dies"), killed_at)
+    struck_at = next((one.at for one in ranks.reports if one.word == "dies"), killed_at)
     wrong = [
         f"rank {one.rank}: {one.what}"
-        for one in ranks.said
+        for one in ranks.reports
         if one.word == "failed" and not (struck_at and one.at > struck_at)
     ]
     if ranks.hung:

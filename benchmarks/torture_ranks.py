@@ -1,6 +1,6 @@
 """Fork ranks from a warm process of one thread, since importing torch outlasts a life.
 
-What they have to say goes through a pipe, whose content outlives a kill.
+They report through a pipe, whose content survives a kill.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
@@ -23,8 +23,8 @@ QUICK = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @dataclass(frozen=True)
-class Said:
-    """One line of a rank."""
+class RankReport:
+    """One report of a rank: a word and its value."""
 
     at: float
     rank: int
@@ -34,19 +34,19 @@ class Said:
 
 @dataclass
 class Ranks:
-    """Forked processes that train together, and what they said so far."""
+    """Forked processes that train together, and their reports so far."""
 
     pids: list[int]
     pipe: int
     meeting: str
-    said: list[Said] = field(default_factory=list)
+    reports: list[RankReport] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     hung: bool = False
     _rest: bytes = b""
 
-    def listen(self, until: Callable[[list[Said]], Any]) -> bool:
+    def listen(self, until: Callable[[list[RankReport]], Any]) -> bool:
         """Wait until the reports fulfil a condition; False if the ranks ended or took too long."""
-        while not until(self.said):
+        while not until(self.reports):
             if not self._read():
                 return False
         return True
@@ -55,10 +55,10 @@ class Ranks:
         for rank in ranks:
             os.kill(
                 self.pids[rank], signal.SIGKILL
-            )  # not waited for yet, so the number is still theirs
+            )  # not reaped yet, so the number still belongs to it
 
     def end(self) -> None:
-        """Listen to the end, and wait for all."""
+        """Read all reports, and wait for all ranks to end."""
         while self._read():
             pass
         self.statuses = {rank: os.waitpid(pid, 0)[1] for rank, pid in enumerate(self.pids)}
@@ -72,12 +72,12 @@ class Ranks:
             self.kill(list(range(len(self.pids))))
         data = os.read(self.pipe, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self.said += [Said(*json.loads(line)) for line in lines]
+        self.reports += [RankReport(*json.loads(line)) for line in lines]
         return bool(data)
 
 
 def start(world: int, life: Callable[..., None], **arguments: Any) -> Ranks:
-    """Fork so many ranks that call `life(rank, world, say, **arguments)`."""
+    """Fork `world` ranks that call `life(rank, world, say, **arguments)`."""
     meeting = tempfile.mktemp(prefix="meet-", dir=QUICK)
     reading, writing = os.pipe()
     pids = []
@@ -105,7 +105,7 @@ def _be_a_rank(
     status = 1
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 2)  # gloo tells of every peer that was killed
+        os.dup2(silence, 2)  # gloo prints a message for every peer that was killed
         if world > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             dist.init_process_group(
@@ -113,7 +113,7 @@ def _be_a_rank(
             )
         life(rank, world, say, **arguments)
         status = 0
-    except BaseException as error:  # noqa: BLE001 - the process that forked judges it
+    except BaseException as error:  # noqa: BLE001 - the parent process judges it
         trace = traceback.format_exception(error)[-3:]
         say("failed", f"{type(error).__name__}: {error} {''.join(trace)[-600:]}"[:3000])
     finally:

@@ -142,15 +142,15 @@ class Expected:
 def straight(world: int, folder: Path) -> Expected:
     """Never killed, never resumed, saved in the foreground at each step by the store alone."""
     ranks = start(world, _straight_life, folder=folder)
-    ranks.listen(lambda said: False)
+    ranks.listen(lambda reports: False)
     ranks.end()
     if any(ranks.statuses.values()):
         raise RuntimeError(
             f"the straight run of {world} ranks failed: "
-            f"{[one for one in ranks.said if one.word == 'failed']}"
+            f"{[one for one in ranks.reports if one.word == 'failed']}"
         )
     run = SavedRun(folder)
-    live = {(one.rank, one.what[0]): one.what[1] for one in ranks.said}
+    live = {(one.rank, one.what[0]): one.what[1] for one in ranks.reports}
     return Expected(live, {one.step: contents(run, one) for one in run.committed("rollback")})
 
 

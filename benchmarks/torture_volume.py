@@ -1,4 +1,4 @@
-"""Save to a full or read-only volume: what was committed stays and loads to the bit.
+"""Save to a full or read-only volume: committed checkpoints stay and load bit-equal.
 
 The kernel itself refuses; nothing is simulated.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
@@ -23,7 +23,7 @@ from torture_training import Expected
 
 @contextmanager
 def _volume(size: str) -> Iterator[Path | None]:
-    """A small file system of its own in memory; None where this process may not mount one."""
+    """Mount a small file system in memory; return None without the permission to mount."""
     folder = Path(tempfile.mkdtemp(prefix="volume-"))
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
@@ -39,14 +39,14 @@ def _volume(size: str) -> Iterator[Path | None]:
 
 
 class _Unaware(LocalFiles):
-    """Room is not asked for, so that it ends in the middle of a file."""
+    """File access that reports unlimited space, so that the disk fills in the middle of a file."""
 
     def free_bytes(self) -> None:
         return None
 
 
 def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:
-    """A volume with 0, 1, 2, ... blocks left: the kernel ends the save anywhere in it."""
+    """Save to a volume with 0, 1, 2, ... free blocks: the kernel ends the save at any place."""
     full = 0
     wrong = []
     cryptic = 0
@@ -56,11 +56,13 @@ def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:
         for blocks in range(most):
             trial, filler = prepared(volume / "run", expected), volume / "filler"
             _fill(filler, leave=blocks * 4096)
-            said = trial.train(BEFORE + 1, _Unaware(volume / "run"), in_background=bool(blocks % 2))
+            error_text = trial.train(
+                BEFORE + 1, _Unaware(volume / "run"), in_background=bool(blocks % 2)
+            )
             found = trial.judge() + trial.wrong_state()
             filler.unlink()
-            full += said is not None
-            cryptic += said is not None and "No space left" not in said
+            full += error_text is not None
+            cryptic += error_text is not None and "No space left" not in error_text
             if (later := trial.train(AFTER)) is not None:
                 found.append(f"with room again: {later}")
             wrong += [
@@ -71,9 +73,11 @@ def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:
         assert volume is not None
         trial = prepared(volume / "run", expected)
         _fill(volume / "filler", leave=400_000)
-        said = trial.train(AFTER)
+        error_text = trial.train(AFTER)
         wrong += [f"too little room: {one}" for one in [*trial.judge(), *trial.wrong_state()]]
-        wrong += [] if "NoRoom" in (said or "") else [f"too little room was met with {said}"]
+        wrong += (
+            [] if "NoRoom" in (error_text or "") else [f"too little room was met with {error_text}"]
+        )
     return {"how": "tmpfs of 3 MB", "errors": full, "without_its_reason": cryptic, "wrong": wrong}
 
 
@@ -85,15 +89,17 @@ def _fill(path: Path, *, leave: int) -> None:
 
 
 def read_only(expected: Expected) -> dict[str, Any]:
-    """A volume that is mounted read-only, and a folder that belongs to somebody else."""
+    """Save to a volume that is mounted read-only, and to a folder of another user."""
     wrong, tried = [], []
     with _volume("3m") as volume:
         if volume is not None:
             trial = prepared(volume / "run", expected)
             subprocess.run(["mount", "-o", "remount,ro", volume], check=True)
-            said = trial.train(AFTER)
+            error_text = trial.train(AFTER)
             wrong += (
-                [] if "Read-only" in (said or "") else [f"a read-only volume was met with {said}"]
+                []
+                if "Read-only" in (error_text or "")
+                else [f"a read-only volume was met with {error_text}"]
             )
             wrong += [f"read-only volume: {one}" for one in trial.wrong_state()]
             tried.append("volume remounted read-only")
@@ -121,8 +127,8 @@ def _as_somebody_else(trial: Trial) -> None:
         if os.geteuid() == 0:
             os.setresgid(65534, 65534, 65534)
             os.setresuid(65534, 65534, 65534)
-        said = trial.train(AFTER)
-        if "Permission denied" not in (said or ""):
+        error_text = trial.train(AFTER)
+        if "Permission denied" not in (error_text or ""):
             status = 1
         elif trial.wrong_state():
             status = 2
