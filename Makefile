@@ -28,10 +28,10 @@ test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-
 long: $(dev_ready)  ## run the variants that `make test` leaves out, and only those
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
 
-torture: $(dev_ready)  ## kill, damage and forge checkpoints for the record; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
+torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 
-spikes: $(dev_ready)  ## hundreds of small trainings under the loss watchdog, for the record
+spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
 
 check: static test  ## all that CI runs
@@ -52,7 +52,7 @@ skills: $(dev_ready)  ## the open validator over each skill, and skillsaw over t
 	@for skill in skills/*/; do $(PYTHON) -m skills_ref.cli validate "$$skill" || exit 1; done
 	@$(PYTHON) -m skillsaw lint --strict --quiet --no-progress
 
-clients: $(dev_ready)  ## install the bundle into five agent clients, and see which skills they load; needs npm and 1.4 GB
+clients: $(dev_ready)  ## install the bundle into five agent clients, list the skills they load; needs npm and 1.4 GB
 	@PYTHONPATH=template:tests/house:tests/skills $(PYTHON) benchmarks/clients.py $(ARGS)
 
 clean:  ## remove .venv and the caches

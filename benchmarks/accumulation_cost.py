@@ -36,7 +36,7 @@ class AccumulationCost:
 def measure_accumulation_cost(
     *, microsteps: int = 8, repeats: int = 400, warmup: int = 50
 ) -> AccumulationCost:
-    """Compare a window with the same step by hand, on a model so small that only Python counts."""
+    """Compare a window with the same step by hand, on a model so small that Python dominates."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
         default=60.0,
         help="training time, for foreground saves and again for background saves",
     )
-    parser.add_argument("--overhead", type=float, default=0.035, help="bound to keep")
+    parser.add_argument("--overhead", type=float, default=0.035, help="bound on the overhead")
     parser.add_argument("--folder", help="write here; files are removed afterwards")
     parser.add_argument("--json", metavar="PATH", help="write the figures; - is standard output")
     options = parser.parse_args(arguments)

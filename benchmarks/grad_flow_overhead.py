@@ -40,7 +40,7 @@ def sizes() -> dict[str, tuple[Workload, int]]:
 
 
 class HooksByHand(contextlib.AbstractContextManager[Any]):
-    """Hooks as often written: three numbers per tensor of each leaf module, each a device sync."""
+    """Hooks as scripts have them: three numbers per tensor of each leaf, each a device sync."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.calls: Counter[str] = Counter()

@@ -4,8 +4,8 @@
     python benchmarks/object_store_check.py --json evidence/checkpoint_objects.json
 
 Saves, loads, verifies, retains, locks, and kills writers at changes of the store. Without these two
-packages `python -m pytest tests/runs/test_store_objects.py` holds the same on two file systems.
-Proof: the record it writes.
+packages `python -m pytest tests/runs/test_store_objects.py` checks the same on two file systems.
+Proof: its record.
 """
 
 import argparse

@@ -32,7 +32,7 @@ THEIRS = "attention and every second product"
 
 
 def every_second(kind: BlockKind) -> Option:
-    """Return what torchtitan's policy keeps by default, as calls of the block."""
+    """Return the calls of a block that torchtitan's policy keeps by default."""
     _, calls = kind.run(Option(NONE_KIND))
     counted: Counter[str] = Counter()
     kept = set()

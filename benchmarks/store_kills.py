@@ -1,4 +1,4 @@
-"""Kill a process that saves, at every change or at random moments, and check what is left.
+"""Kill a process that saves, at every change or at random moments, and check its folder.
 
     python -m store_kills FOLDER [--every N] [--random N] [--seed S] [--json PATH]
 
@@ -26,7 +26,7 @@ from curry_train.core.wording import provenance, write_json
 from curry_train.runs.files import LocalFiles
 from curry_train.runs.store import Store
 
-STEPS = 3  # of which the first is committed before, and the others are where the child may die
+STEPS = 3  # the first is committed before; the child may die in the others
 
 
 def states() -> dict[int, Any]:
@@ -96,7 +96,7 @@ def prepare(folder: Path) -> None:
 def at_every_change(
     folder: Path, expected: dict[int, Any], *, renames: bool, every: int
 ) -> dict[str, Any]:
-    """One kill at each change, or each of so many, until the child comes to its end."""
+    """Kill a child at each change, or at every n-th one, until a child finishes."""
     wrong: list[str] = []
     killed: list[int] = []
     for number in itertools.count(1, every):
@@ -118,7 +118,7 @@ def at_every_change(
 def at_random(
     folder: Path, expected: dict[int, Any], *, num_kills: int, seed: int
 ) -> dict[str, Any]:
-    """Kills after random times, out of the time that a child needs."""
+    """Kill children after random times, within the time that a child needs."""
     generator = random.Random(seed)
     wrong = []
     during = 0

@@ -1,4 +1,4 @@
-"""Judge a run's folder after a kill, from the reports of its ranks alone.
+"""Judge a run's folder after a kill, by the reports of its ranks alone.
 
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
@@ -64,7 +64,7 @@ class Books:
         ]
         if finished and any(
             one.word == "committed" and one.what for one in reports
-        ):  # retention has had a turn
+        ):  # retention may have deleted it
             wrong += self._at_the_end(run, there)
         self.needed = {name: one for name, one in there.items() if name not in gone}
         return wrong
@@ -74,7 +74,7 @@ class Books:
         try:
             text = run.verify(
                 one
-            ).render()  # every file again; one with the same hashes has been compared before
+            ).render()  # read every file; one with the same hashes was compared before
             same = self.compared.get(one.folder) == text or self.expected.is_as_saved(
                 one, contents(run, one)
             )

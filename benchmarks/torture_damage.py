@@ -1,6 +1,6 @@
 """Check that flipped, cut, missing and swapped files are refused before anything changes.
 
-After each the previous state loads to the bit.
+After each fault the previous state loads bit-equal.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
@@ -23,7 +23,7 @@ TWO_RANKS = "two-ranks"
 
 @dataclass(frozen=True)
 class Subject:
-    """Hold a run with three checkpoints of a kind, and the training after loading each."""
+    """A run with three checkpoints of a kind, and the training after loading each."""
 
     name: str
     root: Path
@@ -58,7 +58,7 @@ class Subject:
                 wrong.append("it was taken for whole")
             except DamagedCheckpoint:
                 continue
-            except Exception as error:  # noqa: BLE001 - what nobody foresaw is what is looked for
+            except Exception as error:  # noqa: BLE001 - unforeseen errors are what this looks for
                 wrong.append(f"it was met with {type(error).__name__}: {error}")
         if training.live() != before:
             wrong.append("it was refused after something was changed")
@@ -81,14 +81,14 @@ class Subject:
 
 
 def _forget(training: Training) -> None:
-    """Every parameter and generator to other values, so that a load has something to do."""
+    """Change every parameter and generator, so that a load has something to restore."""
     for parameter in training.state.model.parameters():
         parameter.data.fill_(7.0)
     training.order.manual_seed(1)
 
 
 def subjects(root: Path) -> list[Subject]:
-    """One for each kind, saved by one rank; and one that was saved by two."""
+    """Make a run of each kind saved by one rank, and one saved by two."""
     found, reported = [], dict[int, tuple[str, str]]()
     for name in ("rollback", "recovery", BEST_KIND, TWO_RANKS):
         folder = root / name
@@ -113,7 +113,7 @@ def subjects(root: Path) -> list[Subject]:
             subject.loaded[saved.step] = subject.hash_of(training)
             if name != TWO_RANKS and subject.loaded[saved.step] not in reported[saved.step]:
                 raise RuntimeError(
-                    f"{saved.location} is not what was saved, and nothing was damaged yet"
+                    f"{saved.location} differs from the saved state before any damage"
                 )
         found.append(subject)
     return found
@@ -135,7 +135,7 @@ def save_all(rank: int, world: int, say: Callable[..., None], *, folder: Path, k
 
 @contextmanager
 def put_back(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, which it has again afterwards."""
+    """Return the bytes of a file, and restore them afterwards."""
     data = path.read_bytes()
     try:
         yield data
@@ -147,7 +147,7 @@ def put_back(path: Path) -> Iterator[bytes]:
 def flips(
     every: list[Subject], number: int, *, seed: int = 0, progress: Callable[[int], None] = print
 ) -> dict[str, Any]:
-    """So many single bits, as many in each file; the first and the last byte of each among them."""
+    """Flip single bits, equally many in each file, including its first and last byte."""
     generator = random.Random(seed)
     by_file = dict[str, int]()
     wrong = []
@@ -182,7 +182,7 @@ def flips(
 
 
 def cut(every: list[Subject], lengths: int, *, seed: int = 0, stride: int = 1) -> dict[str, Any]:
-    """Each file cut at several lengths, made longer, and missing."""
+    """Cut each file at several lengths, make it longer, and remove it."""
     generator = random.Random(seed)
     wrong = []
     training = Training()
@@ -228,7 +228,7 @@ def swapped(every: list[Subject], *, stride: int = 1) -> dict[str, Any]:
                     continue
                 path.write_bytes(others)
                 found = subject.faults(training)
-                other.write_bytes(data)  # now both are wrong
+                other.write_bytes(data)  # both are damaged now
                 found += subject.faults(training, newest=NUM_STATES - 2)
             number += 2
             wrong += [f"{subject.name}/{path.name} swapped: {fault}" for fault in found]

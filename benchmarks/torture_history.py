@@ -1,6 +1,6 @@
-"""Run a history under the real policy, against a simple model of what must be there.
+"""Run a history under the real policy, against a simple model of the expected checkpoints.
 
-The books count for each checkpoint how many stand above it; they ask the package nothing.
+The model counts for each checkpoint how many are above it; it calls nothing of the package.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
 """
 
@@ -80,23 +80,23 @@ class Books:
 
 
 class WrongHistory(AssertionError):
-    """The policy did not do what the books say."""
+    """Raised when the policy deviates from the model."""
 
 
 class History:
-    """One run, over all its processes."""
+    """A run over all its processes."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self.config = config
         self.files = PaperFiles()
         self.books = Books(config)
         self.rotten: set[str] = set()
-        # Whether the books know each checkpoint; after a crash they read once what is there.
+        # Whether the books have each checkpoint; after a crash they read the folder once.
         self.sure = True
         self.begin()
 
     def begin(self) -> None:
-        """A new process, which resumes from the latest."""
+        """Start a new process, which resumes from the latest checkpoint."""
         self.state, self.books.guarded = PaperState(), set()
         self.store = PaperStore(self.files, self.rotten)
         self.policy = SavingPolicy(self.store, self.config)
@@ -130,7 +130,7 @@ class History:
         self.books.rotten &= self.books.rows
 
     def train(self, what: tuple[int, float | None, bool], *, crash: int | None = None) -> None:
-        """So many steps, the last with a dev loss or none, and with a loss that may be NaN."""
+        """Train some steps, the last with or without a dev loss; losses may be NaN."""
         steps, value, healthy = what
         for number in range(steps):
             self.state.step += 1
@@ -148,7 +148,7 @@ class History:
                 expect(self.books.rows == before, "something was saved with NaN", before)
 
     def note(self, step: int, metrics: dict[str, float]) -> None:
-        """Enter in the books what had to be done."""
+        """Record in the books what the policy had to do."""
         value = metrics.get("dev_loss")
         due = [kind for kind, every in self.cadences() if every and step % every == 0]
         if not all(math.isfinite(one) for one in metrics.values()) or not (
@@ -197,7 +197,7 @@ class History:
         newest = max(at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST_KIND)
         self.books.rotten = {
             row for row in self.books.rotten if row[1] >= newest
-        }  # what is older nobody has read
+        }  # older checkpoints were not read
         self.rotten = {folder_name(*row[:2]) for row in self.books.rotten}
         self.restart()
 
@@ -214,7 +214,7 @@ class History:
             self.books.guarded.add(row)
 
     def crash(self, what: tuple[int, Any]) -> None:
-        """End at the n-th change of a step or of a rollback, and judge what a new process finds."""
+        """Crash at the n-th change of a step or a rollback; judge the folder in a new process."""
         after, inner = what
         before, turned = set(self.books.rows), None
         try:
@@ -229,11 +229,11 @@ class History:
         except Crash:
             rotten = {
                 row for row in self.books.rotten if folder_name(*row[:2]) in self.rotten
-            }  # one may be saved anew
+            }  # a step may be saved again
             self.sure = False
             before = (
                 set(self.books.rows) if turned is None else before
-            )  # the steps before the last were entered
+            )  # the earlier steps are recorded already
             self.begin()
             self.sure = True
             self.judge_crash(before, turned, rotten)
@@ -244,7 +244,7 @@ class History:
         turned: int | None,
         rotten: set[tuple[str, int, float]],
     ) -> None:
-        """The newest is there, and whatever else is gone had enough above it."""
+        """Check that the newest exists, and that each deleted one had enough above it."""
         there = self.there()
         states = {
             row

@@ -27,7 +27,7 @@ from curry_train.runs.retention import TURNED_BACK_FILE_NAME
 from torture_shapes import calls, opcodes, places
 from torture_training import Training
 
-COMMANDS = ("list", "show", "verify", "diff")  # those of `runs` that look at checkpoints
+COMMANDS = ("list", "show", "verify", "diff")  # commands of `runs` that read checkpoints
 GROUPS = ("calls", "opcodes", "data", "values", "paths")
 STEP = "rollback/step-00000002.dcp"
 _watched: set[str] = set()
@@ -36,7 +36,7 @@ _hooked: list[bool] = []
 
 
 class Ground:
-    """Hold a run with two states, the second forged, beside files that must stay untouched."""
+    """A run with two states, the second forged, beside files that must stay unchanged."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, root / "runs/victim"
@@ -93,7 +93,7 @@ class Ground:
                     if training.live() != before
                     else []
                 )
-            except Exception as error:  # noqa: BLE001 - what nobody foresaw is what is looked for
+            except Exception as error:  # noqa: BLE001 - unforeseen errors are what this looks for
                 wrong.append(f"a load ended with {error!r}")
             else:
                 wrong += [] if loads or folder == self.best else ["it was loaded"]
@@ -146,7 +146,7 @@ def hostile(
     groups: tuple[str, ...] = GROUPS,
     progress: Callable[[int], None] = print,
 ) -> dict[str, Any]:
-    """Each shape of these groups, or each of so many."""
+    """Try each shape of these groups, or every n-th one."""
     ground = Ground(root)
     wrong = list[str]()
     counts = dict.fromkeys(GROUPS, 0)
@@ -158,7 +158,7 @@ def hostile(
             try:
                 act()
             except (pickle.PicklingError, TypeError, AttributeError):
-                continue  # no pickle can hold it
+                continue  # can't be pickled
             counts[group] += 1
             wrong += [f"{group}, {name}: {fault}" for fault in ground.tried(loads=loads)]
             progress(sum(counts.values()))
@@ -168,7 +168,7 @@ def hostile(
 
 
 def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]]:
-    """Group, name, what forges it, and whether a load may come to its end."""
+    """Yield group, name, the forging function, and whether a load may succeed."""
     canary = str(ground.canary)
     for title, call in calls(canary).items():
         for place, metadata in places(ground.metadata, call):
@@ -214,7 +214,7 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
                 "nested",
                 "storage meta",
                 "version",
-            ):  # which nobody asks for
+            ):  # never loaded
                 yield (
                     "values",
                     f"{value!r} in {place}",
@@ -225,7 +225,7 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
 
 
 def _in_a_tensor(ground: Ground, call: Any, *, zipped: bool) -> None:
-    """In the place of the bytes of every tensor."""
+    """Put the bytes in place of every tensor."""
     stream = io.BytesIO()
     torch.save(call, stream, _use_new_zipfile_serialization=zipped)
     metadata = copy.deepcopy(ground.metadata)
@@ -304,7 +304,7 @@ def _link(path: Path, target: str) -> None:
 
 
 def _turned_back(ground: Ground, note: str) -> None:
-    """A note that names what is not of this run; the next save would remove it."""
+    """Write a note that names files outside of the run, which the next save would remove."""
     from curry_train.runs.policy import SavingPolicy
     from curry_train.runs.policy_config import PolicyConfig
 

@@ -24,9 +24,9 @@ from torture_books import Books
 from torture_ranks import Ranks, start
 from torture_training import STEPS, Expected, Training, dev_loss
 
-TURNS = 0.4  # of the lives begin with a rollback
-CHANGES = 0.4  # of the kills strike at a change on the disk, the others at a moment
-SURVIVE = 0.03  # seconds that ranks may go on when another one was killed
+TURNS = 0.4  # share of trainings that begin with a rollback
+CHANGES = 0.4  # share of kills at a change on the disk; the others come at a random time
+SURVIVE = 0.03  # seconds that ranks may continue after another one was killed
 CONFIGS = [
     PolicyConfig(
         rollback_every=every, recovery_every=recovery, best_k=2, retention=Retention(*keep)
@@ -94,9 +94,9 @@ class Plan:
     turn: int | None
     victims: list[int]
     change: int | None
-    after: str  # the word of the first rank from which on time counts
+    after: str  # the word of the first rank that starts the clock
     seconds: float
-    at_once: bool = False  # in the rollback, or right after it
+    at_once: bool = False  # during the rollback, or right after it
 
     @classmethod
     def draw(cls, generator: random.Random, books: Books, world: int, longest: float) -> "Plan":
@@ -211,7 +211,7 @@ def kill_many(
     until_wrong: bool = False,
     progress: Callable[[int], None] = lambda kills: None,
 ) -> dict[str, Any]:
-    """Histories of lives until so many were killed before their end."""
+    """Run histories until `number` trainings were killed before their end."""
     generator = random.Random(f"{seed}-{world}")
     found = {
         "kills": 0,

@@ -1,6 +1,6 @@
 """Store manifests alone in memory, so that ten thousand histories take minutes.
 
-Saving, removing, sweeping and the note of a rollback are the store's own; the process may end at
+Saving, removing, sweeping and the note of a rollback run the store's code; the process may end at
 each change.
 Proof: `python -m pytest tests/benchmarks/test_torture_retention.py`.
 """
@@ -23,11 +23,11 @@ from curry_train.runs.layout import (
 from curry_train.runs.ranks import DamagedCheckpoint
 from curry_train.runs.store import Store
 
-FIRST = 99_999_994  # some steps later a step has nine digits, and sorts before this as text
+FIRST = 99_999_994  # later steps have nine digits, and as text sort before this one
 
 
 class Crash(BaseException):
-    """The process ends here; no handler of errors may see it."""
+    """Raised where the process ends; no error handler may catch it."""
 
 
 class PaperFiles(Files):
@@ -129,7 +129,7 @@ class PaperStore(Store):
         return self._saved(final, manifest)
 
     def committed(self, kind: str) -> list[SavedCheckpoint]:
-        """As the store has it, but each manifest is read once."""
+        """List checkpoints as the store does, but read each manifest once."""
         return [
             _saved(self.files.held[key], key)
             for key in sorted(self.files.held)

@@ -41,7 +41,7 @@ def optimizer_state_stays_as_it_is() -> Any:
 
 
 def renamed_before_it_is_whole() -> Any:
-    """The manifest comes after the rename."""
+    """Write the manifest after the rename."""
 
     def commit(self: Writing, parts: Any) -> Any:
         folder, self.folder = self.folder, self.final
@@ -112,7 +112,7 @@ def links_are_followed() -> Any:
 
 
 def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
-    """The children are planted, and the judge is not."""
+    """Plant the fault in the children, but not in the judge."""
 
     def plant() -> None:
         contextlib.ExitStack().enter_context(fault())

@@ -60,7 +60,7 @@ def histories(
     shorten: bool = True,
     progress: Callable[[int], None] = lambda number: None,
 ) -> dict[str, Any]:
-    """So many histories out of hypothesis; one that is wrong is made as short as it gets."""
+    """Run a number of hypothesis's histories; a failing one is shortened."""
     count = {
         "histories": 0,
         "events": 0,
@@ -94,5 +94,5 @@ def histories(
 
 
 def with_rules(**planted: Any) -> Any:
-    """A policy in which some of the rules are others."""
+    """Replace some rules of the policy."""
     return mock.patch.multiple(policy, **planted)

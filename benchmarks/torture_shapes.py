@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 
 class Call:
-    """Pickles into a call."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -39,7 +39,7 @@ def calls(canary: str) -> dict[str, Any]:
 
 
 def opcodes(canary: str) -> dict[str, bytes]:
-    """Pickles that no pickler writes."""
+    """Write pickles by hand, as no pickler would."""
     text = canary.encode()
     short = b"\x8c" + bytes([len(text)]) + text
     return {
@@ -66,7 +66,7 @@ def opcodes(canary: str) -> dict[str, bytes]:
 
 
 def places(metadata: Any, call: Any) -> Iterator[tuple[str, Any]]:
-    """The index of a checkpoint with a call in each of its places."""
+    """Yield indexes of a checkpoint, each with a call at another place."""
     name, entry = next(iter(metadata.state_dict_metadata.items()))
     index, place = next(iter(metadata.storage_data.items()))
     yield "whole", call

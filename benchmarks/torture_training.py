@@ -60,7 +60,7 @@ class Training:
         state.position += 6
 
     def live(self, *, model_only: bool = False) -> str:
-        """A hash of all that the next step depends on, taken without the code that saves it."""
+        """Hash all state that the next step depends on, without the code that saves it."""
         found, state = hashlib.blake2b(digest_size=16), self.state
         held = [*state.model.state_dict().values()]
         if not model_only:
@@ -89,12 +89,12 @@ class Training:
 
 
 def dev_loss(step: int) -> float:
-    """Up and down, with ties, and better in the long run."""
+    """Return a dev loss that goes up and down, has ties, and improves in the long run."""
     return (step * 37 % 23 // 2) / 10 - step // 12
 
 
 def contents(run: SavedRun, saved: SavedCheckpoint) -> dict[str, str]:
-    """A hash of each tensor of a checkpoint and of its JSON; a best-K has the model alone."""
+    """Hash each tensor of a checkpoint and its JSON; a best-k has only the model."""
     manifest = read_manifest(run.files, saved.folder)
     if saved.kind == BEST_KIND:
         reader = SafetensorsReader(run.files, saved.folder)
@@ -123,7 +123,7 @@ def _hash(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """Compute each step of an uninterrupted run, in memory on each rank and on the disk."""
+    """The steps of an uninterrupted run, in memory on each rank and on the disk."""
 
     live: dict[tuple[int, int], str]
     saved: dict[int, dict[str, str]]
@@ -140,7 +140,7 @@ class Expected:
 
 
 def straight(world: int, folder: Path) -> Expected:
-    """Never killed, never resumed, saved in the foreground at each step by the store alone."""
+    """Train without a kill or resume, saving each step in the foreground by the store alone."""
     ranks = start(world, _straight_life, folder=folder)
     ranks.listen(lambda reports: False)
     ranks.end()
@@ -164,7 +164,7 @@ def _straight_life(rank: int, world: int, say: Callable[..., None], *, folder: P
 
 
 def warm_up(folder: Path) -> None:
-    """Import here, once, what the ranks would import each."""
+    """Import once what each rank would import."""
     torch.set_num_threads(1)
     training = Training()
     training.step()

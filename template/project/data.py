@@ -34,7 +34,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset | None]:
         dataset = Tokens([read_library_text()], names=["the library's text"], **settings)
     else:
         raise ValueError(
-            f"data.source={config.source} is no data of this project: use text, tokens, or "
+            f"data.source={config.source} is not a source of this project: use text, tokens, or "
             "module:function with a function that returns a dataset"
         )
     return split_dev(dataset, config.dev_fraction)

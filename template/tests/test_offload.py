@@ -1,7 +1,7 @@
 """Tests of offload; torch and pytest are all they need.
 
 Offload moves bytes and computes nothing, so everything is compared bit for bit. On a CPU the host
-memory is a second copy in the same memory: what must be gone is the first one.
+copy is in the same memory as the original; the tests check that the original is freed.
 """
 
 import weakref
@@ -86,7 +86,7 @@ def test_nothing_moves_without_training(mode):
 
 
 class Doubling(nn.Module):
-    """Overwrites a tensor that backward needs."""
+    """A block that overwrites a tensor which backward needs."""
 
     def __init__(self):
         super().__init__()

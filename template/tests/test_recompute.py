@@ -21,7 +21,7 @@ from curry_train.primitives.recompute import (
     remove_recompute,
 )
 
-# Calls of each block. Not an attribute of the block: those move once, recompute or not.
+# Calls of each block, outside of it: recompute restores a block's own attributes.
 CALLS = Counter()
 
 

@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
-        self.num_timesteps += func is torch.ops.aten.sigmoid.default  # a timestep runs one
+        self.num_timesteps += func is torch.ops.aten.sigmoid.default  # one per timestep
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
