@@ -9,16 +9,13 @@ import random
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.blocks import find_blocks
 from curry_train.gates import recompute
-from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.fixtures import run_on_ranks
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
@@ -360,40 +357,12 @@ def test_parity_names_the_block_that_is_unfit(disturb, in_hint, apply):
 
 
 def gradients_on_ranks():
-    workload = load_workload("transformer")
-    case = Case(workload)
-    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
-    found = {}
-    for kind in ("ddp", "fsdp2"):
-        syncs = []
-        gradients = []
-        for technique in (lambda model: [], recompute_blocks):
-            model = case.build()
-            technique(model)
-            if kind == "ddp":
-                model = DistributedDataParallel(model)
-            else:
-                mesh = init_device_mesh("cpu", (2,))
-                for layer in model.layers:
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(model, mesh=mesh)
-            for _ in range(2):
-                model.zero_grad()
-                with GradientSyncs() as counted:
-                    workload.mean_loss(model, batch).backward()
-            syncs.append(counted.num_calls)
-            gradients.append(
-                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
-            )
-        found[kind] = [
-            syncs,
-            max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
-        ]
-    return found
+    return compare_on_ranks("transformer", recompute_blocks)
 
 
 def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
     for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
-        for syncs, difference in found.values():
-            assert syncs[0] == syncs[1] > 0
-            assert difference == 0.0
+        for figures in found.values():
+            assert figures["syncs"][0] > 0
+            assert len(set(figures["syncs"])) == 1
+            assert figures["differences"] == [0.0]

@@ -9,19 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.blocks import find_blocks
 from curry_train.gates import sac
-from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.verdict import Gate
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
@@ -402,45 +400,15 @@ def test_random_operations_are_recomputed_even_if_a_policy_names_them():
 
 
 def gradients_on_ranks():
-    workload = load_workload("transformer")
-    case = Case(workload)
-    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
-    found = {}
-    for kind in ("ddp", "fsdp2"):
-        syncs = []
-        gradients = []
-        for technique in (lambda model: [], apply_sac, apply_regions):
-            model = case.build()
-            technique(model)
-            if kind == "ddp":
-                model = DistributedDataParallel(model)
-            else:
-                mesh = init_device_mesh("cpu", (2,))
-                for layer in model.layers:
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(model, mesh=mesh)
-            for _ in range(2):
-                model.zero_grad()
-                with GradientSyncs() as counted:
-                    workload.mean_loss(model, batch).backward()
-            syncs.append(counted.num_calls)
-            gradients.append(
-                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
-            )
-        worst = [largest_difference(gradients[0], other) for other in gradients[1:]]
-        found[kind] = [syncs, worst]
-    return found
-
-
-def largest_difference(gradients, others):
-    return max((a - b).abs().max().item() for a, b in zip(gradients, others, strict=True))
+    return compare_on_ranks("transformer", apply_sac, apply_regions)
 
 
 def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
     for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
-        for syncs, worst in found.values():
-            assert syncs[0] == syncs[1] == syncs[2] > 0
-            assert worst == [0.0, 0.0]
+        for figures in found.values():
+            assert figures["syncs"][0] > 0
+            assert len(set(figures["syncs"])) == 1
+            assert figures["differences"] == [0.0, 0.0]
 
 
 class Reducing(nn.Module):

@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import snn_timesteps
-from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.fixtures import run_on_ranks
 from curry_train.primitives.hidden_state import HiddenState, check_step
 from curry_train.primitives.snn_timesteps import (
     checkpoint_timesteps,
@@ -292,37 +289,12 @@ def test_chunks_around_neurons_that_keep_state_are_silently_wrong():
 
 
 def gradients_on_ranks():
-    workload = load_workload("snn")
-    case = Case(workload)
-    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
-    found = {}
-    for kind in ("ddp", "fsdp2"):
-        syncs = []
-        gradients = []
-        for technique in (lambda model: [], recompute_timesteps):
-            model = case.build()
-            technique(model)
-            if kind == "ddp":
-                model = DistributedDataParallel(model)
-            else:
-                fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-            for _ in range(2):
-                model.zero_grad()
-                with GradientSyncs() as counted:
-                    workload.mean_loss(model, batch).backward()
-            syncs.append(counted.num_calls)
-            gradients.append(
-                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
-            )
-        found[kind] = [
-            syncs,
-            max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
-        ]
-    return found
+    return compare_on_ranks("snn", recompute_timesteps)
 
 
 def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
     for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
-        for syncs, difference in found.values():
-            assert syncs[0] == syncs[1] > 0
-            assert difference == 0.0
+        for figures in found.values():
+            assert figures["syncs"][0] > 0
+            assert len(set(figures["syncs"])) == 1
+            assert figures["differences"] == [0.0]

@@ -22,8 +22,8 @@ from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 
 PACKAGE = Path(curry_train.__path__[0])
-# The most lines of a technique with all that it imports. One is longer than the others: recipes with
-# the report of what they do not reach.
+# The most lines of a technique with all that it imports. Regions are longer than the others: recipes
+# with the report of what they do not reach.
 MOST_LINES = {
     **dict.fromkeys(
         ("recompute", "sac", "offload", "snn_timesteps", "chunked_loss", "grad_flow"), 1500

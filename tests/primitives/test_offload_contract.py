@@ -12,15 +12,12 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.measure import LiveStorages, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.fixtures import run_on_ranks
 from curry_train.primitives import host_memory, offload
 from curry_train.primitives.host_memory import HostCopies, HostMemoryShort
 from curry_train.primitives.offload import (
@@ -31,8 +28,6 @@ from curry_train.primitives.offload import (
     remove_offload,
 )
 from curry_train.primitives.strategies import STRATEGIES, Sample
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
 
 
 def block(width=32):
@@ -440,49 +435,20 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
 
 
 def gradients_on_ranks():
-    workload = load_workload("transformer")
-    case, rank = Case(workload), dist.get_rank()
-    batch = case.split(case.batch(4), [2, 2])[rank]
-    found = {}
-    for kind in ("ddp", "fsdp2"):
-        syncs, gradients = [], []
-        for technique in (lambda model: [], offload_blocks):
-            model = case.build()
-            technique(model)
-            bare = model
-            if kind == "ddp":
-                model = DistributedDataParallel(model)
-            else:
-                mesh = init_device_mesh("cpu", (2,))
-                for layer in model.layers:
-                    fully_shard(layer, mesh=mesh)
-                fully_shard(model, mesh=mesh)
-            for _ in range(2):
-                model.zero_grad()
-                with GradientSyncs() as counted:
-                    workload.mean_loss(model, batch).backward()
-            syncs.append(counted.num_calls)
-            gradients.append(
-                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
-            )
-        report = offload_report(bare)
-        found[kind] = {
-            "syncs": syncs,
-            "difference": max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True)),
-            "moved": report.moved_bytes,
-            "back": report.brought_back_bytes,
-            "parameters": report.skipped["parameter or buffer"][0],
-        }
-    return found
+    return compare_on_ranks("transformer", offload_blocks, report=moved_bytes)
+
+
+def moved_bytes(model):
+    report = offload_report(model)
+    in_parameters, _ = report.skipped["parameter or buffer"]
+    return [report.moved_bytes, report.brought_back_bytes, in_parameters]
 
 
 def test_two_ranks_have_the_same_gradients_and_move_the_same_bytes():
     for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
         for figures in found.values():
             assert figures["syncs"][0] == figures["syncs"][1] > 0
-            assert figures["difference"] == 0.0
-            assert figures["moved"] == figures["back"] > 0
-            assert (figures["moved"], figures["parameters"]) == (
-                found["ddp"]["moved"],
-                found["ddp"]["parameters"],
-            )
+            assert figures["differences"] == [0.0]
+            ((moved, brought_back, _),) = figures["reports"]
+            assert moved == brought_back > 0
+        assert found["ddp"]["reports"] == found["fsdp2"]["reports"]
