@@ -112,7 +112,7 @@ def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "said"),
+    ("arguments", "status", "message"),
     [
         (["--model", "mlpp"], 2, "no workload is called 'mlpp'"),
         (
@@ -125,12 +125,12 @@ def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path
         (["--model", "mlp", "--device", "cuda"], 3, "no CUDA device"),
     ],
 )
-def test_wrong_usage_is_said_without_a_traceback(run, arguments, status, said):
+def test_wrong_usage_is_said_without_a_traceback(run, arguments, status, message):
     if status == 3 and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     ended = run(*arguments)
     assert ended.exit_code == status
-    assert said in ended.output
+    assert message in ended.output
 
 
 def test_a_plot_is_a_png_with_every_mark(tmp_path):

@@ -90,14 +90,14 @@ def step(model, loss=loss):
 def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cache(name, change):
     plain = built(name)
     changed = built(name)
-    said = built(name)
+    uncached = built(name)
     assert plain.config.use_cache
     change(changed)
-    change(said)
+    change(uncached)
     assert compare(*(step(model) for model in (plain, changed))).bit_equal
     held = [
         measure_memory(model, TOKENS, how).held_bytes
-        for model, how in ((changed, loss), (said, without))
+        for model, how in ((changed, loss), (uncached, without))
     ]
     assert held[0] == held[1]
 
@@ -109,8 +109,8 @@ def test_it_is_said_once(caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             loss(model, TOKENS).backward()
-    (said,) = [record.message for record in caplog.records if "fills a cache" in record.message]
-    assert said.endswith(
+    (message,) = [record.message for record in caplog.records if "fills a cache" in record.message]
+    assert message.endswith(
         "call the model with use_cache=False, or set model.config.use_cache = False"
     )
 
