@@ -241,18 +241,20 @@ def empty_sums(num_rows: int, device: torch.device) -> Tensor:
     return torch.zeros(num_rows, len(SUM_NAMES), dtype=wide(device), device=device)
 
 
-def sums_of(tensor: Tensor) -> Tensor:
-    """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two."""
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return the stored real numbers of this rank's part of a tensor."""
     tensor = dense(tensor.detach())
-    elements = tensor.numel()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-        elements *= 2
-    nonzero, bad, squares = (
-        _counted_here(tensor) if tensor.device.type == "cpu" else _counted_there(tensor)
-    )
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def sums_of(tensor: Tensor) -> Tensor:
+    """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two."""
+    elements = dense(tensor).numel() * (2 if tensor.is_complex() else 1)
+    tensor = _numbers(tensor)
+    count = _counted_here if tensor.device.type == "cpu" else _counted_there
+    nonzero, bad, squares = count(tensor)
     return torch.stack([torch.full_like(bad, elements), elements - nonzero, bad, squares])
 
 
@@ -296,13 +298,8 @@ def squares_of(tensor: Tensor, *, less: Tensor | None = None) -> Tensor:
     It is computed in float64, because an optimizer's update is often below the rounding error of
     half precision.
     """
-    tensor = dense(tensor.detach())
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-        less = None if less is None else torch.view_as_real(less)
-
+    tensor = _numbers(tensor)
+    less = None if less is None else _numbers(less)
     most = CPU_PIECE_ELEMENTS if tensor.device.type == "cpu" else DEVICE_PIECE_ELEMENTS
     dtype = wide(tensor.device)
     total = torch.zeros((), dtype=dtype, device=tensor.device)
@@ -399,11 +396,7 @@ class ProbeHook:
         return self
 
     def __reduce__(self) -> Any:
-        return _nothing_to_do, ()
-
-
-def _nothing_to_do() -> Callable[..., None]:
-    return _do_nothing
+        return functools.partial, (_do_nothing,)
 
 
 def _do_nothing(*_: Any) -> None:
