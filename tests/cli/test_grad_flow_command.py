@@ -99,7 +99,7 @@ def test_json_to_standard_output_is_json_alone(run):
     assert "1 steps probed" in ended.stderr
 
 
-def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
+def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     ended = run(
@@ -125,7 +125,7 @@ def test_what_is_not_finite_ends_with_status_1_and_names_the_layer(run, tmp_path
         (["--model", "mlp", "--device", "cuda"], 3, "no CUDA device"),
     ],
 )
-def test_wrong_usage_is_said_without_a_traceback(run, arguments, status, message):
+def test_wrong_usage_ends_without_a_traceback(run, arguments, status, message):
     if status == 3 and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     ended = run(*arguments)
@@ -162,6 +162,6 @@ def test_a_plot_is_a_png_with_every_mark(tmp_path):
     assert red.sum() > 5000  # a quarter of one panel
 
 
-def test_nothing_probed_is_nothing_to_draw(tmp_path):
+def test_a_plot_without_a_probed_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no step was probed"):
         plot_flow([], tmp_path / "flow.png")

@@ -61,7 +61,7 @@ MODELS = {"gpt2": gpt2, "llama": llama, "t5": t5}
 
 
 def loss(model, tokens):
-    """As a loop of one's own has it, without a word of caches."""
+    """Return the loss as a user's own loop does, without any setting for caches."""
     return model(input_ids=tokens, labels=tokens).loss
 
 
@@ -87,7 +87,7 @@ def step(model, loss=loss):
     "change", [recompute_blocks, apply_sac], ids=lambda change: change.__name__
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cache(name, change):
+def test_the_step_is_bit_equal_and_holds_as_much_as_without_a_cache(name, change):
     plain = built(name)
     changed = built(name)
     uncached = built(name)
@@ -102,7 +102,7 @@ def test_the_step_is_the_plain_one_to_the_bit_and_holds_as_much_as_without_a_cac
     assert held[0] == held[1]
 
 
-def test_it_is_said_once(caplog):
+def test_the_warning_about_a_cache_is_logged_once(caplog):
     checkpointed._warn_once.cache_clear()
     model = built("llama")
     recompute_blocks(model)
@@ -115,8 +115,8 @@ def test_it_is_said_once(caplog):
     )
 
 
-def test_a_cache_that_holds_something_is_refused():
-    """Prefix tuning, for one: what is in it counts."""
+def test_a_filled_cache_is_refused():
+    """Refuse a filled cache, as in prefix tuning, since its content matters."""
     model = built("llama")
     with torch.no_grad():
         prefix = model(TOKENS, past_key_values=DynamicCache()).past_key_values
@@ -128,8 +128,8 @@ def test_a_cache_that_holds_something_is_refused():
 
 
 @pytest.mark.parametrize("change", [recompute_blocks, offload_blocks])
-def test_a_cache_that_is_read_is_never_left_out_in_silence(change):
-    """The second call goes on from what the first has put there."""
+def test_a_cache_that_is_read_is_not_left_out_silently(change):
+    """Read the cache in a second call, which continues from the first."""
     plain, changed = built("llama"), built("llama")
 
     def two(model):
@@ -168,7 +168,7 @@ def jamba():
 
 
 def test_caches_of_several_kinds():
-    """With a cache the recurrent layers compute in another order, which changes the last bits."""
+    """Allow rounding: with a cache the recurrent layers compute in another order."""
     torch.manual_seed(0)
     plain = jamba().train()
     changed = copy.deepcopy(plain)
@@ -201,14 +201,14 @@ def test_blocks_that_share_keys_find_them():
     assert compare(step(plain), step(changed)).bit_equal
 
 
-def test_some_blocks_alone():
-    """The blocks before have filled theirs by then."""
+def test_recomputing_one_block_alone_is_bit_equal():
+    """Recompute a block whose predecessors have already filled their caches."""
     plain, changed = built("llama"), built("llama")
     recompute_blocks(changed, blocks=["model.layers.2"])
     assert compare(*(step(model) for model in (plain, changed))).bit_equal
 
 
-def test_generation_has_its_cache():
+def test_generation_still_uses_its_cache():
     plain, changed = built("llama").eval(), built("llama").eval()
     recompute_blocks(changed)
     how = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
@@ -218,7 +218,7 @@ def test_generation_has_its_cache():
 
 
 @pytest.mark.parametrize("batch", [TOKENS, (TOKENS,), {"input_ids": TOKENS}])
-def test_a_call_of_ours_fills_none_unless_the_batch_says_so(batch):
+def test_our_calls_fill_no_cache_unless_the_batch_asks_for_one(batch):
     model = built("llama")
     assert call(model, batch).past_key_values is None
     assert call(model, {"input_ids": TOKENS, "use_cache": True}).past_key_values is not None
@@ -226,7 +226,7 @@ def test_a_call_of_ours_fills_none_unless_the_batch_says_so(batch):
     assert model.config.use_cache
 
 
-def test_a_config_that_is_not_theirs_is_left_alone():
+def test_a_config_of_another_kind_is_not_changed():
     @dataclass(frozen=True)
     class Config:
         use_cache: bool = True
@@ -237,7 +237,7 @@ def test_a_config_that_is_not_theirs_is_left_alone():
     assert call(model, torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_the_profiler_counts_the_same():
+def test_the_profiler_counts_the_same_bytes_with_and_without_a_cache():
     with_cache, tokens = built("gpt2"), {"input_ids": TOKENS, "labels": TOKENS}
     found = MemoryProfiler(with_cache).profile(tokens).held_bytes
     assert (
@@ -264,7 +264,7 @@ def own_loss():
 
 
 @pytest.mark.parametrize("factory", ["pair", "own_loss"])
-def test_what_is_measured_fills_none_and_every_way_to_run_a_block_is_planned(factory):
+def test_measurements_fill_no_cache_and_every_option_of_a_block_is_planned(factory):
     workload = load_workload(f"{__file__}:{factory}")
     assert workload.build().config.use_cache is False
     with Planner(workload, without=("sac",), chunked_loss=False) as planner:

@@ -45,7 +45,7 @@ def parted(made):
 def measured(
     workload, size, *, optimizer="adamw", change=None, accumulated=False, foreach=False, **options
 ):
-    """The real step, on real tensors; the optimizer is torch's own."""
+    """Measure the real step on real tensors with torch's own optimizer."""
     case = Case(workload, **options)
     module, batch = case.build(), case.batch(size)
     optimizer = make_optimizer(optimizer, module, foreach=foreach)
@@ -158,7 +158,7 @@ def test_half_precision(factory):
 
 
 class Runs(nn.Module):
-    """Whatever a function does with some modules."""
+    """A model that calls a function with some modules."""
 
     def __init__(self, run, *modules):
         super().__init__()
@@ -169,7 +169,7 @@ class Runs(nn.Module):
 
 
 class Averages(nn.Module):
-    """A buffer that is assigned, and a cache that the first step makes."""
+    """A model with a buffer that it assigns, and a cache that the first step makes."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class Averages(nn.Module):
 
 
 class SkipsLayers(nn.Module):
-    """Python's random numbers say which layers run."""
+    """A model that chooses the layers to run by Python's random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -290,7 +290,7 @@ def test_models_of_many_kinds(name):
     "optimizer", ["adamw", "sgd", "sgd-momentum", "adamw-master", "adamw-8bit", 6]
 )
 def test_optimizers_are_torchs_own(optimizer, kernels):
-    """On CUDA they take all parameters at once; there is no attention here whose kernel differs."""
+    """Estimate as for CUDA, where optimizers step all parameters at once."""
     workload = mlp(depth=2, width=32)
     real = measured(workload, 3, optimizer=optimizer, foreach=kernels == "cuda")
     with Sketch(workload, optimizer=optimizer, kernels=kernels) as sketch:
@@ -323,7 +323,7 @@ def test_optimizer_state_by_arithmetic():
     "make",
     [lambda: transformer(depth=2), lambda: named("unused"), lambda: BUILTIN_WORKLOADS["resnet"]()],
 )
-def test_a_microstep_that_finds_gradients(make):
+def test_a_microstep_with_existing_gradients_is_exact(make):
     workload = make()
     real = measured(workload, 3, accumulated=True)
     with Sketch(workload) as sketch:
@@ -331,7 +331,7 @@ def test_a_microstep_that_finds_gradients(make):
         first = sketch.step(3)
     assert found.timeline.after["forward"] > first.timeline.after["forward"]
     assert found.timeline.owners["gradients"][0] == first.timeline.owners["gradients"][-1]
-    case = Case(workload)  # another instrument
+    case = Case(workload)  # measured with another instrument
     module, batch = case.build(), case.batch(3)
     workload.mean_loss(module, batch).backward()
     with LiveStorages() as storages:
@@ -342,7 +342,7 @@ def test_a_microstep_that_finds_gradients(make):
     assert within - there == storages.bytes_peak
 
 
-# What shapes do not tell is measured for real, and named.
+# Steps that depend on values are measured for real, with the reason.
 
 
 def routed(inner, x):
@@ -404,7 +404,7 @@ TOLD = {
 }
 
 
-def check_told(name):
+def check_reason(name):
     build, message = TOLD[name]
     optimizer = (
         "sgd-momentum" if name == "sparse rows" else "adamw"
@@ -415,8 +415,8 @@ def check_told(name):
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_what_shapes_do_not_tell(name):
-    check_told(name)
+def test_steps_that_depend_on_values_are_measured_with_the_reason(name):
+    check_reason(name)
 
 
 def test_token_ids_have_values_and_shapes_may_depend_on_them():
@@ -432,7 +432,7 @@ def test_token_ids_have_values_and_shapes_may_depend_on_them():
     assert check_workload(workload).why_real is None
 
 
-def test_errors_of_the_users_own_are_passed_on():
+def test_errors_of_the_user_are_raised_unchanged():
     def raises(module, batch):
         raise KeyError("planted")
 
@@ -495,9 +495,9 @@ def check_optimizer(name="adamw"):
         (the_second_step_is_like_the_first, lambda: check_workload(named("averages"))),
         (the_second_step_is_like_the_first, lambda: check_workload(named("unused"))),
         (the_second_step_is_like_the_first, lambda: check_workload(named("skips-layers"))),
-        (recurrent_kernels_are_decomposed, lambda: check_told("lstm")),
-        (larger_tensors_go_unseen, lambda: check_told("bag")),
-        (larger_tensors_go_unseen, lambda: check_told("fold")),
+        (recurrent_kernels_are_decomposed, lambda: check_reason("lstm")),
+        (larger_tensors_go_unseen, lambda: check_reason("bag")),
+        (larger_tensors_go_unseen, lambda: check_reason("fold")),
     ],
 )
 def test_planted_faults_change_the_figures(monkeypatch, plant, caught_by):

@@ -36,7 +36,7 @@ TEMPLATE = Path(curry_train.__file__).parents[1]
 
 
 class Names(TorchDispatchMode):
-    """The attention kernels that run."""
+    """A mode that records the attention kernels that run."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def check_block_of_8b():
     query, key = tokens * heads * row * half, tokens * kv_heads * row * half
     attention = (
         query + 2 * key + query + tokens * heads * single + 3 * 8
-    )  # q, k, v, output, log-sum-exp, generator
+    )  # q, k, v, output, log-sum-exp, generator state
     kept = (
         statistic
         + stream  # what wq, wk and wv take
@@ -86,12 +86,12 @@ def check_block_of_8b():
     assert {block.parameters for block in blocks.values()} == {half * (norms + matrices)}
 
 
-def test_a_block_of_8b_keeps_what_arithmetic_says():
+def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
     check_block_of_8b()
 
 
 def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
-    """Bytes kept beside query, key and value, and the kernels of forward and backward."""
+    """Return bytes kept beside query, key and value, and the kernels of forward and backward."""
     with pretended(kernels=kernels), LiveStorages() as storages, Names() as names:
         query = torch.randn(2, 4, 96, 64, dtype=dtype, requires_grad=True)
         key, value = (
@@ -113,7 +113,7 @@ def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
     return kept, names.found
 
 
-def test_attention_takes_the_kernel_that_cuda_has_for_it():
+def test_attention_uses_the_kernel_that_cuda_would():
     output, rows = 2 * 4 * 96 * 64, 2 * 4 * 96 * 4
     flash = ["flash_attention", "flash_attention_backward"]
     efficient = ["efficient_attention", "efficient_attention_backward"]
@@ -131,7 +131,7 @@ def test_attention_takes_the_kernel_that_cuda_has_for_it():
     assert attend(torch.bfloat16, kernels="cpu")[1][0] == "flash_attention_for_cpu"
 
 
-def test_torchs_own_attention_module_takes_it_too():
+def test_torchs_own_attention_module_uses_the_same_kernel():
     x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     with pretended(kernels="cuda"), Names() as names:
         module = nn.MultiheadAttention(64, 4, batch_first=True, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def check_recomputes_with(change, times=2):
 
 
 class Notes(TorchFunctionMode):
-    """A mode of the user's own."""
+    """A function mode of the user."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def check_mode(run):
 
 
 def check_device(run, *, inside):
-    """A call under `with torch.device("meta")`, with its backward in it or behind it."""
+    """Run a call under `with torch.device("meta")`, and its backward inside or after it."""
     places = []
 
     def forward(x):
@@ -240,7 +240,7 @@ def check_device(run, *, inside):
     if not inside:
         output.sum().backward()
     assert places == ["meta", "meta"]
-    if run is with_replay:  # torch's checkpoint leaves another name there when backward runs inside
+    if run is with_replay:  # torch's checkpoint records another name when backward runs inside
         assert before == _device.CURRENT_DEVICE
     assert torch.zeros(3).device.type == "cpu"
 
@@ -258,9 +258,11 @@ RECOMPUTES = {
 @pytest.mark.parametrize("name", RECOMPUTES)
 def test_recomputation_runs_under_the_modes_of_forward(monkeypatch, name):
     RECOMPUTES[name]()
-    for module in (checkpointed, regions):  # the same without the code that enters them again
+    for module in (checkpointed, regions):  # the same without the code that restores the modes
         monkeypatch.setattr(module, "function_modes_as", lambda modes: contextlib.nullcontext())
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):  # some of it is noticed
+    with pytest.raises(
+        (AssertionError, RuntimeError, IndexError)
+    ):  # some of the changes are caught
         RECOMPUTES[name]()
 
 
@@ -282,16 +284,16 @@ def rms_norm_keeps_every_step(monkeypatch):
 
 
 @pytest.mark.parametrize("plant", [nothing_stands_in, rms_norm_keeps_every_step])
-def test_the_block_catches(monkeypatch, plant):
+def test_planted_faults_change_the_bytes_of_the_block(monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_block_of_8b()
 
 
-# What is put back, and what torch lacks.
+# State that is restored, and limits of torch.
 
 
-def test_everything_is_put_back_when_something_is_raised():
+def test_everything_is_restored_after_an_error():
     before = nn.Module._apply, F.scaled_dot_product_attention, torch.autocast.__init__
     for kernels in KERNEL_DEVICES:
         with (
@@ -455,9 +457,7 @@ def misfit():
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a CUDA device, which these factories ask for"
 )
-def test_a_factory_that_raises_is_told_in_one_message(
-    tmp_path, monkeypatch, caplog, factory, message
-):
+def test_the_error_of_a_factory_is_one_message(tmp_path, monkeypatch, caplog, factory, message):
     (tmp_path / "raising_factories.py").write_text(RAISE)
     monkeypatch.syspath_prepend(tmp_path)
     with (
@@ -465,14 +465,14 @@ def test_a_factory_that_raises_is_told_in_one_message(
         Sketch(f"raising_factories:{factory}", kernels="cuda"),
     ):
         pass
-    assert not caplog.records  # torch would log the same once more, with its traceback
+    assert not caplog.records  # torch would log the same error again, with its traceback
     assert not isinstance(torch.zeros(2), FakeTensor)
 
 
 @pytest.mark.parametrize(
     "read", [lambda x: x.numpy(), numpy.asarray, lambda x: float(x.sum()), lambda x: x.tolist()]
 )
-def test_reading_values_is_told(read):
+def test_reading_values_raises_an_error_that_names_it(read):
     with pretended(), pytest.raises(shapes.NEEDS_VALUES_ERRORS):
         read(torch.randn(3))
     with pretended():
@@ -496,7 +496,9 @@ print(peak, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF
 
 
 def test_8b_is_estimated_in_ten_seconds_and_in_little_memory():
-    for _ in range(2):  # other work on the same core counts a little even here: the quicker of two
+    for _ in range(
+        2
+    ):  # other work on the same core counts a little even here, so take the faster of two
         ended = subprocess.run(
             [warm_python(), "-c", MEASURES], capture_output=True, text=True, cwd=TEMPLATE
         )
@@ -504,6 +506,6 @@ def test_8b_is_estimated_in_ten_seconds_and_in_little_memory():
         peak, seconds, memory = map(float, ended.stdout.split())
         if seconds < 10:
             break
-    assert seconds < 10  # of the processor
+    assert seconds < 10  # CPU time
     assert 70 * 2**30 < peak < 80 * 2**30
     assert memory < 1.5 * 2**30

@@ -1,4 +1,4 @@
-"""Where torch misstates what a kernel holds, ours is right; and torch still misstates it.
+"""Correct the kernels whose bytes torch misstates, and check that it still does.
 
 python -m pytest tests/plan/test_fake_kernels.py
 """
@@ -33,7 +33,7 @@ def test_a_view_of_a_tensor_with_values_has_them():
 
 
 def layer_norm_gradient():
-    """Of a norm before a convolution, which takes channels first."""
+    """Run the backward of a norm before a convolution, which has channels first."""
     x = torch.ones(4, 6, 8)
     weight = torch.ones(8)
     mean = torch.zeros(4, 6, 1)
@@ -53,7 +53,7 @@ def test_the_backward_of_layer_norm_is_contiguous():
 
 
 @pytest.mark.parametrize("dims", [(2, 3), (2, 2), (3, 2), (3, 3)])
-def test_products_of_groups_are_there_in_float32_as_the_cpu_has_them(dims):
+def test_grouped_products_work_in_float32_as_on_the_cpu(dims):
     ends = torch.tensor([8, 16], dtype=torch.int32)
     a = torch.randn(*([2] if dims[0] == 3 else []), 16, 16)
     b = torch.randn(*([2] if dims[1] == 3 else []), 16, 16)
@@ -69,7 +69,7 @@ def test_products_of_groups_are_there_in_float32_as_the_cpu_has_them(dims):
     )
 
 
-def test_weights_that_are_drawn_until_they_fit_need_no_values():
+def test_weights_drawn_by_rejection_need_no_values():
     def build():
         layer = nn.Linear(4, 4)
         nn.init.trunc_normal_(layer.weight)

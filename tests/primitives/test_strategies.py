@@ -46,7 +46,7 @@ def test_the_configuration_takes_the_nine_names_of_the_contract():
         CheckpointConfig(strategy="region")
 
 
-def test_commands_list_all_but_the_one_that_needs_a_file():
+def test_commands_list_all_strategies_but_the_one_that_needs_a_file():
     assert set(ALL_STRATEGIES) - set(STRATEGIES) == {"plan"}
     assert all(name == strategy.name for name, strategy in ALL_STRATEGIES.items())
     assert set(STRATEGIES) <= set(list_levers())
