@@ -94,24 +94,26 @@ TIMESTEPS_ATTRIBUTE = "_timesteps"
 Parts = tuple[type, type, tuple[tuple[str, Any], ...]]
 _classes: dict[Parts, Any] = {}
 
-# Whether forwards run changed blocks as the original ones.
-runs_plain: list[bool] = [False]
+# The number of open `plain_blocks`, and of recomputed calls that run now, of all threads.
+num_plain: list[int] = [0]
+num_recomputed: list[int] = [0]
 
 
 @contextlib.contextmanager
 def plain_blocks() -> Iterator[None]:
     """Run changed blocks as the original ones in forwards inside the context."""
-    before = runs_plain[0]
-    runs_plain[0] = True
+    num_plain[0] += 1
     try:
         yield
     finally:
-        runs_plain[0] = before
+        num_plain[0] -= 1
 
 
 def is_active(module: nn.Module | None = None) -> bool:
     """Return whether a changed block works now: in training, with grad mode."""
-    return (module is None or module.training) and torch.is_grad_enabled() and not runs_plain[0]
+    if num_plain[0] and not num_recomputed[0]:
+        return False
+    return (module is None or module.training) and torch.is_grad_enabled()
 
 
 def class_as_written(module: nn.Module) -> type:

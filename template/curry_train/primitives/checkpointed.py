@@ -23,7 +23,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.blocks import runs_plain
+from ..core.blocks import num_recomputed
 from ..core.rerun import (
     function_modes,
     function_modes_as,
@@ -134,14 +134,14 @@ class BlockState:
             for name, value in state.clones.items():
                 (buffers if name in state.buffers else attributes)[name] = value.clone()
         generators = [(one, one.get_state()) for one, _ in self.generators]
-        self.outside.append((outside, generators, runs_plain[0]))
-        # Blocks inside of what runs again are changed as they were.
-        runs_plain[0] = False
+        self.outside.append((outside, generators))
+        num_recomputed[0] += 1
         for generator, drawn in self.generators:
             generator.set_state(drawn)
 
     def __exit__(self, *_: object) -> None:
-        outside, generators, runs_plain[0] = self.outside.pop()
+        num_recomputed[0] -= 1
+        outside, generators = self.outside.pop()
         for generator, drawn in generators:
             generator.set_state(drawn)
         for state, before in zip(self.states.values(), outside, strict=False):
