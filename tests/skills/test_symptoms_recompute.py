@@ -319,7 +319,7 @@ def through_torch(model, **options):
     return model
 
 
-@symptom("evaluation parts from training, with BatchNorm")
+@symptom("evaluation differs from training, with BatchNorm")
 def test_running_statistics_are_updated_twice(batch):
     build = partial(blocks, linear, partial(nn.BatchNorm1d, 16), nn.GELU, depth=2)
     reference, twice = step(build(), batch), step(through_torch(build()), batch)
