@@ -40,6 +40,10 @@ Backend = Callable[[Callable[..., Tensor], list[Tensor | None], Tensor, dict[str
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
+# A factor of each token, or the same for all.
+Factor = float | Tensor
+
+
 @dataclass(frozen=True)
 class ChunkOptions:
     """Resolved settings of one call of `chunked_cross_entropy`."""
@@ -349,6 +353,7 @@ class _Pass:
         # Counted tokens first: the others need no product.
         self.order = self.ignored.to(torch.uint8).argsort(stable=True)
         self.num_ignored = _read(self.ignored)
+        self.targets = given.targets.masked_fill(self.ignored, 0)
         self.num_rows = len(self.order) - (self.num_ignored or 0)
 
         self.losses = inputs.new_zeros(len(self.order), dtype=exact)
@@ -390,59 +395,57 @@ class _Pass:
     def _loss(self, logits: Tensor, index: Tensor) -> Tensor:
         """Return the losses of a chunk; if gradients are wanted, overwrite the logits."""
         options = self.options
-        kept = 1 - options.label_smoothing
         slope = _cap(logits, options)
-        ignored = self.ignored[index, None]
-        targets = self.given.targets[index].masked_fill(ignored[:, 0], 0)
+        targets = self.targets[index]
         place = targets[:, None]
-        of_class, of_all = self._class_shares(targets, kept)
+        of_class, of_all = self._class_shares(targets)
 
         highest = logits.amax(-1, keepdim=True)
         logits -= highest
         at_target = logits.gather(1, place)
-        loss = -of_class * at_target
-        if of_all is not None:
-            loss -= (logits @ of_all)[:, None]
+        of_others = None if of_all is None else logits @ of_all
         norm = logits.exp_().sum(-1, keepdim=True)
         log_norm = norm.log()
+        # The factors stay numbers where they are the same for all tokens: fewer small operations.
         share = of_class if of_all is None else of_class + of_all.sum()
-        loss += share * log_norm
+        loss = _times(log_norm, share) - _times(at_target, of_class)
+        if of_others is not None:
+            loss -= of_others[:, None]
         if options.z_loss:
             log_sum = log_norm + highest
             loss += options.z_loss * log_sum.square()
             share = share + 2 * options.z_loss * log_sum
 
         scale = self._scale(index, at_target - log_norm)
-        loss *= scale
-        loss.masked_fill_(ignored, 0)
         if any(options.wanted):
-            logits *= share * scale / norm
+            logits *= _times(_times(norm.reciprocal(), share), scale)
             logits.scatter_(1, place, logits.gather(1, place) - of_class * scale)
             if of_all is not None:
-                torch.addr(logits, scale[:, 0], of_all, alpha=-1, out=logits)
+                of_token = _times(torch.ones_like(norm), scale)[:, 0]
+                torch.addr(logits, of_token, of_all, alpha=-1, out=logits)
             if slope is not None:
                 logits *= slope
             if self.num_ignored is None:
-                logits.masked_fill_(ignored, 0)
-        return loss[:, 0]
+                logits.masked_fill_(self.ignored[index, None], 0)
+        return _times(loss, scale)[:, 0]
 
-    def _class_shares(self, targets: Tensor, kept: float) -> tuple[Tensor, Tensor | None]:
+    def _class_shares(self, targets: Tensor) -> tuple[Factor, Tensor | None]:
         """Return the weight of each target's loss, and of all classes' if labels are smoothed."""
-        classes = self.weight.shape[0]
-        exact = self.buffer.dtype
-        of_class = self.class_weights
-        if of_class is None:
-            of_class = torch.ones((), dtype=exact, device=targets.device).expand(classes)
-        of_all = None if kept == 1 else of_class * ((1 - kept) / classes)
-        return of_class[targets][:, None] * kept, of_all
+        smoothing = self.options.label_smoothing
+        weights = self.class_weights
+        of_class = 1.0 - smoothing if weights is None else weights[targets, None] * (1 - smoothing)
+        if not smoothing:
+            return of_class, None
+        if weights is None:
+            weights = self.losses.new_ones(self.weight.shape[0])
+        return of_class, weights * (smoothing / len(weights))
 
-    def _scale(self, index: Tensor, log_probability: Tensor) -> Tensor:
+    def _scale(self, index: Tensor, log_probability: Tensor) -> Factor:
         """Return the factor of each token's loss."""
-        scale = torch.ones_like(log_probability)
-        if self.options.weighted_by_probability:
-            scale = log_probability.exp()
+        scale = log_probability.exp() if self.options.weighted_by_probability else 1.0
         if self.given.token_weights is not None:
-            scale = scale * self.given.token_weights[index].to(scale)[:, None]
+            # Backward of losses per token has both.
+            scale = self.given.token_weights[index, None].to(log_probability) * scale
         return scale
 
     def _add_gradients(self, logits_gradient: Tensor, index: Tensor, rows: Tensor) -> None:
@@ -469,8 +472,11 @@ class _Pass:
         counted = ~self.ignored
         if self.class_weights is None:
             return counted.sum().to(self.losses.dtype)
-        targets = self.given.targets.masked_fill(self.ignored, 0)
-        return (self.class_weights[targets] * counted).sum()
+        return (self.class_weights[self.targets] * counted).sum()
+
+
+def _times(tensor: Tensor, factor: Factor) -> Tensor:
+    return tensor if isinstance(factor, float) and factor == 1 else tensor * factor
 
 
 def _cap(logits: Tensor, options: ChunkOptions) -> Tensor | None:
@@ -499,6 +505,7 @@ def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, Tensor, list[Tens
         for start in range(0, chunks.num_rows, options.size):
             stop = min(start + options.size, chunks.num_rows)
             chunks.chunk(chunks.order[start:stop])
+        chunks.losses.masked_fill_(chunks.ignored, 0)
         if options.reduction == "none":
             return chunks.losses, torch.ones_like(chunks.losses), chunks.gradients
         total = chunks.losses.sum()

@@ -1,0 +1,173 @@
+"""Peak bytes and time of the chunked loss against torch's own, in 20 shapes on the CPU.
+
+    python benchmarks/chunked_loss_shapes.py --json evidence/chunked_loss.json
+
+Both run forward and backward with their defaults, in turns on one thread of one process, and CPU
+time is compared in pairs, so that other work on the machine affects both alike. Bytes are all that
+the allocator gave out, with the gradients.
+Proof: `python -m pytest tests/benchmarks/test_chunked_loss_shapes.py`.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+from curry_train.cli.options import json_option
+from curry_train.core.measure_compiled import measure_allocated
+from curry_train.core.timing import paired_ratio, time_in_turns
+from curry_train.core.wording import provenance, write_json
+from curry_train.primitives import chunked_cross_entropy, loss_backend
+
+TORCHS = loss_backend("torch")
+IGNORED_TARGET = -100
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """An output layer with the tokens of a batch."""
+
+    tokens: int
+    width: int
+    classes: int
+    dtype: str = "float32"
+    bias: bool = False
+    # Share of the tokens that is ignored.
+    ignored: float = 0.0
+
+
+SHAPES = (
+    HeadShape(512, 64, 1000),
+    HeadShape(512, 64, 8192),
+    HeadShape(1024, 128, 4096),
+    HeadShape(2048, 128, 2048),
+    HeadShape(2048, 256, 512),
+    HeadShape(256, 256, 16384),
+    HeadShape(256, 128, 32000),
+    HeadShape(512, 256, 8192),
+    HeadShape(4096, 64, 2048),
+    HeadShape(1024, 256, 1024),
+    HeadShape(128, 512, 8192),
+    HeadShape(2048, 64, 16384),
+    HeadShape(1024, 128, 4096, "bfloat16"),
+    HeadShape(512, 256, 8192, "bfloat16"),
+    HeadShape(2048, 64, 8192, "bfloat16"),
+    HeadShape(256, 128, 32000, "bfloat16"),
+    HeadShape(1024, 128, 4096, bias=True),
+    HeadShape(512, 64, 8192, bias=True),
+    HeadShape(1024, 128, 4096, ignored=0.5),
+    HeadShape(2048, 128, 2048, ignored=0.25),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our bytes and milliseconds against torch's; below 1 is less than torch's."""
+
+    shape: HeadShape
+    peak_bytes: int
+    torch_peak_bytes: int
+    peak_ratio: float
+    milliseconds: float
+    torch_milliseconds: float
+    # Median of the paired ratios, with the limits of its 95% interval.
+    time_ratio: float
+    time_ratio_lower: float | None
+    time_ratio_upper: float | None
+
+
+class HeadAlone(nn.Module):
+    """An output layer with the hidden states of a batch, which get a gradient too."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        dtype = getattr(torch, shape.dtype)
+        self.linear = nn.Linear(shape.width, shape.classes, bias=shape.bias).to(dtype)
+        self.hidden = nn.Parameter(torch.randn(shape.tokens, shape.width).to(dtype))
+        self.targets = torch.randint(shape.classes, (shape.tokens,))
+        self.targets[torch.rand(shape.tokens) < shape.ignored] = IGNORED_TARGET
+
+
+def ours(head: Any, targets: Tensor) -> Tensor:
+    return chunked_cross_entropy(head.hidden, head.linear.weight, targets, bias=head.linear.bias)
+
+
+def theirs(head: Any, targets: Tensor) -> Tensor:
+    linear = head.linear
+    return chunked_cross_entropy(
+        head.hidden, linear.weight, targets, bias=linear.bias, backend=TORCHS
+    )
+
+
+def peak_bytes(shape: HeadShape, loss: Callable[[Any, Any], Tensor]) -> int:
+    """Measure the peak of forward and backward, gradients of the hidden states included."""
+    head = HeadAlone(shape)
+    return measure_allocated(head, head.targets, loss).peak_bytes
+
+
+def compare_shape(shape: HeadShape, *, rounds: int) -> Comparison:
+    """Compare the two losses on one shape."""
+    head = HeadAlone(shape)
+
+    def step(loss: Callable[[Any, Any], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            head.zero_grad(set_to_none=True)
+            loss(head, head.targets).backward()
+
+        return run
+
+    our_seconds, torch_seconds = time_in_turns(
+        [step(ours), step(theirs)], rounds=rounds, warmup=2, clock=time.process_time
+    )
+    ratio = paired_ratio(our_seconds, torch_seconds)
+    our_peak = peak_bytes(shape, ours)
+    torch_peak = peak_bytes(shape, theirs)
+    return Comparison(
+        shape=shape,
+        peak_bytes=our_peak,
+        torch_peak_bytes=torch_peak,
+        peak_ratio=our_peak / torch_peak,
+        milliseconds=1e3 * sorted(our_seconds)[len(our_seconds) // 2],
+        torch_milliseconds=1e3 * sorted(torch_seconds)[len(torch_seconds) // 2],
+        time_ratio=ratio.median,
+        time_ratio_lower=ratio.lower,
+        time_ratio_upper=ratio.upper,
+    )
+
+
+@click.command()
+@click.option("--rounds", default=12, type=click.IntRange(1), show_default=True)
+@json_option()
+def main(rounds: int, json_path: str | None) -> None:
+    """Compare the chunked loss with torch's own in 20 shapes."""
+    torch.set_num_threads(1)
+    found = []
+    for shape in SHAPES:
+        compared = compare_shape(shape, rounds=rounds)
+        found.append(compared)
+        size = f"{shape.tokens} x {shape.width} x {shape.classes} {shape.dtype}"
+        click.echo(
+            f"{size:30s} bias {shape.bias!s:5s} ignored {shape.ignored:4.0%}: "
+            f"peak {compared.peak_ratio:.3f}, time {compared.time_ratio:.3f} of torch's",
+            err=json_path == "-",
+        )
+    if json_path:
+        figures = {
+            "rounds": rounds,
+            "shapes": [asdict(compared) for compared in found],
+            "num_shapes": len(found),
+            "most_peak_ratio": max(compared.peak_ratio for compared in found),
+            "least_peak_ratio": min(compared.peak_ratio for compared in found),
+            "most_time_ratio": max(compared.time_ratio for compared in found),
+            "least_time_ratio": min(compared.time_ratio for compared in found),
+        }
+        write_json(json_path, provenance(torch.device("cpu")) | figures)
+
+
+if __name__ == "__main__":
+    main()
