@@ -142,3 +142,55 @@ def test_policies_do_not_apply_to_a_block_that_overwrites_its_outputs():
     (verdict,) = verdicts("gpt_oss", "sac/products").values()
     assert verdict.passed is None
     assert "overwrites in place an output" in verdict.hint
+
+
+class Derivative(torch.nn.Module):
+    """A block that takes a derivative inside of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU())
+
+    def forward(self, x):
+        energy = torch.func.grad(lambda value: self.layers(value).square().sum())
+        return x + torch.func.vmap(energy)(x)
+
+
+def derivatives():
+    return torch.nn.Sequential(*[Derivative() for _ in range(3)]), torch.randn(4, 8)
+
+
+def test_a_derivative_inside_of_a_block_is_named():
+    names = ["parity-full", "flops", "memory", "off"]
+    found = verdicts("derivatives", *[f"recompute/{name}" for name in names], "sac/regions")
+    assert found.pop("recompute/off").passed
+    for verdict in found.values():
+        assert verdict.passed is None, verdict
+        assert "use torch.autograd.grad with create_graph=True" in verdict.hint
+
+
+def routed():
+    """Return a model of experts whose router balances over the batch, as it is trained."""
+    config = hf.MixtralConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.02,
+    )
+    return words(hf.MixtralForCausalLM(config))
+
+
+def test_the_loss_of_routers_is_trained_and_couples_samples():
+    workload = load_workload(f"{__file__}:routed")
+    case = Case(workload)
+    module = case.build().eval()
+    batch = case.batch()
+    own = module(**batch).loss.item()
+    assert workload.mean_loss(module, batch).item() == pytest.approx(own, rel=1e-5)
+    module.router_aux_loss_coef = 0.0
+    assert own - workload.mean_loss(module, batch).item() > 0.01
+    (verdict,) = verdicts("routed", "grad-accum/uneven").values()
+    assert verdict.passed is None
+    assert "couples samples" in verdict.hint

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.gates.grad_accum import equal_windows, uneven_windows
+from curry_train.primitives.grad_accum import train_window
 from curry_train.workloads import Case
 from curry_train.workloads.workload import default_workload, take
 
@@ -200,6 +201,21 @@ def test_accumulation_is_checked_on_models_without_a_loss(name, check):
     verdict = check(Case(learned(build, batch)))
     assert verdict.passed, verdict
     assert no_step(check, build, batch).passed is False
+
+
+def last_alone(model, window, loss, optimizer, **options):
+    def only_last(model, batch):
+        value = loss(model, batch)
+        return len(window) * value if batch is window.microbatches[-1] else value * 0
+
+    return train_window(model, window, only_last, optimizer, **options)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_microbatches_differ_though_the_factory_has_few_samples(rows):
+    case = Case(learned(lambda: Towers(Pair), X[:rows]))
+    assert equal_windows(case).passed
+    assert equal_windows(case, train=last_alone).passed is False
 
 
 def no_step(check, build, batch):

@@ -76,6 +76,14 @@ class Takes:
     adapt: Callable[[Any, Any], Any] = lambda given, present: given.value
 
 
+# How torch refuses saved-tensor hooks, which recompute, offload and the count of saved bytes need.
+NO_HOOKS_INSIDE = "don't yet support saved tensor hooks"
+WHY_NO_HOOKS = (
+    "a module calls torch.func.grad, vjp, jacrev or hessian, inside which torch allows no hooks of "
+    "saved tensors: use torch.autograd.grad with create_graph=True there"
+)
+
+
 @dataclass(frozen=True)
 class Gate:
     """A named claim and the function that checks it on a case."""
@@ -101,6 +109,8 @@ class Gate:
             return Verdict(self.name, False, "could not be measured", "to run", str(error))
         except Exception as error:  # noqa: BLE001
             # The user's model may raise anything, and the other gates must still run.
+            if NO_HOOKS_INSIDE in str(error):
+                return not_applicable(self.name, required="saved-tensor hooks", why=WHY_NO_HOOKS)
             where = traceback.extract_tb(error.__traceback__)[-1]
             measured = f"raised {type(error).__name__}: {error}"
             hint = f"see {where.filename}, line {where.lineno}"

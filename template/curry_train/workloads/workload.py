@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 
 import inspect
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from ..core.blocks import class_as_written
@@ -188,9 +190,15 @@ class Case:
             raise WorkloadError(f"batch size must be at least 1, got {self.batch_size}")
 
     def build(self) -> nn.Module:
-        """Build a module, with the same weights each time."""
+        """Build a module, with the same weights each time.
+
+        Lazy modules get their parameters in one forward, as they would in training.
+        """
         with seeded(self.seed):
             module = self.workload.build()
+            if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+                with torch.no_grad():
+                    self.workload.loss(module, self.workload.batch(self.batch_size))
         tensors = [*module.parameters(), *module.buffers()]
         if not any(tensor.is_complex() for tensor in tensors):
             return module.to(self.device, self.dtype).train()
@@ -270,7 +278,9 @@ def default_workload(
     def batch(wanted: int) -> Any:
         if not is_divisible and wanted == size:
             return example
-        return take(example, [row % size for row in range(wanted)])
+        # Repeated in order, the microbatches of a window would be equal, and hide what is left out.
+        more = random.Random(0).choices(range(size), k=max(0, wanted - size))
+        return take(example, [*range(min(wanted, size)), *more])
 
     return Workload(
         name,
