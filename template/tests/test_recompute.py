@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from curry_train.primitives.recompute import (
     ChainBroken,
     Recompute,
+    plain_blocks,
     recompute_blocks,
     recompute_segments,
     remove_recompute,
@@ -113,6 +114,31 @@ def test_nothing_is_recomputed_without_training(mode):
     if loss.requires_grad:
         loss.backward()
     assert [CALLS[layer] for layer in model.layers] == [1] * 4
+
+
+def test_nothing_is_recomputed_inside_plain_blocks():
+    model = Model()
+    recompute_blocks(model)
+    with plain_blocks():
+        loss = model(torch.randn(8, 16))
+    loss.backward()
+    assert [CALLS[layer] for layer in model.layers] == [1] * 4
+
+
+def test_a_plain_function_recomputes_and_its_modules_move_their_state_once():
+    torch.manual_seed(0)
+    plain = Block()
+    block = copy.deepcopy(plain)
+    batch = torch.randn(8, 16)
+    for run in (plain, Recompute(lambda x: block(x))):
+        torch.manual_seed(1)
+        run(batch).square().sum().backward()
+    assert (CALLS[plain], CALLS[block], block.steps) == (1, 2, 1)
+    assert all(
+        torch.equal(one.grad, other.grad)
+        for one, other in zip(plain.parameters(), block.parameters(), strict=True)
+    )
+    assert all(map(torch.equal, plain.buffers(), block.buffers()))
 
 
 def test_names_weights_copies_and_removal_are_those_of_the_plain_model():
