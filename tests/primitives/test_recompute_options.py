@@ -29,7 +29,7 @@ from curry_train.primitives.sac import PolicyError
 LEVERS = {
     "recompute": recompute_blocks,
     "sac": lambda model, **options: apply_sac(model, "save_matmuls", **options),
-    "segments": lambda model: recompute_segments(model, 2),
+    "segments": lambda model, **options: recompute_segments(model, 2, **options),
     "regions": apply_regions,
     "offload": lambda model: offload_blocks(model, min_bytes=0),
 }
@@ -132,10 +132,26 @@ ENDS: list[int] = []
 
 
 @pytest.mark.parametrize(("early_stop", "expected"), [(True, 1), (False, 2)])
-def test_early_stop_ends_the_second_run_or_lets_it_finish(early_stop, expected):
+@pytest.mark.parametrize("lever", CHECKPOINTED)
+def test_early_stop_ends_the_second_run_or_lets_it_finish(lever, early_stop, expected):
+    model = chain(Counting, depth=2)
+    LEVERS[lever](model, early_stop=early_stop)
     ENDS.clear()
-    Recompute(Counting(), early_stop=early_stop)(X).sum().backward()
-    assert len(ENDS) == expected
+    model(X).sum().backward()
+    # Of two segments the second is plain.
+    assert len(ENDS) == (expected + 1 if lever == "segments" else 2 * expected)
+
+
+@pytest.mark.parametrize("lever", CHECKPOINTED)
+def test_an_option_that_switches_off_is_not_ignored(lever):
+    plain, model = chain(), chain()
+    LEVERS[lever](model, enabled=False)
+    assert held(model) == held(plain)
+
+
+def test_segments_refuse_reentrant_checkpointing():
+    with pytest.raises(ValueError, match="leave use_reentrant at False"):
+        recompute_segments(chain(), 2, use_reentrant=True)
 
 
 @pytest.mark.parametrize("option", [{"debug": True}, {"context_fn": contextlib.nullcontext}])

@@ -320,7 +320,7 @@ class SegmentMember(Derived):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         segment: Segment = self.__dict__[SEGMENT_ATTRIBUTE]
-        if segment.running or not is_active(self):
+        if segment.running or not (segment.options.enabled and is_active(self)):
             return super().__call__(*args, **kwargs)
         return segment.call(self, args, kwargs)
 
@@ -330,15 +330,19 @@ def recompute_segments(
     num_segments: int,
     *,
     blocks: str | Sequence[str] | None = None,
-    preserve_rng_state: bool = True,
+    **options: Any,
 ) -> list[str]:
     """Recompute each chain of blocks in segments, in place, and return the blocks' names.
 
     A chain is the blocks of one container. It is split into `num_segments` segments, and all but
     the last are recomputed. `blocks` is a glob over module names, or several. Each block must take
     the previous block's output as its first argument, and the other arguments must be the same for
-    all; otherwise the forward raises `ChainBroken`.
+    all; otherwise the forward raises `ChainBroken`. The options are those of `Recompute`, except
+    `use_reentrant`.
     """
+    settings = RecomputeOptions(**options)
+    if settings.use_reentrant:
+        raise ValueError("segments are not recomputed reentrantly: leave use_reentrant at False")
     if isinstance(num_segments, bool) or not isinstance(num_segments, int) or num_segments < 1:
         raise ValueError(
             f"the number of segments must be a whole number of at least 1, got {num_segments!r}"
@@ -351,10 +355,9 @@ def recompute_segments(
             f"{num_segments} segments are more than the {longest} blocks of the longest chain"
         )
 
-    options = RecomputeOptions(preserve_rng_state=preserve_rng_state)
     for chain in chains_of(list(found)):
         for names in _split(chain, num_segments)[:-1]:
-            segment = Segment(names, [found[name] for name in names], options)
+            segment = Segment(names, [found[name] for name in names], settings)
             for block in segment.blocks:
                 become(SegmentMember, block, **{SEGMENT_ATTRIBUTE: segment})
             recomputed += names

@@ -432,9 +432,9 @@ class Sac(Derived):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_active(self):
-            return super().forward(*args, **kwargs)
         own = self.__dict__
+        if not (own[SAC_ATTRIBUTE].enabled and is_active(self)):
+            return super().forward(*args, **kwargs)
         return run_checkpointed(
             super().forward,
             args,
