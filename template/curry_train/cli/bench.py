@@ -5,13 +5,11 @@ Proof: `python -m pytest tests/cli/test_bench_command.py`.
 
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
 from ..bench.steps import find_lever, list_levers
@@ -42,7 +40,7 @@ from .options import (
     samples_of,
     settle_blocks,
 )
-from .screen import ScreenCommand, align, fill_screen
+from .screen import ScreenCommand, align, fill_screen, messages_on_screen
 
 # Table of a benchmark, at most 80 columns wide.
 
@@ -397,7 +395,7 @@ def bench_command(
         if plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
 
-        with _progress() as show_message:
+        with messages_on_screen() as show_message:
             bench = measure_levers(
                 case,
                 chosen,
@@ -427,15 +425,3 @@ def _check_blocks(case: Case) -> None:
     if case.blocks is not None:
         with contextlib.suppress(NoBlocks):
             find_blocks(case.build(), case.blocks)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show messages on a terminal; stay quiet elsewhere."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("")
-        yield lambda message: progress.update(task, description=message)

@@ -15,8 +15,6 @@ from typing import Any
 import click
 import numpy
 import torch
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from ..core.rerun import seeded
 from ..core.wording import provenance, write_json
@@ -36,7 +34,7 @@ from .options import (
     samples_of,
     settle_blocks,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, progress_on_screen
 
 # Plot of grad-flow: layers by probed steps, with panels per quantity.
 
@@ -327,13 +325,9 @@ def _train(
 
     A loss that is not finite is returned as text, such as "nan".
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    console = Console(stderr=True)
     losses = []
     with (
-        Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        ) as progress,
+        progress_on_screen() as progress,
         seeded(case.seed),
         flow,
     ):

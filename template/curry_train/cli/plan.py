@@ -5,18 +5,16 @@ The rows of the plan's table are marked.
 Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
-import contextlib
 import functools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
@@ -41,7 +39,7 @@ from .options import (
     require_matplotlib,
     seed_option,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, messages_on_screen
 
 # Plot of a plan: predicted step time against memory, for each microbatch.
 
@@ -349,7 +347,7 @@ def _find_plan(
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
-    with _progress() as show_message, planner_for(tell=show_message) as planner:
+    with messages_on_screen() as show_message, planner_for(tell=show_message) as planner:
         planner.check_settings(global_batch, microbatch)
         if plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
@@ -387,18 +385,6 @@ def _print_plan(
 
 def _wrapped_error(error: Exception) -> str:
     return "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Show messages with the elapsed time on a terminal; stay quiet elsewhere."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("")
-        yield lambda message: progress.update(task, description=message)
 
 
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:

@@ -31,8 +31,8 @@ from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
 from ..trainer import train_run
 from .options import UnusableInput, choose_device, model_option
-from .runs import JSON_OPTION, console_for, end, progress_of
-from .screen import ScreenCommand
+from .runs import JSON_OPTION, console_for, end
+from .screen import ScreenCommand, messages_on_screen
 from .train import open_named_run
 
 # Check that a resumed run equals an uninterrupted one to the bit.
@@ -273,7 +273,7 @@ def resume_check_command(
             if folder.exists() and any(folder.iterdir()):
                 raise UnusableInput(f"{out} is not empty: give a new folder")
         try:
-            show_message = stack.enter_context(progress_of())
+            show_message = stack.enter_context(messages_on_screen())
             show_message("straight, killed, resumed")
             every = save_every or max(1, kill_step // 2)
             facts = provenance(choose_device(load_config(config, given).device))

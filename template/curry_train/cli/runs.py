@@ -3,17 +3,15 @@
 Proof: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
-import contextlib
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from ..core.wording import format_bytes, write_json
@@ -27,7 +25,7 @@ from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import UnusableInput, dtype_option, json_option, model_option
-from .screen import LazyGroup
+from .screen import LazyGroup, messages_on_screen
 
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
 
@@ -292,7 +290,7 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
         raise UnusableInput(str(error)) from error
 
     errors: dict[str, str | None] = {}
-    with progress_of() as show_message:
+    with messages_on_screen() as show_message:
         for folder in folders:
             show_message(folder)
             try:
@@ -352,17 +350,6 @@ def _is_run(path: Path) -> bool:
 
 def console_for(json_path: str | None) -> Console:
     return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
-
-
-@contextlib.contextmanager
-def progress_of() -> Iterator[Callable[[str], None]]:
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"))
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda words: progress.update(task, description=words)
 
 
 def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:

@@ -12,12 +12,16 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import click
 from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 SCREEN_WIDTH = 80
 LONGEST_OPTION_COLUMN = 20
@@ -289,3 +293,40 @@ def align(cells: Sequence[Sequence[str]], *, longest_name: int = SCREEN_WIDTH) -
             yield name if len(name) <= SCREEN_WIDTH else f"{name[: SCREEN_WIDTH - 3]}..."
             start = ""
         yield f"{start.ljust(name_width)}{gap}{figures}".rstrip()
+
+
+# Progress of long work.
+
+
+def progress_on_screen(*, estimate: bool = True) -> "Progress":
+    """Return a progress display on standard error, which stays quiet where that is no terminal.
+
+    It shows an estimate of the time left, or else the elapsed time.
+    """
+    # Here, because the list of commands is shown without rich.
+    from rich.console import Console
+    from rich.progress import (
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn() if estimate else TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+@contextmanager
+def messages_on_screen() -> Iterator[Callable[[str], None]]:
+    """Show what a command does at the moment, with the elapsed time."""
+    with progress_on_screen(estimate=False) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda message: progress.update(task, description=message)

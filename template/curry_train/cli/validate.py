@@ -16,7 +16,6 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -49,7 +48,7 @@ from .options import (
     samples_of,
     settle_blocks,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -300,11 +299,7 @@ def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
 def _measure(
     cases: Sequence[Case], gates: Sequence[Gate], given: Sequence[Implementation]
 ) -> Iterator[GateRow]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with progress_on_screen() as progress:
         task = progress.add_task("", total=len(cases) * len(gates))
         names = [f"{case.workload.name}: {gate.name}" for case in cases for gate in gates]
         rows = measure_rows(cases, gates, implementations=given)
