@@ -76,6 +76,28 @@ def python_random(change: Change) -> None:
     require_same(change, step, Chance)
 
 
+@behaviour(
+    "a generator that is neither the block's nor an argument",
+    recompute=DIFFERENT,
+    sac=DIFFERENT,
+    segments=DIFFERENT,
+    torch=DIFFERENT,
+)
+def global_generator(change: Change) -> None:
+    generator = torch.Generator()
+
+    class Elsewhere(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.rand(x.shape, generator=generator) > 0.5
+            return x + self.inner(x * mask) * mask
+
+    def step(model: nn.Module) -> Any:
+        generator.manual_seed(3)
+        return train(model)
+
+    require_same(change, step, Elsewhere)
+
+
 @behaviour("random numbers drawn between forward and backward do not matter")
 def drawn_between(change: Change) -> None:
     def step(model: nn.Module) -> Any:
