@@ -314,6 +314,24 @@ def test_table_fits_80_columns_with_large_numbers_and_long_names(monkeypatch):
     assert " fits" not in savings_table(rows).splitlines()[1]
 
 
+def test_strategies_without_use_are_one_line_unless_they_were_named():
+    rows = [
+        made_row("none", modules=[]),
+        made_row("full"),
+        made_row("offload", modules=[]),
+        made_row("timesteps", outcome="refused", why="no loop over time"),
+        made_row("sac", outcome="failed", why="RuntimeError: a fault"),
+    ]
+    whole = savings_table(rows)
+    assert "timesteps refused: no loop over time" in whole
+    short = savings_table(rows, shows_unused=False)
+    assert "no use here: offload, timesteps; --strategy NAME measures one" in short
+    assert "no loop over time" not in short
+    assert "sac failed: RuntimeError: a fault" in short
+    assert [line.split()[0] for line in short.splitlines()[2:4]] == ["none", "full"]
+    assert max(map(len, short.splitlines())) <= 80
+
+
 def test_pareto_front_omits_points_that_another_one_beats():
     points = [(1.0, 9.0), (1.2, 5.0), (1.3, 5.0), (1.1, 9.5), (1.4, 4.0), (1.4, 4.5), (1.0, 9.0)]
     assert pareto(points) == [(1.0, 9.0), (1.2, 5.0), (1.4, 4.0)]

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ..bench.savings import (
     MEASURED_OUTCOME,
     REFERENCE_STRATEGY,
+    REFUSED_OUTCOME,
     SavingsRow,
     StepSeconds,
     check_limit,
@@ -288,41 +289,49 @@ TABLE_LEGEND = (
 )
 
 
-def savings_table(rows: Sequence[SavingsRow], *, limit: int | None = None) -> str:
-    """Return one table for each case, and below them a legend of the columns."""
+def savings_table(
+    rows: Sequence[SavingsRow], *, limit: int | None = None, shows_unused: bool = True
+) -> str:
+    """Return one table for each case, and below them a legend of the columns.
+
+    Without `shows_unused`, strategies that a model has no use for are listed in one line.
+    """
     legend = list(TABLE_LEGEND)
     if limit is not None:
         legend.append(
             f"fits: the largest batch whose step, parameters included, fits {format_bytes(limit)}"
         )
     blocks = [
-        _block(label, list(group), limit)
+        _block(label, list(group), limit, shows_unused)
         for label, group in itertools.groupby(rows, key=lambda row: row.label)
     ]
     return "\n\n".join([*blocks, "\n".join(legend)])
 
 
-def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
+def _block(label: str, rows: list[SavingsRow], limit: int | None, shows_unused: bool) -> str:
+    unused = [] if shows_unused else [row.strategy for row in rows if _is_unused(row)]
+    rows = [row for row in rows if row.strategy not in unused]
     plain = rows[0].seconds
     title = f"{label} (MiB)"
     if plain:
         title = f"{label} (MiB; a step of {rows[0].strategy} takes {format_seconds(plain.median)})"
-    heads = [
-        "strategy",
-        "modules",
-        "held",
-        "peak",
-        "of none",
-        "again",
-        "time",
-        "interval",
-        "fits",
-        "parity",
-    ]
+    heads = ["strategy", "modules", "held", "peak", "of none"]
+    heads += ["again", "time", "interval", "fits", "parity"]
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
-    return "\n".join([title[:SCREEN_WIDTH], *align(cells), *_remarks(rows)])
+    lines = [title[:SCREEN_WIDTH], *align(cells), *_remarks(rows)]
+    if unused:
+        advice = "--strategy NAME measures one and gives the reason"
+        lines.append(fill_screen(f"no use here: {', '.join(unused)}; {advice}", indent="    "))
+    return "\n".join(lines)
+
+
+def _is_unused(row: SavingsRow) -> bool:
+    """Return whether a strategy refuses the model, or changes nothing in it."""
+    if row.outcome == MEASURED_OUTCOME:
+        return row.strategy != REFERENCE_STRATEGY and not row.modules
+    return row.outcome == REFUSED_OUTCOME
 
 
 def _cells(row: SavingsRow) -> list[str]:
@@ -497,7 +506,7 @@ def savings_command(
     echo = partial(click.echo, err=json_path == "-")
     echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
     echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
-    echo("\n" + savings_table(rows, limit=limit))
+    echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
     echo(f"\nwrote {out / 'savings.json'}\n{picture}")
     if any(row.is_wrong for row in rows):
         sys.exit(1)
