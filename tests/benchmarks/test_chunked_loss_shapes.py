@@ -1,0 +1,51 @@
+"""The chunked loss takes no more bytes or time than torch's own in any recorded shape.
+
+python -m pytest tests/benchmarks/test_chunked_loss_shapes.py
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from chunked_loss_shapes import SHAPES, HeadShape, compare_shape, ours, peak_bytes, theirs
+
+RECORD = Path(__file__).parents[2] / "evidence" / "chunked_loss.json"
+pytestmark = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"
+)
+
+
+def test_record_has_less_bytes_and_time_than_torchs_in_each_of_20_shapes():
+    recorded = json.loads(RECORD.read_text())
+    assert [entry["shape"] for entry in recorded["shapes"]] == list(map(asdict, SHAPES))
+    assert len(SHAPES) == recorded["num_shapes"] == 20
+    for entry in recorded["shapes"]:
+        assert entry["peak_ratio"] <= 1, entry
+        assert entry["time_ratio"] <= 1, entry
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        HeadShape(512, 64, 1000),
+        HeadShape(256, 128, 512),
+        HeadShape(256, 32, 2048, "bfloat16"),
+        HeadShape(256, 32, 2048, bias=True),
+        HeadShape(512, 64, 1000, ignored=0.5),
+    ],
+    ids=str,
+)
+def test_peak_is_below_torchs(shape):
+    assert peak_bytes(shape, ours) < 0.9 * peak_bytes(shape, theirs)
+
+
+def test_a_comparison_divides_ours_by_torchs():
+    threads = torch.get_num_threads()
+    found = compare_shape(HeadShape(64, 16, 128), rounds=2)
+    assert found.peak_ratio == found.peak_bytes / found.torch_peak_bytes
+    assert min(found.milliseconds, found.torch_milliseconds, found.time_ratio) > 0
+    assert torch.get_num_threads() == threads
