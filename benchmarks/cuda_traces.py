@@ -1,4 +1,4 @@
-"""Replay recorded CUDA memory traces through the allocator model, and count the exact ones.
+"""Replay recorded CUDA memory traces in the allocator model, and predict training steps.
 
     python benchmarks/cuda_traces.py FOLDER --json evidence/cuda_traces.json
 
@@ -6,18 +6,25 @@ A trace is a JSON file: the segments at its start, then sizes in order of alloca
 segments made and segments given back. For native segments every block must lie at its recorded
 address; for expandable segments every growth must be the recorded one.
 
+Some traces are of training steps whose program is known: a language model of a known size, length
+and optimizer. Their memory is also predicted from shapes alone, and compared with the record.
+
 Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
 
 import argparse
 import json
+import math
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
@@ -28,6 +35,9 @@ from curry_train.plan.cuda_allocator import (
     CudaAllocator,
     MemoryBlock,
 )
+from curry_train.plan.cuda_step import WORKSPACE_BYTES, cuda_memory
+from curry_train.plan.estimate import Sketch
+from curry_train.workloads.workload import Workload
 
 ADDRESS_UNIT = 512
 CHECK_MODULUS = 2**61 - 1
@@ -176,8 +186,284 @@ def replay(trace: Mapping[str, Any], *, name: str = "") -> Replay:
     )
 
 
+# Training steps whose program is known, predicted from shapes.
+
+VOCABULARY = 10_000
+NUM_SAMPLES = 4
+# Model width, width of the feed-forward, layers and heads.
+MODEL_SIZES = {"medium": (1024, 4096, 24, 16), "2.7B": (2560, 10240, 32, 32)}
+
+
+class Weights(nn.Module):
+    """A matrix without bias, applied by einsum."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bsi,oi->bso", x, self.weight)
+
+
+class Rows(nn.Module):
+    """An embedding, read by indexing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens, :]
+
+
+class Float32Norm(nn.Module):
+    """RMS norm in float32, operation by operation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        x = x * scale
+        return (self.weight * x).to(dtype)
+
+
+class Rotation(nn.Module):
+    """Rotary positions of neighbouring pairs."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        frequencies = 10_000.0 ** -(torch.arange(0, width, 2) / width)
+        angles = torch.outer(torch.arange(length).float(), frequencies)
+        table = torch.stack((angles.cos(), angles.sin()))
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = x.unflatten(-1, (-1, 2))
+        first, second = pairs.permute(4, 0, 1, 2, 3).unbind(0)
+        cosine, sine = self.table[:, : x.size(-2), :].unbind(0)
+        rotated = cosine * first - sine * second
+        other = sine * first + cosine * second
+        return torch.cat((rotated, other), dim=-1)
+
+
+class WrittenOutAttention(nn.Module):
+    """Causal attention with an explicit softmax."""
+
+    def __init__(self, width: int, heads: int, rotation: Rotation) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = Weights(width, width)
+        self.key = Weights(width, width)
+        self.value = Weights(width, width)
+        self.out = Weights(width, width)
+        self.rotation = rotation
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        key = self.key(x)
+        value = self._by_head(self.value(x))
+        query = self.rotation(self._by_head(query))
+        key = self.rotation(self._by_head(key))
+        places = torch.arange(x.size(1), device=x.device)
+        mask = (places[:, None] >= places[None, :])[None, None]
+        scores = torch.einsum("bhqd,bhkd->bhqk", query, key) / math.sqrt(key.size(-1))
+        scores = torch.where(mask, scores, float("-inf"))
+        scores = written_out_softmax(scores)
+        mixed = torch.einsum("bhqk,bhkd->bhqd", scores, value)
+        return self.out(mixed.permute(0, 2, 1, 3).flatten(-2).contiguous())
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).permute(0, 2, 1, 3)
+
+
+def written_out_softmax(x: Tensor) -> Tensor:
+    shifted = x - torch.max(x, dim=-1, keepdim=True)[0]
+    exponential = torch.exp(shifted)
+    return exponential / torch.sum(exponential, dim=-1, keepdim=True)
+
+
+class GatedFeedForward(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = Weights(width, inner)
+        self.down = Weights(inner, width)
+        self.up = Weights(width, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        return self.down(gate * torch.sigmoid(gate) * self.up(x))
+
+
+class PreNormBlock(nn.Module):
+    def __init__(self, width: int, inner: int, heads: int, rotation: Rotation) -> None:
+        super().__init__()
+        self.attention = WrittenOutAttention(width, heads, rotation)
+        self.feed_forward = GatedFeedForward(width, inner)
+        self.attention_norm = Float32Norm(width)
+        self.feed_forward_norm = Float32Norm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = self.attention(self.attention_norm(x))
+        y = x + attended
+        forwarded = self.feed_forward(self.feed_forward_norm(y))
+        return y + forwarded
+
+
+class LanguageModel(nn.Module):
+    """The model of the recorded programs, written from their description."""
+
+    def __init__(self, size: str, length: int) -> None:
+        super().__init__()
+        width, inner, layers, heads = MODEL_SIZES[size]
+        self.embedding = Rows(width)
+        self.rotation = Rotation(length, width // heads)
+        self.layers = nn.ModuleList(
+            PreNormBlock(width, inner, heads, self.rotation) for _ in range(layers)
+        )
+        self.norm = Float32Norm(width)
+        self.head = Weights(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        x = embedded
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def written_out_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy, operation by operation in the dtype of the logits."""
+    shifted = logits - torch.max(logits, dim=-1, keepdim=True)[0]
+    log_sum = torch.log(torch.sum(torch.exp(shifted), dim=-1, keepdim=True))
+    negative = -(shifted - log_sum)
+    return torch.mean(torch.gather(negative, -1, targets.unsqueeze(-1)))
+
+
+def torchs_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class MomentsMadeAnew(torch.optim.Optimizer):
+    """AdamW by hand, which replaces its moments, parameter after parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad.data
+            state = self.state[parameter]
+            parameter.data -= 1e-5 * parameter.data
+            first = state.get("first", torch.zeros_like(gradient))
+            second = state.get("second", torch.zeros_like(gradient))
+            first = 0.9 * first + (0.1 * gradient)
+            second = 0.999 * second + (0.001 * torch.square(gradient))
+            parameter.data -= 1e-3 * first / (torch.sqrt(second) + 1e-8)
+            state["first"] = first
+            state["second"] = second
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recorded training program."""
+
+    trace: str
+    size: str
+    length: int
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    autocast: bool = False
+
+    def workload(self) -> Workload:
+        return Workload(
+            f"{self.size}, {self.length} tokens",
+            lambda: LanguageModel(self.size, self.length),
+            lambda size: torch.randint(VOCABULARY, (size, self.length + 1)),
+            self._loss,
+            count=lambda batch: 1,
+            optimizer=self.optimizer,
+        )
+
+    def _loss(self, module: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
+            return self.loss(module(batch[:, :-1]), batch[:, 1:])
+
+
+def default_adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters())
+
+
+def adamw_by_hand(module: nn.Module) -> torch.optim.Optimizer:
+    return MomentsMadeAnew(module.parameters())
+
+
+PROGRAMS = (
+    Program("46687ead", "2.7B", 128, default_adamw, torchs_loss),
+    Program("ec8d8313", "2.7B", 512, default_adamw, torchs_loss),
+    Program("490616d9", "medium", 128, adamw_by_hand, written_out_loss),
+    Program("e9e79f9d", "medium", 256, adamw_by_hand, written_out_loss),
+    Program("5e4daf77", "medium", 512, adamw_by_hand, written_out_loss, autocast=True),
+)
+
+
+def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Predict the memory of a program's training step, beside what its trace recorded."""
+    with Sketch(program.workload(), kernels="cuda") as sketch:
+        trace = sketch.step(NUM_SAMPLES).trace
+    assert trace is not None
+    found = cuda_memory(trace, workspace_bytes=WORKSPACE_BYTES)
+    recorded = {
+        "rounded": facts["peak_rounded"],
+        "allocated": facts["peak_blocks"],
+        "reserved": facts["reserved_peak"],
+    }
+    predicted = {
+        "rounded": found.rounded_bytes,
+        "allocated": found.allocated_bytes,
+        "reserved": found.reserved_bytes,
+    }
+    errors = {name: predicted[name] / recorded[name] - 1 for name in predicted}
+    return {
+        "trace": program.trace,
+        "model": program.size,
+        "length": program.length,
+        "autocast": program.autocast,
+        "optimizer": program.optimizer.__name__,
+        "predicted": predicted,
+        "recorded": recorded,
+        "error": errors,
+    }
+
+
+def predict_steps(folder: Path) -> dict[str, Any]:
+    """Predict all programs whose trace is in the folder, and summarize the errors."""
+    steps = []
+    for program in PROGRAMS:
+        path = folder / f"{program.trace}.json"
+        if not path.exists():
+            continue
+        row = predict(program, json.loads(path.read_text()))
+        steps.append(row)
+        shown = ", ".join(f"{name} {error:+.4%}" for name, error in row["error"].items())
+        print(f"{row['model']}, {row['length']} tokens, {row['optimizer']}: {shown}")
+    if not steps:
+        return {}
+    reserved = [abs(row["error"]["reserved"]) for row in steps]
+    return {
+        "steps": steps,
+        "worst_allocated_error": max(abs(row["error"]["allocated"]) for row in steps),
+        "worst_reserved_error": max(reserved),
+        "median_reserved_error": statistics.median(reserved),
+    }
+
+
 def main() -> None:
-    """Replay every trace of a folder; exit status 1 if one is not exact."""
+    """Replay every trace of a folder, and predict known steps; status 1 if one is not exact."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", metavar="PATH", help="Write all figures; - is standard output.")
@@ -197,7 +483,8 @@ def main() -> None:
     if options.json:
         facts = provenance(torch.device("cpu"))
         rows = [asdict(result) | {"exact": result.exact} for result in results]
-        write_json(options.json, facts | {"exact": exact, "traces": len(rows), "rows": rows})
+        counts = {"exact": exact, "traces": len(rows), "rows": rows}
+        write_json(options.json, facts | counts | predict_steps(options.folder))
     sys.exit(0 if exact == len(results) else 1)
 
 

@@ -5,6 +5,7 @@ python -m pytest tests/plan/test_estimate.py
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,19 +44,26 @@ def parted(made):
 
 
 def measured(
-    workload, size, *, optimizer="adamw", change=None, accumulated=False, foreach=False, **options
+    workload, size, *, optimizer="adamw", change=None, accumulated=False, cuda=False, **options
 ):
-    """Measure the real step on real tensors with torch's own optimizer."""
+    """Measure the real step on real tensors, with torch's own optimizer.
+
+    `cuda`: with foreach, and with logits that the caller holds.
+    """
     case = Case(workload, **options)
     module, batch = case.build(), case.batch(size)
-    optimizer = make_optimizer(optimizer, module, foreach=foreach)
+    optimizer = make_optimizer(optimizer, module, foreach=cuda)
     if change is not None:
         change(module)
-    loss = case.workload.mean_loss
-    return timeline_of(
-        record_step_storages(module, batch, loss, optimizer=optimizer, accumulated=accumulated),
-        "real",
+    lives = record_step_storages(
+        module,
+        batch,
+        case.workload.mean_loss,
+        optimizer=optimizer,
+        accumulated=accumulated,
+        keeps_output=cuda,
     )
+    return timeline_of(lives, "real")
 
 
 def check(sketch, real, size, **options):
@@ -292,9 +300,36 @@ def test_models_of_many_kinds(name):
 def test_optimizers_are_torchs_own(optimizer, kernels):
     """Estimate as for CUDA, where optimizers step all parameters at once."""
     workload = mlp(depth=2, width=32)
-    real = measured(workload, 3, optimizer=optimizer, foreach=kernels == "cuda")
+    real = measured(workload, 3, optimizer=optimizer, cuda=kernels == "cuda")
     with Sketch(workload, optimizer=optimizer, kernels=kernels) as sketch:
         check(sketch, real, 3)
+
+
+class MomentsMadeAnew(torch.optim.Optimizer):
+    """Replace its moment in each step, and free the old one."""
+
+    def __init__(self, module):
+        super().__init__(module.parameters(), {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            before = self.state[parameter].get("moment", torch.zeros_like(parameter))
+            self.state[parameter]["moment"] = 0.9 * before + parameter.grad
+            parameter -= self.state[parameter]["moment"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [MomentsMadeAnew, lambda module: torch.optim.AdamW(module.parameters(), amsgrad=True)],
+    ids=["made anew", "amsgrad"],
+)
+def test_the_users_own_optimizer_is_exact(optimizer):
+    workload = replace(mlp(depth=3, width=64), optimizer=optimizer)
+    real = measured(workload, 3, optimizer=optimizer)
+    with Sketch(workload) as sketch:
+        check(sketch, real, 3)
+        check(sketch, real, 3, change=lambda module: None)
 
 
 def test_optimizer_state_by_arithmetic():

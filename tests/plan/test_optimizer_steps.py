@@ -18,13 +18,13 @@ def freeze_last(module):
 
 
 @pytest.mark.parametrize(
-    ("change", "num_steps"), [(recompute_blocks, 2), (freeze_last, 4)], ids=["same", "others"]
+    ("change", "num_steps"), [(recompute_blocks, 3), (freeze_last, 6)], ids=["same", "others"]
 )
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_later_step_equals_the_first_with_its_parameters(
     monkeypatch, change, num_steps, accumulated
 ):
-    """Take one step to make the state, and one to record."""
+    """Take two steps to make the state and see whether it is replaced, and one to record."""
     workload = mlp(depth=3, width=32)
     calls = []
     step = torch.optim.AdamW.step

@@ -7,6 +7,7 @@ import functools
 import json
 
 import pytest
+import torch
 from plan_models import Net, net
 from torch import nn
 
@@ -241,11 +242,21 @@ class NeedsValues(Net):
         return super().forward(x)
 
 
+def large_net(build=Net):
+    """Blocks whose tensors have segments of their own in CUDA's allocator, of 16 MiB and more."""
+    return Workload(
+        "large",
+        lambda: build((64, 64, 64)),
+        lambda size: torch.randn(size, 16384, 8),
+        lambda module, x: module(x).square().sum(),
+    )
+
+
 def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_offload():
-    made = net(64, 64, 64)
-    own = Workload("own", lambda: NeedsValues((64, 64, 64)), made.batch, made.loss)
+    own = large_net(NeedsValues)
     h100 = find_profile("h100")
-    with Planner(own, device=h100, without=(SAC_KIND,), chunked_loss=False) as planner:
+    settings = {"without": (SAC_KIND,), "chunked_loss": False, "context_bytes": 0}
+    with Planner(own, device=h100, **settings) as planner:
         plain = planner.plan(2**40, global_batch=4, microbatch=4)
         kinds = {option.kind for _, menu in planner.chains[False].kinds for option, _ in menu}
         found = planner.plan(round(0.8 * plain.peak_bytes), global_batch=4, microbatch=4)
@@ -256,10 +267,11 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
 
 def test_offload_is_offered_to_a_device_with_a_link_to_the_host():
     with Planner(
-        net(64, 64, 64),
+        large_net(),
         device="h100",
         without=(SAC_KIND, REGIONS_KIND, FULL_KIND),
         chunked_loss=False,
+        context_bytes=0,
     ) as planner:
         plain = planner.plan(2**40, global_batch=8, microbatch=8)
         found = planner.plan(round(0.7 * plain.peak_bytes), global_batch=8, microbatch=8)

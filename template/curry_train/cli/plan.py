@@ -200,7 +200,9 @@ def _milliseconds(candidates: Sequence[Candidate]) -> list[float]:
 # Command `plan`: find the fastest way to train within a memory budget.
 
 
-def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
+def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -215,7 +217,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
     required=True,
     callback=_bytes,
     metavar="SIZE",
-    help="Memory per rank, such as 24GiB.",
+    help="Memory per rank, such as 24GiB; with a GPU as target, of the card.",
 )
 @click.option(
     "--global-batch",
@@ -237,10 +239,16 @@ def _bytes(context: click.Context, option: click.Parameter, text: str) -> int:
 @dtype_option()
 @click.option(
     "--optimizer",
-    default="adamw",
     metavar="NAME",
-    show_default=True,
-    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
+    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter, or package.module:function. "
+    "[default: the workload's own, or adamw]",
+)
+@click.option(
+    "--context",
+    "context_bytes",
+    callback=_bytes,
+    metavar="SIZE",
+    help="Memory of a GPU that the process takes beside tensors. [default: 512MiB]",
 )
 @click.option(
     "--parallel",
@@ -283,7 +291,8 @@ def plan_command(
     microbatch: int | None,
     target: str | None,
     dtype: str,
-    optimizer: str,
+    optimizer: str | None,
+    context_bytes: int | None,
     parallel: str | None,
     ranks: int,
     blocks: str | None,
@@ -305,9 +314,7 @@ def plan_command(
     place = choose_device("auto")
     try:
         profile = find_profile(target) if target else profile_of(place)
-        sharding = Sharding(parallel, ranks)
-        if verify and ranks > 1:
-            raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
+        sharding = _sharding(parallel, ranks, verify=verify)
         planner = functools.partial(
             Planner,
             spec,
@@ -320,6 +327,7 @@ def plan_command(
             without=without,
             also=also,
             seed=seed,
+            context_bytes=context_bytes,
         )
         plan, plain = _find_plan(planner, budget_bytes, global_batch, microbatch, plot_path)
         measured = _measure(plan, spec, place, DTYPES[dtype], optimizer, seed) if verify else None
@@ -333,7 +341,14 @@ def plan_command(
     _print_plan(console, plan, text, place=place, measured=measured, out=out)
     if json_path:
         results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-        write_json(json_path, provenance(place) | {"plan": plan.to_json()} | results)
+        results |= {"plan": plan.to_json(), **(plan.cuda or {})}
+        write_json(json_path, provenance(place) | results)
+
+
+def _sharding(parallel: str | None, ranks: int, *, verify: bool) -> Sharding:
+    if verify and ranks > 1:
+        raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
+    return Sharding(parallel, ranks)
 
 
 def _find_plan(
@@ -373,9 +388,10 @@ def _print_plan(
     """Print the plan and the measured peak, and write the plan to `out`."""
     console.print(text, markup=False)
     if measured is not None:
+        predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
         console.print(
             f"\nmeasured on {place}: peak {format_bytes(measured)}, "
-            f"predicted {format_bytes(plan.peak_bytes)} ({plan.peak_bytes / measured:.2%})",
+            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})",
             markup=False,
         )
     if out:
@@ -409,13 +425,14 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
 
 
 def _measure(
-    plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str, seed: int
+    plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str | None, seed: int
 ) -> int:
     """Measure the peak of a real step of the plan, on one rank."""
     case = Case(load_workload(spec), place, dtype, batch_size=plan.microbatch, seed=seed)
     module = case.build()
     plan.apply(module)
-    steps = make_optimizer(optimizer, module, foreach=place.type == "cuda")
+    chosen = optimizer or case.workload.optimizer or "adamw"
+    steps = make_optimizer(chosen, module, foreach=place.type == "cuda")
     lives = record_step_storages(
         module, case.batch(), case.workload.mean_loss, optimizer=steps, accumulated=plan.steps > 1
     )

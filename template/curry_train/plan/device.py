@@ -142,6 +142,7 @@ class DeviceProfile:
     regions_seconds: float  # added to dispatch under regions
     memory_bytes: int | None  # nominal size, of which the driver takes a part; None if unknown
     source: str  # data sheet or measured
+    usable_bytes: int | None = None  # of the memory, what CUDA gives to processes; None if unknown
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
@@ -212,6 +213,9 @@ class DeviceProfile:
                 f"the profile is not JSON ({error}): give the text that to_json wrote"
             ) from error
         names = {field.name for field in fields(cls)}
+        if isinstance(values, dict) and names - set(values) == {"usable_bytes"}:
+            # Profiles of earlier releases do not have it.
+            values["usable_bytes"] = None
         if not isinstance(values, dict) or set(values) != names:
             found = sorted(values) if isinstance(values, dict) else type(values).__name__
             raise ValueError(
@@ -226,11 +230,19 @@ def _is_number(value: Any) -> bool:
 
 
 def _from_data_sheet(
-    name: str, *, float32: float, half: float, bandwidth: float, link: float, memory_gib: int
+    name: str,
+    *,
+    float32: float,
+    half: float,
+    bandwidth: float,
+    link: float,
+    memory_gib: int,
+    usable_gib: float,
 ) -> DeviceProfile:
     """Build a profile from published peaks in FLOP/s and bytes/s.
 
-    `half` is the dense rate of bfloat16 and float16 with float32 accumulation.
+    `half` is the dense rate of bfloat16 and float16 with float32 accumulation. `usable_gib` is what
+    torch reports as the card's capacity; it is lower than the nominal size, by firmware and driver.
     """
     peaks = {"float32": float32, "bfloat16": half, "float16": half}
     return DeviceProfile(
@@ -243,6 +255,7 @@ def _from_data_sheet(
         regions_seconds=REGIONS_SECONDS,
         memory_bytes=memory_gib * 2**30,
         source="data sheet",
+        usable_bytes=round(usable_gib * 2**30),
     )
 
 
@@ -259,6 +272,7 @@ PROFILES = {
         bandwidth=3.35e12,
         link=PCIE5_BYTES_PER_SECOND,
         memory_gib=80,
+        usable_gib=79.1,
     ),  # SXM
     "h200": _from_data_sheet(
         "h200",
@@ -267,6 +281,7 @@ PROFILES = {
         bandwidth=4.8e12,
         link=PCIE5_BYTES_PER_SECOND,
         memory_gib=141,
+        usable_gib=139.7,
     ),  # SXM
     "a100": _from_data_sheet(
         "a100",
@@ -275,6 +290,7 @@ PROFILES = {
         bandwidth=2.039e12,
         link=PCIE4_BYTES_PER_SECOND,
         memory_gib=80,
+        usable_gib=79.1,
     ),  # SXM
     "l4": _from_data_sheet(
         "l4",
@@ -283,6 +299,7 @@ PROFILES = {
         bandwidth=300e9,
         link=PCIE4_BYTES_PER_SECOND,
         memory_gib=24,
+        usable_gib=21.9,
     ),
     "rtx4090": _from_data_sheet(
         "rtx4090",
@@ -291,6 +308,7 @@ PROFILES = {
         bandwidth=1008e9,
         link=PCIE4_BYTES_PER_SECOND,
         memory_gib=24,
+        usable_gib=23.6,
     ),
     # From measure_profile on two cores of an AMD EPYC with AVX2, without half-precision products.
     "cpu": DeviceProfile(
@@ -357,6 +375,7 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
     cuda = device.type == "cuda"
     on_cpu = f"cpu, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if cuda else on_cpu
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else None
     return DeviceProfile(
         name=name,
         flops_per_second={
@@ -367,8 +386,9 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
         dispatch_seconds=dispatch_seconds(device),
         sac_seconds=SAC_SECONDS,
         regions_seconds=REGIONS_SECONDS,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        memory_bytes=memory,
         source="measured",
+        usable_bytes=memory,
     )
 
 

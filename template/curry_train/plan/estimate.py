@@ -7,6 +7,8 @@ This runs on a laptop for a model of any size. On the CPU the estimate equals th
 the byte. A model whose shapes depend on values is measured for real, and `Sketch.why_real` names
 the operation.
 
+Why so long: the trial, the optimizer and the record of one step share tensors without values.
+
 Proof: `python -m pytest tests/plan`.
 """
 
@@ -25,15 +27,16 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import Life, LiveStorages, operation_flops, tensors_in
 from ..core.rerun import seeded, unwatched
 from ..core.wording import did_you_mean
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import load_workload
+from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
+from .cuda_step import StepTrace, trace_of
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -174,22 +177,38 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self._states: dict[Layouts, list[dict[str, Any]]] = {}
-        self._steps: dict[tuple[Layouts, Layouts], tuple[list[Life], int]] = {}
+        self._steps: dict[
+            tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
+        ] = {}
+        self._is_replaced = False
+        # Bytes that the first step allocated, and which of them it freed, in order.
+        self.first_step: list[tuple[Life, bool]] = []
 
     def give_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Give each trainable parameter the state it has after a first step.
 
-        The state tensors are shared between steps, since they have no values.
+        The state tensors are shared between steps, since they have no values. An optimizer that
+        makes them anew in each step gets copies, whose release is part of the step.
         """
         parameters = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
         key = _layouts(parameters)
         if key not in self._states:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
+            with HeldStorages() as storages:
+                optimizer.step()
+            self.first_step = storages.events
             self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
+            optimizer.step()
+            self._is_replaced = any(
+                value is not before.get(name)
+                for parameter, before in zip(parameters, self._states[key], strict=True)
+                for name, value in optimizer.state[parameter].items()
+                if isinstance(value, Tensor)
+            )
         for parameter, state in zip(parameters, self._states[key], strict=True):
-            optimizer.state[parameter].update(state)
+            given = tree_map(_copy_of, state) if self._is_replaced else state
+            optimizer.state[parameter].update(given)
 
     def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
         """Replay the optimizer step recorded for gradients of this layout, or record it now."""
@@ -200,12 +219,20 @@ class OptimizerSteps:
             return
 
         first = record.num_operations
+        first_event = len(record.events)
         before = list(record.lives)
         StepLives.take(record, optimizer)
         # A step that frees earlier storages can't be replayed from its own storages alone.
         if not any(life.died is not None and life.died >= first for life in before):
-            lives = [_from(first, life) for life in record.lives[len(before) :]]
-            self._steps[key] = lives, record.num_operations - first
+            made = record.lives[len(before) :]
+            lives = [_from(first, life) for life in made]
+            places = {id(life): place for place, life in enumerate(made)}
+            events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
+            self._steps[key] = lives, events, record.num_operations - first
+
+
+def _copy_of(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, Tensor) else value
 
 
 def _from(first: int, life: Life) -> Life:
@@ -255,6 +282,7 @@ class BytesForEach(torch.optim.Optimizer):
         return None if closure is None else closure()
 
 
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS = {
     "adamw": "AdamW with two moments in the parameters' dtype",
     "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
@@ -266,13 +294,16 @@ OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 
 
 def make_optimizer(
-    name: str | float, module: nn.Module, *, foreach: bool = False
+    name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool = False
 ) -> torch.optim.Optimizer:
-    """Make an optimizer by name, or by bytes per parameter such as 6 or "6".
+    """Make an optimizer by name, by bytes per parameter such as 6 or "6", or with a factory.
 
+    A factory is the user's own, as a function of the module or as `package.module:function`.
     `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if callable(name) or (isinstance(name, str) and ":" in name):
+        return _of_factory(name, module, foreach=foreach)
     if name == "adamw":
         return torch.optim.AdamW(trained, foreach=foreach)
     if name in ("sgd", "sgd-momentum"):
@@ -283,10 +314,32 @@ def make_optimizer(
         return BytesForEach(trained, num_bytes=OPTIMIZER_BYTES_PER_PARAMETER[str(name)])
     if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
         return BytesForEach(trained, num_bytes=float(name))
-    others = f"use one of {', '.join(OPTIMIZERS)}, or the bytes per parameter"
+    others = f"use one of {', '.join(OPTIMIZERS)}, package.module:function, or bytes per parameter"
     raise ValueError(
         f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
     )
+
+
+def _of_factory(
+    factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool
+) -> torch.optim.Optimizer:
+    """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
+    make = import_callable(factory) if isinstance(factory, str) else factory
+    optimizer = make(module)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the optimizer's factory returned {type(optimizer).__name__}: return a "
+            "torch.optim.Optimizer made from the module that it gets"
+        )
+    for group in optimizer.param_groups:
+        if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = not group.get("differentiable", False)
+    return optimizer
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Check whether an optimizer keeps its step counts on the device."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 # Cost of an operation: its FLOPs, and the bytes it reads and writes.
@@ -355,6 +408,7 @@ class StepEstimate:
     step: int  # most bytes while the optimizer steps
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
+    trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
 
     @property
     def peak_bytes(self) -> int:
@@ -406,13 +460,13 @@ class Sketch:
         dtype: torch.dtype = torch.float32,
         kernels: str = "cpu",
         blocks: str | Sequence[str] | None = None,
-        optimizer: str | float = "adamw",
+        optimizer: str | float | OptimizerFactory | None = None,
         seed: int = 0,
     ) -> None:
         self._workload = workload
+        self._optimizer = optimizer
         self._options: dict[str, Any] = {"dtype": dtype, "seed": seed, "blocks": blocks}
         self.kernels = kernels
-        self.optimizer = optimizer
         self.why_real: str | None = None
         self.draws = EveryLayerRuns()
         self._stack = contextlib.ExitStack()
@@ -467,6 +521,13 @@ class Sketch:
     def _load(self) -> Workload:
         return load_workload(self._workload) if isinstance(self._workload, str) else self._workload
 
+    @property
+    def optimizer(self) -> str | float | OptimizerFactory:
+        """The optimizer that was given, or the workload's own, or AdamW."""
+        if self._optimizer is not None:
+            return self._optimizer
+        return self.case.workload.optimizer or "adamw"
+
     def build(self) -> nn.Module:
         return self.case.build()
 
@@ -507,8 +568,13 @@ class Sketch:
             accumulated=accumulated,
             give_state=None if steps is None else steps.give_state,
             make=functools.partial(PricedLives, steps=steps),
+            keeps_output=self.kernels == "cuda",
         )
         found = _estimate(lives, module, blocks)
+        if self.kernels == "cuda":
+            first_step = [] if steps is None else steps.first_step
+            trace = trace_of(lives, module, first_step, fused=is_fused(optimizer))
+            found = replace(found, trace=trace)
         if change is None:
             self._plain[batch_size, accumulated] = found
         return found

@@ -26,8 +26,10 @@ from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .chain import Chain, measure_chain
+from .cuda_allocator import AllocatorSettings
+from .cuda_step import CONTEXT_BYTES, StepTrace, cuda_memory, least_device, workspace_of
 from .device import DeviceProfile, find_profile
-from .estimate import Sketch, make_optimizer
+from .estimate import OptimizerFactory, Sketch, StepEstimate, make_optimizer
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -188,6 +190,26 @@ class Infeasible(ValueError):
         self.least_bytes = least_bytes
 
 
+def _check_kinds(without: Sequence[str], also: Sequence[str]) -> None:
+    """Raise an error for options that are unknown or contradict each other."""
+    if unknown := set(without) - set(OPTION_KINDS):
+        raise ValueError(
+            f"without={sorted(unknown)}: a block is run as one of {', '.join(OPTION_KINDS)}"
+        )
+    if also and REGIONS_KIND in without:
+        raise ValueError(
+            f"also={list(also)} is for regions, which without={list(without)} leaves out: "
+            "give only one of them"
+        )
+
+
+def _name_of(optimizer: str | float | OptimizerFactory) -> str | float:
+    """Return an optimizer's name for a plan file."""
+    if callable(optimizer):
+        return f"{optimizer.__module__}:{getattr(optimizer, '__qualname__', 'factory')}"
+    return optimizer
+
+
 def plan(
     workload: Workload | str,
     budget_bytes: int,
@@ -211,6 +233,9 @@ class Planner:
     With `chunked_loss=None`, whole and chunked loss are both tried if the model has a head.
     `without` names kinds of options to leave out, such as `sac`. `also` has globs for modules that
     regions may recompute, as in `apply_regions`. `tell` receives progress messages.
+
+    On CUDA a plan fits if what the allocator reserves after several steps and the context of the
+    process, `context_bytes`, are within the budget and the device.
     """
 
     def __init__(
@@ -219,13 +244,14 @@ class Planner:
         *,
         device: str | DeviceProfile = "cpu",
         dtype: torch.dtype = torch.float32,
-        optimizer: str | float = "adamw",
+        optimizer: str | float | OptimizerFactory | None = None,
         sharding: Sharding | None = None,
         blocks: str | Sequence[str] | None = None,
         chunked_loss: bool | None = None,
         without: Sequence[str] = (),
         also: Sequence[str] = (),
         seed: int = 0,
+        context_bytes: int | None = None,
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
@@ -238,26 +264,17 @@ class Planner:
             optimizer=optimizer,
             seed=seed,
         )
-        if unknown := set(without) - set(OPTION_KINDS):
-            raise ValueError(
-                f"without={sorted(unknown)}: a block is run as one of {', '.join(OPTION_KINDS)}"
-            )
-        if also and REGIONS_KIND in without:
-            raise ValueError(
-                f"also={list(also)} is for regions, which without={list(without)} leaves out: "
-                "give only one of them"
-            )
+        _check_kinds(without, also)
         self.sharding = sharding or Sharding()
         self.tell = tell
-        self.asked = chunked_loss  # what the caller chose
-        self.chunked_loss = chunked_loss  # what is tried
+        # What the caller chose, and what is tried.
+        self.asked = self.chunked_loss = chunked_loss
         self.without = tuple(without)
         self.also = tuple(also)
         self.chunk_tokens: int | None = None
         self.settings = {
             "device": self.profile.name,
             "dtype": str(dtype).removeprefix("torch."),
-            "optimizer": optimizer,
             "parallel": self.sharding.kind,
             "blocks": blocks,
             "also": list(also),
@@ -269,7 +286,10 @@ class Planner:
             self.sharding,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
             solve=self._again,
+            overhead=self._overhead,
         )
+        self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
+        self._overheads: dict[int, int] = {}
         self._heap = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
@@ -286,6 +306,58 @@ class Planner:
         self._heap.close()
         self.sketch.__exit__(*raised)
 
+    @property
+    def _workspace_bytes(self) -> int:
+        return workspace_of(self.profile.name)
+
+    def _overhead(self, step: StepEstimate) -> int:
+        """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
+
+        On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
+        """
+        if step.trace is None:
+            return 0
+        key = id(step.trace)
+        if key not in self._overheads:
+            memory = cuda_memory(step.trace, workspace_bytes=self._workspace_bytes)
+            self._overheads[key] = memory.reserved_bytes + self.context_bytes - step.peak_bytes
+        return self._overheads[key]
+
+    def _limit(self, budget_bytes: int) -> int:
+        """Return the memory that a plan must fit: the budget, or the device if it has less."""
+        usable = self.profile.usable_bytes
+        return budget_bytes if usable is None else min(budget_bytes, usable)
+
+    def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
+        """Return the memory of a plan on CUDA, by the names of `plan --json`.
+
+        None on the CPU, and for several ranks, whose shares are known by arithmetic alone.
+        """
+        trace = self.whole_steps.trace(best)
+        if trace is None or self.sharding.ranks > 1:
+            return None
+        self.tell("replaying the steps in CUDA's allocator")
+        memory = cuda_memory(trace, workspace_bytes=self._workspace_bytes)
+        least = least_device(
+            trace, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
+        )
+        return {
+            "allocated_bytes": memory.allocated_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "first_step_reserved_bytes": memory.first_step_reserved_bytes,
+            "expandable_reserved_bytes": self._expandable(trace),
+            "least_device_bytes": least,
+            "context_bytes": self.context_bytes,
+            "limit_bytes": limit_bytes,
+        }
+
+    def _expandable(self, trace: StepTrace) -> int:
+        """Return what the steps reserve with expandable segments."""
+        settings = AllocatorSettings(expandable_segments=True)
+        return cuda_memory(
+            trace, workspace_bytes=self._workspace_bytes, settings=settings
+        ).reserved_bytes
+
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
         """Raise an error for wrong settings before anything is measured."""
         self.sharding.microbatches(global_batch, microbatch)
@@ -300,6 +372,7 @@ class Planner:
         require_whole("budget_bytes", budget_bytes, least=1)
         require_whole("global_batch", global_batch, least=1)
 
+        budget_bytes = self._limit(budget_bytes)
         tried = self._tried(global_batch, microbatch)
         found = sorted((self._solve(*setting, budget_bytes) for setting in tried), key=order)
         if not self._check_candidates(found, budget_bytes):
@@ -386,7 +459,7 @@ class Planner:
         """Return the chain's choice, or the one with the least peak if nothing fits."""
         chain = self._chain(chunked=chunked)
         empty = Candidate(microbatch, steps, chunked, 0, None)
-        extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=steps > 1)
+        extra = self.whole_steps.extra_bytes(chain.steps[-1], accumulated=steps > 1)
         less = self.whole_steps.less[chunked, steps > 1]
         best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
         seconds = steps * best.seconds + chain.optimizer_seconds
@@ -420,10 +493,12 @@ class Planner:
             plain_flops=best.steps * chain.plain_flops(best.microbatch),
             fingerprint=blocks,
             settings=self.settings
+            | {"optimizer": _name_of(self.sketch.optimizer)}
             | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
+            cuda=self._cuda_figures(best, budget_bytes),
             candidates=tuple(found),
         )
 
@@ -437,7 +512,11 @@ class Planner:
         )
 
     def _levers(self, least: Candidate, found: list[Candidate]) -> Iterator[tuple[str, int]]:
-        """Yield the settings that the caller ruled out, each with the least peak it would give."""
+        """Yield settings that were not tried, each with the least peak: what is free comes first.
+
+        They are settings of CUDA's allocator and optimizer, and those that the caller ruled out.
+        """
+        yield from self._cuda_levers(least)
         only = {candidate.microbatch for candidate in found} == {least.microbatch}
         if only and least.microbatch > 1:
             smaller = self._solve(1, least.microbatch * least.steps, least.chunked_loss, 1)
@@ -448,3 +527,15 @@ class Planner:
                 chunked = self._solve(least.microbatch, least.steps, True, 1)
                 yield "chunked loss", self.whole_steps.peak(chunked)[0]
             self.chunked_loss = False
+
+    def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
+        """Yield what helps on CUDA and costs no time, each with the memory it would need."""
+        trace = self.whole_steps.trace(least)
+        if trace is None or self.sharding.ranks > 1:
+            return
+        expandable = self._expandable(trace) + self.context_bytes
+        fused = self._expandable(trace.without_copies()) + self.context_bytes
+        if expandable < least.peak_bytes:
+            yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
+        if fused < min(expandable, least.peak_bytes):
+            yield "fused=True in the optimizer, which makes no copies, with that setting", fused

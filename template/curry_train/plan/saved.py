@@ -197,6 +197,7 @@ class Plan:
     fingerprint: Mapping[str, str]  # class and parameter shapes of each block
     settings: Mapping[str, Any]
     why: str  # why this candidate won
+    cuda: Mapping[str, int] | None = None  # memory on a CUDA device, by name of the figure
     candidates: tuple[Candidate, ...] = ()  # best first
 
     def apply(self, model: nn.Module) -> list[str]:
@@ -277,11 +278,28 @@ class Plan:
                 )
             )
 
+        lines += self._cuda_lines()
         nothing = "no block is repeated: name some with --blocks to plan for them"
         lines += ["", *(_blocks(self.options) or [nothing]), "", *textwrap.wrap(self.why, 80)]
         for reason in self.settings.get("left_out", ()):
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
+
+    def _cuda_lines(self) -> list[str]:
+        """Describe the memory on a CUDA device in 80 columns; empty for the CPU."""
+        if self.cuda is None:
+            return []
+        shown = {name: format_bytes(value) for name, value in self.cuda.items()}
+        margin = self.cuda["limit_bytes"] - self.peak_bytes
+        text = (
+            f"on the device: {shown['allocated_bytes']} allocated, {shown['reserved_bytes']} "
+            f"reserved ({shown['first_step_reserved_bytes']} in the first step), and "
+            f"{shown['context_bytes']} of context; {format_bytes(margin)} of "
+            f"{shown['limit_bytes']} are left. The least device that runs it has "
+            f"{shown['least_device_bytes']}. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+            f"reserves {shown['expandable_reserved_bytes']}."
+        )
+        return ["", *textwrap.wrap(text, 80)]
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -308,10 +326,10 @@ class Plan:
                 "make the plan again"
             )
 
-        wanted = set(cls.__dataclass_fields__) - {"candidates"}
+        wanted = set(cls.__dataclass_fields__) - {"candidates", "cuda"}
         if missing := sorted(wanted - data.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
-        fields = {name: data[name] for name in wanted}
+        fields = {name: data[name] for name in wanted} | {"cuda": data.get("cuda")}
         for name in ("options", "fingerprint", "settings"):
             if not isinstance(fields[name], Mapping):
                 raise ValueError(

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..core.measure import REST_LAYER, Life, LiveStorages, Loss, RunningLayers, as_trained, divide
+from ..core.measure import (
+    REST_LAYER,
+    Life,
+    LiveStorages,
+    Loss,
+    RunningLayers,
+    as_trained,
+    divide,
+    tensors_in,
+)
 from ..core.rerun import seeded
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -37,6 +46,12 @@ from .profiler import (
 # Record every storage of one training step: its owner, and when it is made and freed.
 
 
+MATRIX_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
 # Tensors without values return their device through the dispatcher, real ones do not.
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
 
@@ -51,20 +66,17 @@ def record_step_storages(
     accumulated: bool = False,
     give_state: Callable[[torch.optim.Optimizer], None] | None = None,
     make: "Callable[..., StepLives] | None" = None,
+    keeps_output: bool = False,
 ) -> "StepLives":
     """Record the storages of the step that `measure_timeline` reports.
 
     `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
     `give_state` is for tensors without values: it sets the optimizer state instead of a first step,
     and no values are restored. The result is the same if every trainable parameter gets a gradient
-    and a step leaves no other tensors behind.
+    and a step leaves no other tensors behind. `keeps_output`: the caller holds what the module
+    returned until the next step, as scripts do with their logits.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter that requires grad: "
-            "there is nothing to train"
-        )
+    trained = _trained_parameters(module)
     optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
     stepped = _stepped_parameters(optimizer)
     if not any(id(p) in stepped for p in trained):
@@ -98,9 +110,37 @@ def record_step_storages(
         gc.collect()
         lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
         lives.follow_all(batch, optimizer)
-        with lives.running, lives:
+        held: list[Tensor] = []
+        with lives.running, lives, _holding_output(module, held if keeps_output else None):
             _take_step(module, batch, loss, optimizer, lives)
         return lives
+
+
+@contextlib.contextmanager
+def _holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[None]:
+    """Keep torch's own tensors of the module's latest output in `held`, if it is given."""
+    if held is None:
+        yield
+        return
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        held[:] = [t for t in tensors_in(output) if type(t).__module__.startswith("torch")]
+
+    handle = module.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _trained_parameters(module: nn.Module) -> list[Tensor]:
+    trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires grad: "
+            "there is nothing to train"
+        )
+    return trained
 
 
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
@@ -150,12 +190,22 @@ class StepLives(LiveStorages):
         self.phases: list[str] = []
         self.allocated: list[int] = []
         self.ends: dict[str, int] = {}
+        # Numbers of events at the end of each phase, and at the first product of each thread.
+        self.event_ends: dict[str, int] = {}
+        self.products: dict[str, int] = {}
+        # Storages that exist before the step, and the gradients after it.
+        self.given: list[Life] = []
+        self.gradients: list[Life] = []
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.cuda)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if func in MATRIX_PRODUCTS:
+            # Autograd multiplies on a thread of its own.
+            thread = "backward" if self.phase == "backward" else "forward"
+            self.products.setdefault(thread, len(self.events))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self._read()
         return out
@@ -172,6 +222,7 @@ class StepLives(LiveStorages):
         ):
             for tensor in tensors:
                 self.follow(tensor, owner=(owner, REST_LAYER))
+        self.given = list(self.lives)
 
     def own(self, group: str, tensors: Iterable[Tensor]) -> None:
         """Assign the tensors that the step made to a group."""
@@ -186,20 +237,31 @@ class StepLives(LiveStorages):
         self.own(OPTIMIZER_STATE_GROUP, _tensors(list(optimizer.state.values())))
         self.end_phase()
 
-    def repeat(self, lives: Iterable[Life], num_operations: int) -> None:
-        """Replay the last phase from a record whose operations count from the phase's first one."""
+    def repeat(
+        self, lives: Iterable[Life], events: Iterable[tuple[int, bool]], num_operations: int
+    ) -> None:
+        """Replay the last phase from a record whose operations count from the phase's first one.
+
+        `events` name the lives by their index.
+        """
         first = self.num_operations
         self.num_operations += num_operations
+        again = []
         for life in lives:
             died = None if life.died is None else first + life.died
-            self.lives.append(Life(life.nbytes, life.owner, first + life.born, died))
+            again.append(Life(life.nbytes, life.owner, first + life.born, died))
+        self.lives += again
+        self.events += [(again[index], made) for index, made in events]
         self.phases += [self.phase] * num_operations
         self.allocated += [0] * num_operations
         self.ends[self.phase] = self.num_operations - 1
+        self.event_ends[self.phase] = len(self.events)
 
     def end_phase(self) -> None:
         """Add a point for the bytes that remain when the local variables of a phase are gone."""
+        self.settle()
         self.ends[self.phase] = self.num_operations
+        self.event_ends[self.phase] = len(self.events)
         self.num_operations += 1
         self._read()
         self.phase = STEP_PHASES[min(STEP_PHASES.index(self.phase) + 1, len(STEP_PHASES) - 1)]
@@ -254,6 +316,7 @@ def _take_step(
         )
     if record:
         record.own(GRADIENTS_GROUP, gradients)
+        record.gradients = [life for tensor in gradients for life in record.lives_of(tensor)]
         record.end_phase()
     del gradients
 

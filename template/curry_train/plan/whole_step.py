@@ -17,6 +17,7 @@ from .. import primitives
 from ..core.wording import require_whole
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
+from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .profiler import BATCH_GROUP, GRADIENTS_GROUP, PARAMETERS_GROUP
 from .saved import (
@@ -165,7 +166,8 @@ class WholeSteps:
     """Estimate whole steps from shapes, each of them once.
 
     `chain` returns the chain for a candidate, with what its blocks cost. `solve` returns the
-    chain's choice for another budget.
+    chain's choice for another budget. `overhead` returns the bytes that a device needs beside the
+    tensors of a step.
     """
 
     def __init__(
@@ -175,9 +177,11 @@ class WholeSteps:
         *,
         chain: Callable[[Candidate], Chain],
         solve: Callable[[Candidate, int], Candidate],
+        overhead: Callable[[StepEstimate], int] = lambda step: 0,
     ) -> None:
         self.sketch = sketch
         self.sharding = sharding
+        self.overhead = overhead
         self.chain = chain
         self.solve = solve
 
@@ -186,6 +190,9 @@ class WholeSteps:
 
         # Corrections of the chain, as `Chain.solve` takes them, by chunked loss and accumulated.
         self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)
+
+        # Traces of the whole steps, for the model of CUDA's allocator.
+        self.traces: dict[PlanKey, StepTrace] = {}
 
         # Chunked loss and accumulated, where the chain's least peak was checked.
         self.seen: set[tuple[bool, bool]] = set()
@@ -201,8 +208,8 @@ class WholeSteps:
             dict.fromkeys(chain.names, Option(NONE_KIND)),
         )
         step = chain.steps[-1]
-        peak = step.peak_bytes + self.sharding.extra_bytes(step, accumulated=False)
-        self.known[self._key(plain)] = peak, float(step.flops.sum())
+        peak = step.peak_bytes + self.extra_bytes(step, accumulated=False)
+        self._remember(self._key(plain), step, peak)
         self._learn(replace(plain, peak_bytes=peak))
 
     def peak(self, candidate: Candidate) -> tuple[int, float]:
@@ -225,9 +232,23 @@ class WholeSteps:
                 step = self.sketch.step(
                     candidate.microbatch, accumulated=candidate.steps > 1, change=change
                 )
-            extra = self.sharding.extra_bytes(step, accumulated=candidate.steps > 1)
-            self.known[key] = step.peak_bytes + extra, float(step.flops.sum())
+            extra = self.extra_bytes(step, accumulated=candidate.steps > 1)
+            self._remember(key, step, step.peak_bytes + extra)
         return self.known[key]
+
+    def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
+        self.known[key] = peak, float(step.flops.sum())
+        if step.trace is not None:
+            self.traces[key] = step.trace
+
+    def trace(self, candidate: Candidate) -> StepTrace | None:
+        """Return the trace of a candidate that was estimated, if it is one of CUDA."""
+        return self.traces.get(self._key(candidate))
+
+    def extra_bytes(self, step: StepEstimate, *, accumulated: bool) -> int:
+        """Return the bytes of a rank beside the tensors that one rank alone has at its peak."""
+        sharded = self.sharding.extra_bytes(step, accumulated=accumulated)
+        return sharded + self.overhead(step)
 
     def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Check whether a candidate may fit; until it is corrected, the chain may overestimate."""
@@ -336,7 +357,7 @@ class WholeSteps:
         chain = self.chain(candidate)
         accumulated = candidate.steps > 1
         options, peak = chain.least(candidate.microbatch, accumulated=accumulated)
-        peak += self.sharding.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        peak += self.extra_bytes(chain.steps[-1], accumulated=accumulated)
         poorest = replace(
             candidate,
             options=options,
@@ -360,7 +381,7 @@ class WholeSteps:
         accumulated = whole.steps > 1
         if not whole.options:
             return None
-        extra = self.sharding.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        extra = self.extra_bytes(chain.steps[-1], accumulated=accumulated)
         predicted = chain.moments(
             whole.microbatch, whole.options, accumulated=accumulated, less=less
         )

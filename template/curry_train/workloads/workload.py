@@ -159,6 +159,9 @@ class Workload:
     # Drops an uneven part of the terms, for models whose loss can be masked.
     mask: Callable[[Batch], Batch] | None = None
 
+    # Makes the user's optimizer from the module; None where the tools choose one.
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+
     # The text from which the workload was loaded.
     spec: str = ""
 
@@ -308,7 +311,8 @@ def call(module: nn.Module, batch: Any) -> Any:
     options = no_cache_please(module)
     if isinstance(batch, Mapping):
         return module(**options | dict(batch))
-    if isinstance(batch, tuple | list):
+    # A packed sequence is a tuple by its class alone.
+    if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
         return module(*batch, **options)
     return module(batch, **options)
 

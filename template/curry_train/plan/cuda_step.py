@@ -1,0 +1,295 @@
+"""Predict what training steps allocate and reserve on CUDA, from a step recorded on shapes.
+
+    memory = cuda_memory(sketch.step(4).trace, workspace_bytes=workspace_of("h100"))
+    memory.reserved_bytes, memory.expandable_reserved_bytes
+
+A recorded step is repeated in the model of the allocator as a training repeats it. The first step
+makes the optimizer state and the workspaces of the matrix products; later steps begin by freeing
+the gradients, and the caller's logits and loss live until the next ones are there.
+
+Proof: `python -m pytest tests/plan/test_cuda_step.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.measure import Life
+from .cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull, MemoryBlock
+from .profiler import OPTIMIZER_STATE_GROUP
+from .timeline import StepLives
+
+# Bytes that cuBLAS allocates for each thread that multiplies; forward and autograd are two.
+WORKSPACE_BYTES = 8_519_680
+HOPPER_WORKSPACE_BYTES = 33_554_432
+HOPPER_CARDS = ("h100", "h200")
+# Memory of a process that no tensor can have: CUDA's context and the kernels that torch loads. In
+# public reports of full devices it is 0.40 to 0.51 GiB on an RTX 4090, an A100 and an A800.
+CONTEXT_BYTES = 512 * 2**20
+# After this many steps the reserved memory of nearly every training stays as it is.
+NUM_STEPS = 4
+# Numbers of an optimizer, such as its step counts, live in host memory unless it is fused.
+LARGEST_NUMBER_BYTES = 8
+# The least device is found to this fraction of its memory.
+LEAST_DEVICE_FRACTION = 0.005
+
+
+def workspace_of(card: str) -> int:
+    """Return the bytes of one cuBLAS workspace on a card."""
+    is_hopper = any(name in card.lower() for name in HOPPER_CARDS)
+    return HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Allocations and releases of one step, in order; a storage is named by its number."""
+
+    sizes: tuple[int, ...]  # bytes of each storage
+    given: tuple[int, ...]  # storages that exist before the first step, in the order they are made
+    state: tuple[int, ...]  # optimizer state at the start of a later step
+    events: tuple[int, ...]  # a number where a storage is made, ~number where it is freed
+    step_start: int  # index of the optimizer step's first event
+    gradients: tuple[int, ...]  # freed when the next step begins
+    products: tuple[int, ...]  # indices of events before which a thread multiplies first
+    first_sizes: tuple[int, ...] = ()  # bytes of the storages of the optimizer's first step
+    first_events: tuple[int, ...] = ()  # of that step, by their own numbers
+
+    def without_copies(self) -> "StepTrace":
+        """Return the trace with an optimizer that makes no temporary copies, as fused ones."""
+        stays = {*self.events[self.step_start :]}
+        kept = [event for event in self.events[self.step_start :] if _remains(event, stays)]
+        first = {*self.first_events}
+        return replace(
+            self,
+            events=(*self.events[: self.step_start], *kept),
+            first_events=tuple(event for event in self.first_events if _remains(event, first)),
+        )
+
+
+def _remains(event: int, events: set[int]) -> bool:
+    """Check that a storage is not both made and freed by these events."""
+    return ~event not in events
+
+
+def trace_of(
+    record: StepLives,
+    module: nn.Module,
+    first_step: Sequence[tuple[Life, bool]] = (),
+    *,
+    fused: bool = False,
+) -> StepTrace:
+    """Build the trace of a recorded step.
+
+    `first_step` has the events of the optimizer's first one. Unless the optimizer is `fused`, its
+    numbers are left out, because they are in host memory.
+    """
+    numbers: dict[int, int] = {}
+    sizes: list[int] = []
+
+    def number(life: Life) -> int:
+        if id(life) not in numbers:
+            numbers[id(life)] = len(sizes)
+            sizes.append(life.nbytes)
+        return numbers[id(life)]
+
+    def counts(life: Life) -> bool:
+        is_number = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= step_begins
+        return fused or not is_number or life.nbytes > LARGEST_NUMBER_BYTES
+
+    step_begins = record.ends["backward"]
+    in_order = [life for tensor in _as_moved(module) for life in record.lives_of(tensor)]
+    others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
+    state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
+    given = [number(life) for life in dict.fromkeys([*in_order, *others])]
+    state_numbers = [number(life) for life in state if counts(life)]
+
+    events: list[int] = []
+    step_start = None
+    products = []
+    for index in range(len(record.given), len(record.events)):
+        if index == record.event_ends["backward"]:
+            step_start = len(events)
+        products += [len(events) for place in record.products.values() if place == index]
+        life, made = record.events[index]
+        if counts(life):
+            events.append(number(life) if made else ~number(life))
+    first = [
+        (life, made) for life, made in first_step if fused or life.nbytes > LARGEST_NUMBER_BYTES
+    ]
+    first_numbers = {id(life): place for place, (life, _) in enumerate(first)}
+    kept_gradients = [number(life) for life in record.gradients if life not in record.given]
+    return StepTrace(
+        sizes=tuple(sizes),
+        given=tuple(given),
+        state=tuple(state_numbers),
+        events=tuple(events),
+        step_start=len(events) if step_start is None else step_start,
+        gradients=tuple(kept_gradients),
+        products=tuple(products),
+        first_sizes=tuple(life.nbytes for life, _ in first),
+        first_events=tuple(
+            first_numbers[id(life)] if made else ~first_numbers[id(life)] for life, made in first
+        ),
+    )
+
+
+def _as_moved(module: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters and buffers in the order in which `Module.to` makes them."""
+    for child in module.children():
+        yield from _as_moved(child)
+    tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+    yield from (tensor for tensor in tensors if tensor is not None)
+
+
+class TrainingReplay:
+    """Steps of a training in an allocator."""
+
+    def __init__(
+        self, trace: StepTrace, allocator: CudaAllocator, *, workspace_bytes: int = WORKSPACE_BYTES
+    ) -> None:
+        self.trace = trace
+        self.allocator = allocator
+        self.workspace_bytes = workspace_bytes
+        self.rounded = 0
+        self.rounded_peak = 0
+        self._steps = 0
+        self._blocks: dict[int, MemoryBlock] = {}
+        for number in trace.given:
+            self._make(number, trace.sizes[number])
+
+    def step(self) -> None:
+        """Run one step."""
+        trace = self.trace
+        for number in trace.gradients:
+            self._release(number)
+        products = {*trace.products} if self._steps == 0 else set[int]()
+        for index, event in enumerate(trace.events[: trace.step_start]):
+            if index in products:
+                self._allocate(self.workspace_bytes)
+            self._run(event)
+        if self._steps == 0 and trace.state:
+            self._first_optimizer_step()
+        else:
+            for event in trace.events[trace.step_start :]:
+                self._run(event)
+            self._rename_state()
+        self._steps += 1
+
+    def _run(self, event: int) -> None:
+        if event < 0:
+            self._release(~event)
+            return
+        # What the previous step left is freed once its successor is there.
+        before = self._blocks.pop(event, None)
+        self._make(event, self.trace.sizes[event])
+        if before is not None:
+            self._free(before, self.trace.sizes[event])
+
+    def _first_optimizer_step(self) -> None:
+        """Make the optimizer state, with the temporaries of the first step."""
+        trace = self.trace
+        made: dict[int, MemoryBlock] = {}
+        for event in trace.first_events:
+            if event >= 0:
+                made[event] = self._allocate(trace.first_sizes[event])
+            elif ~event in made:
+                self._free(made.pop(~event), trace.first_sizes[~event])
+        left = [*made]
+        for number in trace.state:
+            same = [place for place in left if trace.first_sizes[place] == trace.sizes[number]]
+            if same:
+                left.remove(same[0])
+                self._blocks[number] = made[same[0]]
+            else:
+                self._make(number, trace.sizes[number])
+
+    def _rename_state(self) -> None:
+        """Let state that the optimizer made anew be the state of the next step."""
+        trace = self.trace
+        gone = [number for number in trace.state if number not in self._blocks]
+        known = {*trace.given, *trace.state}
+        made = [event for event in trace.events[trace.step_start :] if event in self._blocks]
+        for number in gone:
+            new = next(
+                (
+                    event
+                    for event in made
+                    if event not in known and trace.sizes[event] == trace.sizes[number]
+                ),
+                None,
+            )
+            if new is not None:
+                made.remove(new)
+                self._blocks[number] = self._blocks.pop(new)
+
+    def _make(self, number: int, num_bytes: int) -> None:
+        self._blocks[number] = self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> MemoryBlock:
+        block = self.allocator.allocate(num_bytes)
+        self.rounded += self.allocator.settings.rounded(num_bytes)
+        self.rounded_peak = max(self.rounded_peak, self.rounded)
+        return block
+
+    def _release(self, number: int) -> None:
+        block = self._blocks.pop(number, None)
+        if block is not None:
+            self._free(block, self.trace.sizes[number])
+
+    def _free(self, block: MemoryBlock, num_bytes: int) -> None:
+        self.allocator.free(block)
+        self.rounded -= self.allocator.settings.rounded(num_bytes)
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """Memory of a training on CUDA, as the allocator counts it."""
+
+    allocated_bytes: int  # torch.cuda.max_memory_allocated
+    reserved_bytes: int  # torch.cuda.max_memory_reserved after several steps
+    first_step_reserved_bytes: int
+    rounded_bytes: int  # the tensors alone, each rounded up to 512 bytes
+
+
+def cuda_memory(
+    trace: StepTrace,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    settings: AllocatorSettings | None = None,
+    num_steps: int = NUM_STEPS,
+) -> CudaMemory:
+    """Run steps of a trace in the allocator; raises `DeviceFull` if the settings limit it."""
+    allocator = CudaAllocator(settings)
+    replay = TrainingReplay(trace, allocator, workspace_bytes=workspace_bytes)
+    replay.step()
+    first = allocator.peak_reserved
+    for _ in range(num_steps - 1):
+        replay.step()
+    return CudaMemory(allocator.peak_allocated, allocator.peak_reserved, first, replay.rounded_peak)
+
+
+def least_device(
+    trace: StepTrace,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    context_bytes: int = CONTEXT_BYTES,
+) -> int:
+    """Return the least memory of a device on which the steps run, found by bisection.
+
+    Where the device is full, the allocator gives its cache back and tries again, which takes time.
+    """
+    found = cuda_memory(trace, workspace_bytes=workspace_bytes)
+    low = found.rounded_bytes
+    high = found.reserved_bytes
+    while high - low > LEAST_DEVICE_FRACTION * high:
+        middle = (low + high) // 2
+        settings = AllocatorSettings(capacity=middle)
+        try:
+            cuda_memory(trace, workspace_bytes=workspace_bytes, settings=settings)
+        except DeviceFull:
+            low = middle
+        else:
+            high = middle
+    return high + context_bytes

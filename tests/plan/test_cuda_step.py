@@ -1,0 +1,305 @@
+"""A step as CUDA runs it: what torch's allocator reserves, from shapes.
+
+python -m pytest tests/plan/test_cuda_step.py
+"""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from curry_train.cli.main import main
+from curry_train.plan.cuda_allocator import AllocatorSettings, CudaAllocator
+from curry_train.plan.cuda_step import (
+    CONTEXT_BYTES,
+    HOPPER_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    StepTrace,
+    TrainingReplay,
+    cuda_memory,
+    least_device,
+    workspace_of,
+)
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.planner import Infeasible, Planner
+from curry_train.plan.saved import NONE_KIND, OPTION_KINDS, Plan
+from curry_train.workloads.models import mlp, transformer
+from curry_train.workloads.workload import Workload
+
+MIB = 2**20
+WIDTH = 1024
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+
+def squares(optimizer=None, *, rows=8, depth=2):
+    """Layers of exactly 4 MiB without biases."""
+    return Workload(
+        "squares",
+        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))),
+        lambda size: torch.randn(size * rows, WIDTH),
+        lambda module, x: module(x).square().sum(),
+        optimizer=optimizer,
+    )
+
+
+def trace_of_step(workload, size=1, **options):
+    with Sketch(workload, kernels="cuda", **options) as sketch:
+        return sketch.step(size).trace
+
+
+def test_the_trace_of_a_linear_step_by_hand():
+    trace = trace_of_step(squares(torch_sgd, depth=1))
+    x = 8 * WIDTH * 4
+    assert [trace.sizes[number] for number in trace.given] == [LAYER_BYTES, x]
+    assert trace.state == ()
+    assert [trace.sizes[number] for number in trace.gradients] == [LAYER_BYTES]
+    made = [trace.sizes[event] for event in trace.events if event >= 0]
+    # Output, its square, the sum and the division; then the seed and three gradients.
+    assert made.count(LAYER_BYTES) == 1
+    assert made[0] == x
+    assert len(trace.products) == 2
+
+
+def torch_sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def test_sizes_are_rounded_and_each_thread_has_a_workspace():
+    trace = StepTrace(
+        sizes=(1000, 100),
+        given=(0,),
+        state=(),
+        events=(1, ~1),
+        step_start=2,
+        gradients=(),
+        products=(0, 1),
+    )
+    found = cuda_memory(trace)
+    assert found.rounded_bytes == 1024 + 512 + 2 * WORKSPACE_BYTES
+    large = cuda_memory(trace, workspace_bytes=HOPPER_WORKSPACE_BYTES)
+    assert large.rounded_bytes - found.rounded_bytes == 2 * (
+        HOPPER_WORKSPACE_BYTES - WORKSPACE_BYTES
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "num_bytes"),
+    [
+        ("h100", HOPPER_WORKSPACE_BYTES),
+        ("NVIDIA H200", HOPPER_WORKSPACE_BYTES),
+        ("rtx4090", WORKSPACE_BYTES),
+        ("NVIDIA A100-SXM4-80GB", WORKSPACE_BYTES),
+    ],
+)
+def test_workspaces_of_hopper_are_larger(card, num_bytes):
+    assert workspace_of(card) == num_bytes
+
+
+def test_the_callers_output_lives_until_the_next_one():
+    """Two outputs are there at once in the second forward, as in a script that rebinds logits."""
+    trace = StepTrace(
+        sizes=(4 * MIB,),
+        given=(),
+        state=(),
+        events=(0,),
+        step_start=1,
+        gradients=(),
+        products=(),
+    )
+    allocator = CudaAllocator()
+    replay = TrainingReplay(trace, allocator)
+    replay.step()
+    assert (allocator.allocated, allocator.peak_allocated) == (4 * MIB, 4 * MIB)
+    replay.step()
+    assert (allocator.allocated, allocator.peak_allocated) == (4 * MIB, 8 * MIB)
+
+
+def test_logits_are_held_through_backward_by_the_caller():
+    workload = squares(torch_sgd, rows=1024)
+    with Sketch(workload, kernels="cuda") as sketch:
+        held = sketch.step(1)
+    with Sketch(workload, kernels="cpu") as sketch:
+        alone = sketch.step(1)
+    logits = 1024 * WIDTH * 4
+    difference = held.timeline.after["backward"] - alone.timeline.after["backward"]
+    assert difference == logits
+    assert alone.trace is None
+
+
+def test_gradients_are_freed_before_the_next_forward():
+    trace = trace_of_step(squares(torch_sgd))
+    allocator = CudaAllocator()
+    replay = TrainingReplay(trace, allocator)
+    replay.step()
+    after_one = allocator.allocated
+    replay.step()
+    replay.step()
+    assert allocator.allocated == after_one
+
+
+# The optimizer is the user's own.
+
+
+def adamw(**options):
+    return lambda module: torch.optim.AdamW(module.parameters(), **options)
+
+
+class MomentsMadeAnew(torch.optim.Optimizer):
+    """Replace both moments in each step instead of changing them in place."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in ("first", "second"):
+                    before = state.get(name)
+                    if before is None:
+                        before = torch.zeros_like(parameter.grad)
+                    state[name] = 0.9 * before + parameter.grad
+                parameter -= state["first"]
+
+
+def test_foreach_copies_all_parameters_for_a_moment_and_fused_does_not():
+    depth = 8
+    found = {
+        name: cuda_memory(trace_of_step(squares(adamw(**options), depth=depth))).allocated_bytes
+        for name, options in {
+            "default": {},
+            "foreach": {"foreach": True},
+            "fused": {"fused": True},
+            "plain": {"foreach": False},
+        }.items()
+    }
+    assert found["default"] == found["foreach"]
+    assert found["foreach"] - found["fused"] >= (depth - 2) * LAYER_BYTES
+    assert found["fused"] < found["plain"] < found["foreach"]
+
+
+def test_without_copies_is_the_fused_optimizer():
+    foreach = trace_of_step(squares(adamw(foreach=True), depth=4)).without_copies()
+    fused = trace_of_step(squares(adamw(fused=True), depth=4))
+    difference = cuda_memory(foreach).allocated_bytes - cuda_memory(fused).allocated_bytes
+    # The fused optimizer has its step counts on the device, 512 bytes for each parameter.
+    assert difference == -4 * 512
+
+
+def test_state_that_is_made_anew_does_not_pile_up():
+    workload = squares(lambda module: MomentsMadeAnew(module.parameters()), depth=4)
+    trace = trace_of_step(workload)
+    few = cuda_memory(trace, num_steps=2)
+    many = cuda_memory(trace, num_steps=6)
+    assert few.allocated_bytes == many.allocated_bytes
+    assert len(trace.state) == 8
+
+
+def test_an_optimizer_of_a_factory_that_returns_something_else_is_an_error():
+    with (
+        Sketch(squares(lambda module: module), kernels="cuda") as sketch,
+        pytest.raises(ValueError, match="factory returned Sequential"),
+    ):
+        sketch.step(1)
+
+
+def test_the_first_step_reserves_less_than_later_ones():
+    found = cuda_memory(trace_of_step(transformer(depth=2), 4))
+    assert found.first_step_reserved_bytes <= found.reserved_bytes
+    assert found.rounded_bytes <= found.allocated_bytes <= found.reserved_bytes
+
+
+# Devices.
+
+
+def test_the_least_device_runs_the_steps_and_a_smaller_one_does_not():
+    trace = trace_of_step(squares(depth=6, rows=512))
+    least = least_device(trace, context_bytes=0)
+    found = cuda_memory(trace)
+    assert found.rounded_bytes <= least <= found.reserved_bytes
+    cuda_memory(trace, settings=AllocatorSettings(capacity=least))
+    with pytest.raises(RuntimeError, match="are allocated"):
+        cuda_memory(trace, settings=AllocatorSettings(capacity=found.rounded_bytes - 2 * MIB))
+
+
+def test_a_plan_fits_by_what_is_reserved_and_the_context():
+    with Planner(mlp(depth=3, width=512), device="rtx4090", chunked_loss=False) as planner:
+        plan = planner.plan(2**30, global_batch=4)
+        figures = plan.cuda
+        assert plan.peak_bytes == figures["reserved_bytes"] + CONTEXT_BYTES
+        assert figures["allocated_bytes"] <= figures["reserved_bytes"]
+        assert figures["limit_bytes"] == 2**30
+        assert "reserved" in plan.explain()
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).cuda == figures
+        with pytest.raises(Infeasible, match="nothing fits"):
+            planner.plan(CONTEXT_BYTES + figures["allocated_bytes"] // 2, global_batch=4)
+
+
+def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
+    settings = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 0}
+    without = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
+    with Planner(squares(rows=700, depth=12), without=without, **settings) as planner:
+        figures = planner.plan(2**40, global_batch=4, microbatch=4).cuda
+        budget = (figures["expandable_reserved_bytes"] + figures["reserved_bytes"]) // 2
+        with pytest.raises(Infeasible) as raised:
+            planner.plan(budget, global_batch=4, microbatch=4)
+    levers = str(raised.value).replace("\n    ", " ").split("\n  ")
+    assert levers[2].startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost")
+    assert levers[2].endswith("which fits")
+
+
+def test_an_optimizer_without_copies_is_a_lever_where_the_peak_is_in_its_step():
+    settings = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 0}
+    with Planner(squares(depth=12), **settings) as planner:
+        figures = planner.plan(2**40, global_batch=1).cuda
+        budget = figures["expandable_reserved_bytes"] - 4 * LAYER_BYTES
+        with pytest.raises(Infeasible, match="fused=True in the optimizer, which makes no copies"):
+            planner.plan(budget, global_batch=1)
+
+
+def test_the_budget_of_a_card_is_what_cuda_gives_of_it():
+    with Planner(mlp(depth=2, width=64), device="rtx4090", chunked_loss=False) as planner:
+        plan = planner.plan(24 * 2**30, global_batch=2)
+    assert plan.cuda["limit_bytes"] == round(23.6 * 2**30)
+
+
+def test_the_context_is_an_option():
+    options = {"device": "h100", "chunked_loss": False}
+    with Planner(mlp(depth=2, width=64), context_bytes=2**30, **options) as planner:
+        plan = planner.plan(2**32, global_batch=2)
+    assert plan.peak_bytes == plan.cuda["reserved_bytes"] + 2**30
+
+
+def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizer.py").write_text(
+        "import torch\n\ndef fused(module):\n"
+        "    return torch.optim.AdamW(module.parameters(), fused=True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = [
+        "plan",
+        "--model",
+        "mlp",
+        "--budget",
+        "2GiB",
+        "--target",
+        "l4",
+        "--json",
+        "plan.json",
+    ]
+    found = CliRunner().invoke(main, [*options, "--optimizer", "own_optimizer:fused"])
+    assert found.exit_code == 0, found.output
+    written = json.loads((tmp_path / "plan.json").read_text())
+    for name in (
+        "allocated_bytes",
+        "reserved_bytes",
+        "first_step_reserved_bytes",
+        "least_device_bytes",
+        "expandable_reserved_bytes",
+    ):
+        assert written[name] > 0
+    assert written["plan"]["settings"]["optimizer"] == "own_optimizer:fused"
+    assert written["allocated_bytes"] <= written["reserved_bytes"]
