@@ -84,7 +84,9 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         done, result = _as(choice, value)
         if done:
             return result
-    raise ValueError(f"{path} must be {_told(kind)}; got {value!r}" + _meant(kind, value))
+    raise ValueError(
+        f"{path} must be {_accepted_values(kind)}; got {value!r}" + _suggested_value(kind, value)
+    )
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -112,7 +114,7 @@ def _as(kind: Any, value: Any) -> tuple[bool, Any]:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
 
 
-def _told(kind: Any) -> str:
+def _accepted_values(kind: Any) -> str:
     """Describe the accepted values in words."""
     words = []
     for choice in _choices(kind):
@@ -125,7 +127,7 @@ def _told(kind: Any) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def _meant(kind: Any, value: Any) -> str:
+def _suggested_value(kind: Any, value: Any) -> str:
     """Suggest the closest accepted word for a misspelled one."""
     values = [
         str(word)

@@ -65,20 +65,20 @@ def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
     bad = spread("gradient", nonfinite=1, squares=NAN)
     (found,) = flow_findings([record(0, at_0=bad, at_1=bad, at_2=bad)])
     assert found.layers == ("layers.2",)
-    assert "all activations were finite" in found.said
+    assert "all activations were finite" in found.message
 
 
 def test_weights_that_were_not_finite_before_are_reported():
     bad = replace(spread("activation", nonfinite=1, squares=NAN), update=Update(NAN, NAN))
     assert (
         "an earlier step broke them, so probe with every=1"
-        in flow_findings([record(0, at_0=bad)])[0].said
+        in flow_findings([record(0, at_0=bad)])[0].message
     )
 
 
 def test_a_gradient_outside_of_the_layers_is_not_missed():
     (found,) = flow_findings([record(gradient=ValueSpread(10, 0, 1, NAN))])
-    assert "outside of the probed layers" in found.said
+    assert "outside of the probed layers" in found.message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_similar_layers_share_a_line():
     dead = spread("activation", zeros=95)
     (found,) = flow_findings([record(at_1=dead, at_2=dead, at_3=dead)])
     assert found.layers == ("layers.1", "layers.2", "layers.3")
-    assert "the same in 2 more layers" in found.said
+    assert "the same in 2 more layers" in found.message
     assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
 
 

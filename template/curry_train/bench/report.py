@@ -398,7 +398,7 @@ class _LeverRun:
             row.why = " ".join(str(error).split())
         except RuntimeError as error:
             step = None
-            row.outcome, row.why = _told(error, case)
+            row.outcome, row.why = _failure(error, case)
         self.steps.append(step)
         return row
 
@@ -492,7 +492,7 @@ class _LeverRun:
             try:
                 step()
             except RuntimeError as error:
-                row.outcome, row.why = _told(error, step.case)
+                row.outcome, row.why = _failure(error, step.case)
 
         return way
 
@@ -510,7 +510,7 @@ class _LeverRun:
             sys.modules["numpy"].random.seed(self.case.seed % 2**32)
 
 
-def _told(error: RuntimeError, case: Case) -> tuple[str, str]:
+def _failure(error: RuntimeError, case: Case) -> tuple[str, str]:
     """Return the outcome and the reason of a step that failed."""
     if is_out_of_memory(error):
         return (

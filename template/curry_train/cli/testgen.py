@@ -112,14 +112,14 @@ def test_gate_holds(name, case):
     verdict = GATES[name].run(case)
     if verdict.passed is None:
         pytest.skip(verdict.hint)
-    said = [
+    message = [
         f"{name} does not hold for {MODEL}",
         f"measured: {verdict.measured}",
         f"required: {verdict.required}",
         f"what to do: {verdict.hint}",
     ]
     if not verdict.passed:
-        pytest.fail("\\n".join(said), pytrace=False)
+        pytest.fail("\\n".join(message), pytrace=False)
 ''')
 
 

@@ -373,7 +373,7 @@ class StoreTrial:
                     )
 
                 self._step(state, position)
-                loss = _told(state.step + 1, high=self.bad(state.step + 1, position))
+                loss = _planted_loss(state.step + 1, high=self.bad(state.step + 1, position))
                 state.step += 1
                 state.position = position + 1
 
@@ -431,12 +431,12 @@ class StoreTrial:
         ):
             if policy.resume(state) is None:
                 for step in range(-TRIAL_SPIKE_CONFIG.window, 1):
-                    watchdog.observe(step, _told(step, high=False))
+                    watchdog.observe(step, _planted_loss(step, high=False))
             recoveries = self.parts.recoveries(files)
             self.skipped += [(one.start, one.stop) for one in recoveries.done]
             yield policy, state, recoveries
 
 
-def _told(step: int, *, high: bool) -> float:
+def _planted_loss(step: int, *, high: bool) -> float:
     """Return the loss that the watchdog gets for a step."""
     return 2000.0 if high else 2.0 + 0.01 * (step % 5)

@@ -40,7 +40,7 @@ class Finding:
     layers: tuple[str, ...]  # with this fault, worst first; empty if it concerns the whole model
     step: int  # of the record in which it was found
     value: float  # the figure of the worst layer
-    said: str  # the message for the user
+    message: str  # for the user
 
 
 def flow_findings(records: Sequence[StepFlow]) -> list[Finding]:
@@ -253,7 +253,7 @@ JSON_NAMES = {
     "ValueSpread": "elements zeros nonfinite norm rms zero bad",
     "Update": "weight_norm distance ratio",
     "LayerFlow": "activation gradient update calls without_gradient tied frozen",
-    "Finding": "kind layers step value said",
+    "Finding": "kind layers step value message",
     "StepFlow": "step stepped forwards gradient gradients_read scaled ranks notes order layers",
 }
 
@@ -302,7 +302,7 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
         return "no step was probed: the first record is made after the optimizer's first step"
     last = records[-1]
     findings = flow_findings(records)
-    lines = [_opening(records), *_said(findings), "", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
+    lines = [_opening(records), *_finding_lines(findings), "", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     names = list(last.layers)
     if len(names) > most:
@@ -333,13 +333,13 @@ def _opening(records: Sequence[StepFlow]) -> str:
     return "\n".join([textwrap.fill(text, TEXT_WIDTH), *notes])
 
 
-def _said(findings: Sequence[Finding]) -> list[str]:
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
     if not findings:
         return ["nothing is wrong: all finite, no layer dead, updates 1e-4 to 1e-2 of the weights"]
     lines = []
     for finding in findings:
         where = f"{finding.layers[0]}: " if finding.layers else ""
-        text = f"{finding.kind:<11} {where}{finding.said} (step {finding.step})"
+        text = f"{finding.kind:<11} {where}{finding.message} (step {finding.step})"
         lines += textwrap.wrap(text, TEXT_WIDTH, subsequent_indent=" " * 12, break_long_words=False)
     return lines
 

@@ -101,7 +101,7 @@ class SpikeWatchdog:
         self._suspects: list[tuple[int, float]] = []
         self._began: float | None = None
         # A loss that is not finite was reported, and no finite loss has followed yet.
-        self._told = False
+        self._reported = False
 
     @property
     def suspects(self) -> int:
@@ -124,8 +124,8 @@ class SpikeWatchdog:
         limit = None if allowed is None else allowed.level + allowed.rise
 
         if math.isfinite(value):
-            self._told = False
-        elif self._told:
+            self._reported = False
+        elif self._reported:
             return None
 
         if math.isfinite(value) and (limit is None or value <= limit):
@@ -136,7 +136,7 @@ class SpikeWatchdog:
         if math.isfinite(value) and len(self._suspects) < self.config.patience:
             return None
 
-        self._told = not math.isfinite(value)
+        self._reported = not math.isfinite(value)
         spike = Spike(step, self._suspects[0][0], value, baseline, limit)
         self._suspects.clear()
         self._accepted.clear()
@@ -171,7 +171,7 @@ class SpikeWatchdog:
             "accepted": list(self._accepted),
             "suspects": list(self._suspects),
             "began": self._began,
-            "told": self._told,
+            "told": self._reported,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ class SpikeWatchdog:
         self._accepted = deque(accepted, self.config.window)
         self._suspects = [(int(step), float(loss)) for step, loss in state["suspects"]]
         self._began = None if state["began"] is None else float(state["began"])
-        self._told = bool(state.get("told", False))
+        self._reported = bool(state.get("told", False))
 
     def _agreed(self, loss: float) -> float:
         if self.group is None:
