@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 
 from curry_train.gates.grad_accum import equal_windows, uneven_windows
 from curry_train.primitives.grad_accum import train_window
@@ -132,19 +133,41 @@ def recurrent():
     return Recurrent(), torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(1))
 
 
+class Jagged(nn.Module):
+    """Outputs of different lengths, with the samples in one nested tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x):
+        lengths = [1 + int(row.abs().sum() * 10) % 3 for row in x.detach()]
+        rows = [self.linear(row).expand(length, -1) for row, length in zip(x, lengths, strict=True)]
+        return {"nested": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+
+
+def packed():
+    lengths = (5, 3, 3, 1, 2, 2, 4, 1)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(length, 6, generator=generator) for length in lengths]
+    return nn.LSTM(6, 5, num_layers=2), pack_sequence(rows, enforce_sorted=False)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         recurrent,
+        packed,
+        lambda: (Jagged(), X),
         lambda: (Towers(CONTAINERS["nested"]), X),
         lambda: (Towers(lambda left, right: (left, right, (left * 0).sum() + 2)), X),
     ],
-    ids=["recurrent", "nested", "constant"],
+    ids=["recurrent", "packed", "jagged", "nested", "constant"],
 )
 def test_the_loss_of_a_batch_is_the_sum_over_its_samples(make):
     module, batch = make()
     module.double()
-    batch = batch.double()
+    batch = batch.to(torch.float64)
     workload = learned(lambda: module, batch)
     whole = workload.loss(module, batch)
     for sizes in ([1] * 8, [2] * 4, [3, 2, 1, 2]):

@@ -342,6 +342,10 @@ def _caches(module: nn.Module) -> bool:
     return is_hugging_face and getattr(config, "use_cache", None) is True
 
 
+# Ends the place of a tensor that is one sample of an output with samples of different lengths.
+ONE_SAMPLE = "one sample"
+
+
 class OutputLoss:
     """The sum over samples of a module's own mean loss, or of distances of all its outputs.
 
@@ -396,6 +400,8 @@ class OutputLoss:
 
     def _distance(self, place: tuple[Any, ...], value: Tensor, size: int) -> Tensor:
         """Sum over samples the mean squared distance of an output from fixed targets."""
+        if ONE_SAMPLE in place:
+            return F.mse_loss(value, _targets(list(value.shape), value))
         dims = _dims_of(size, value)
         dim = self.sample_dims.get(place, dims[0] if dims else None)
         shape = [1 if index == dim else length for index, length in enumerate(value.shape)]
@@ -423,9 +429,12 @@ def _floating_tensors(
 
     Of an object that is no container, its attributes that are tensors count.
     """
+    if isinstance(output, PackedSequence) or (isinstance(output, Tensor) and output.is_nested):
+        unpacked = unpack_sequence if isinstance(output, PackedSequence) else torch.unbind
+        for index, sample in enumerate(unpacked(output)):
+            yield from _floating_tensors(sample, (*place, index, ONE_SAMPLE))
+        return
     if isinstance(output, Tensor):
-        if output.is_nested:
-            output = output.values() if output.layout is torch.jagged else _flat(output)
         if output.is_complex():
             output = torch.view_as_real(output)
         if output.is_floating_point():
@@ -443,10 +452,6 @@ def _floating_tensors(
         ]
     for key, value in items:
         yield from _floating_tensors(value, (*place, key))
-
-
-def _flat(nested: Tensor) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in nested.unbind()])
 
 
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
