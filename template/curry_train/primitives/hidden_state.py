@@ -503,11 +503,11 @@ class HiddenState(ValueError):
         self.attribute = attribute
 
 
-def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> bool:
+def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> set[str]:
     """Raise `HiddenState` if a step depends on more than its input and state.
 
-    Return whether the step changes values without depending on them: these have to be put back
-    after a recomputation.
+    Return the names of the holders in which the step changes values without depending on them:
+    these have to be put back after a recomputation.
     """
     probe = StepProbe(step, timesteps, state)
     before = probe.keep()
@@ -517,7 +517,7 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
         before.put_back()
 
 
-def _check(probe: StepProbe, before: ValueSnapshot) -> bool:
+def _check(probe: StepProbe, before: ValueSnapshot) -> set[str]:
     versions = {name: version_of(value) for name, value in probe.parameters.items()}
     reference = _first_run(probe)
     _refuse_writes(probe, before, versions)
@@ -562,7 +562,7 @@ def _check(probe: StepProbe, before: ValueSnapshot) -> bool:
         probe.state = tree_map(partial(_disturbed, scale=NOISE_SCALES[0]), reference.state)
         _try_out(probe, changing, after_one, after_three)
     _check_attached(reference)
-    return bool(changing)
+    return {holder for holder, _ in changing}
 
 
 def _first_run(probe: StepProbe) -> Outcome:

@@ -339,12 +339,14 @@ def checkpoint_timesteps(
     else:
         schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
 
+    holders = holders_of(step) if known.left_behind else {}
+    left_behind = {name: value for name, value in holders.items() if name in known.left_behind}
     loop = _ChunkedLoop(
         step,
         timesteps,
         collected,
         modules=list(roots.values()),
-        left_behind=holders_of(step) if known.leaves_behind else {},
+        left_behind=left_behind,
     )
     state = loop.run(state, 0, schedule, again=False)
     return collected.finish(), state
@@ -427,7 +429,7 @@ def check_chunks(chunk_size: int | None, levels: int) -> None:
 class _Known:
     """Results of the first call with a step; a reference to a module would keep it alive."""
 
-    leaves_behind: bool  # values that the step changes and does not depend on
+    left_behind: set[str]  # holders of values that the step changes and does not depend on
     costs: Costs | None = None
 
 
