@@ -151,6 +151,28 @@ def test_a_packed_sequence_is_the_input_of_a_recurrent_model(gate):
     assert verdict.passed or not gate.startswith("grad-accum"), verdict
 
 
+class Applied(Movable):
+    """A container that applies a function to its tensors, as PyG's data objects do."""
+
+    def apply(self, function):
+        self.inputs = function(self.inputs)
+        return self
+
+
+def test_the_dtype_reaches_tensors_inside_of_objects_or_is_refused():
+    workload = Workload("any", Reads, lambda size: None, lambda module, batch: 0)
+    case = Case(workload, dtype=torch.bfloat16)
+    sequence = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert case.place(sequence).data.dtype is torch.bfloat16
+    before = Applied(INPUTS)
+    assert case.place({"x": [before]})["x"][0].inputs.dtype is torch.bfloat16
+    assert before.inputs.dtype is torch.float32
+    indices = pack_sequence([torch.ones(3, dtype=torch.int64)])
+    assert case.place(indices).data.dtype is torch.int64
+    with pytest.raises(WorkloadError, match=r"tensors in a Movable can't be made torch.bfloat16"):
+        case.place(Movable(INPUTS))
+
+
 def empty():
     return Reads(), Frozen(torch.randn(0, 3))
 

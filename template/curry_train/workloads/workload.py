@@ -6,6 +6,7 @@ the built-in workloads, and makes one from a user's own model.
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
+import copy
 import inspect
 import math
 import random
@@ -218,13 +219,26 @@ class Case:
             return self.place(self.workload.batch(self.batch_size if size is None else size))
 
     def place(self, batch: Batch) -> Batch:
-        return map_tensors(
-            batch,
-            lambda tensor: tensor.to(
-                self.device, self.dtype if tensor.is_floating_point() else None
-            ),
-            move=lambda value: value.to(self.device),
-        )
+        """Move a batch to the device, and its floating tensors to the case's dtype."""
+        return map_tensors(batch, self._placed, move=self._placed_object)
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+
+    def _placed_object(self, value: Any) -> Any:
+        """Move an object that holds tensors; its dtype is changed by its method `apply`."""
+        if isinstance(value, PackedSequence):
+            return value.to(self.device, self.dtype if value.data.is_floating_point() else None)
+        # Graphs change themselves, and the factory's batch has to stay as it is.
+        value = copy.copy(value)
+        if callable(getattr(value, "apply", None)):
+            return value.apply(self._placed)
+        if self.dtype is not torch.float32:
+            raise WorkloadError(
+                f"the tensors in a {type(value).__name__} can't be made {self.dtype}: leave "
+                "--dtype out, or return a Workload whose batch makes tensors of that type"
+            )
+        return value.to(self.device)
 
     def with_running_blocks(self) -> "tuple[Case, BlockChoice]":
         """Return the case on blocks that one forward runs, and their choice.
