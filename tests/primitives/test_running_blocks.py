@@ -223,14 +223,14 @@ def test_the_notes_give_the_reason_and_the_line_what_the_blocks_hold():
     assert choice.describe() == (
         "8 blocks, layers.0.blocks.0 to layers.1.blocks.1, hold 99% of what forward saves"
     )
-    assert chosen(made(Iterated)).notes == ("update runs up to 6 times a step",)
+    assert chosen(made(Iterated)).notes == ("update runs several times in a step",)
 
 
 def test_of_named_blocks_the_notes_say_which_never_run():
     choice = chosen(made(PairsInLists), blocks="layers.*")
     assert choice.blocks == "layers.*"
     assert choice.coverage == 0
-    assert choice.notes[0].startswith("layers.0 to layers.3 are never called, a technique on such")
+    assert choice.notes[0].startswith("layers.0 to layers.3 are never called, so nothing has an effect")
     assert choice.notes[1].startswith("outside of the blocks: layers.")
 
 

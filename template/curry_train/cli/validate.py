@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
@@ -21,6 +21,7 @@ from rich.table import Table
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import heap_kept
 from ..core.wording import provenance, write_json
+from ..gates.first_look import FailureCause, explained, look
 from ..gates.verdict import (
     Gate,
     GateRow,
@@ -52,11 +53,34 @@ from .screen import ScreenCommand, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
+
+@dataclass(frozen=True)
+class FirstLook:
+    """The blocks of a model, and what was found before its gates ran."""
+
+    choice: BlockChoice
+    findings: tuple[FailureCause, ...]
+
+    def lines(self) -> list[str]:
+        """Return the notes on the blocks and, numbered, each cause."""
+        causes = [finding.text for finding in self.findings]
+        notes = [line for line in self.choice.lines() if line not in causes]
+        return [*notes, *(f"cause {at}: {cause}" for at, cause in enumerate(causes, 1))]
+
+    def findings_json(self) -> list[dict[str, Any]]:
+        return [asdict(finding) for finding in self.findings]
+
+    def short(self, reason: str) -> str:
+        """Return the number of a cause in place of its text, which stands with the model."""
+        causes = [finding.text for finding in self.findings]
+        return f"cause {causes.index(reason) + 1}" if reason in causes else reason
+
+
 VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 
 
 def print_summary(
-    console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, BlockChoice]
+    console: Console, rows: Sequence[GateRow], *, looks: Mapping[str, FirstLook]
 ) -> None:
     """Print a line for each technique, and all details of the gates that failed.
 
@@ -66,33 +90,35 @@ def print_summary(
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
-        table.add_row(f"[bold]{escape(workload)}[/]", _dim(blocks[workload]))
+        table.add_row(f"[bold]{escape(workload)}[/]", _dim(looks[workload]))
         by_technique: dict[str, list[Verdict]] = {}
         for row in of_workload:
             by_technique.setdefault(row.verdict.gate.split("/")[0], []).append(row.verdict)
         for technique, verdicts in by_technique.items():
-            table.add_row(f"  {technique}", _counted(verdicts))
+            table.add_row(f"  {technique}", _counted(verdicts, looks[workload]))
     console.print(table)
     _print_end(console, rows, more="; --figures shows what each measured")
 
 
-def _dim(choice: BlockChoice) -> str:
-    return f"[dim]{escape(chr(10).join(choice.lines()))}[/]"
+def _dim(seen: FirstLook) -> str:
+    return f"[dim]{escape(chr(10).join(seen.lines()))}[/]"
 
 
-def _counted(verdicts: Sequence[Verdict]) -> str:
+def _counted(verdicts: Sequence[Verdict], seen: FirstLook) -> str:
     counts = Counter(verdict.passed for verdict in verdicts)
     counted = ", ".join(
         f"{counts[passed]} {mark}" for passed, mark in VERDICT_MARKS.items() if counts[passed]
     )
-    reasons = dict.fromkeys(verdict.hint for verdict in verdicts if verdict.passed is None)
+    reasons = dict.fromkeys(
+        seen.short(verdict.hint) for verdict in verdicts if verdict.passed is None
+    )
     if len(reasons) > 1:
         return f"{counted} for {len(reasons)} reasons"
     return f"{counted}: {escape(next(iter(reasons)))}" if reasons else counted
 
 
 def print_figures(
-    console: Console, rows: Sequence[GateRow], *, blocks: Mapping[str, BlockChoice]
+    console: Console, rows: Sequence[GateRow], *, looks: Mapping[str, FirstLook]
 ) -> None:
     """Print a line for each gate with its figures, and all details of the gates that failed."""
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -103,11 +129,15 @@ def print_figures(
     for group in _together(rows):
         row = group[0]
         if row.workload != last_workload:
-            table.add_row(f"[bold]{escape(row.workload)}[/]", "", _dim(blocks[row.workload]))
+            table.add_row(f"[bold]{escape(row.workload)}[/]", "", _dim(looks[row.workload]))
         name = row.verdict.gate
         if len(group) > 1:
             name = f"{row.verdict.gate.split('/')[0]}: {len(group)} gates"
-        table.add_row(f"  {name}", VERDICT_MARKS[row.verdict.passed], escape(_short(row.verdict)))
+        table.add_row(
+            f"  {name}",
+            VERDICT_MARKS[row.verdict.passed],
+            escape(_short(row.verdict, looks[row.workload])),
+        )
         last_workload = row.workload
     console.print(table)
     _print_end(console, rows, more="")
@@ -124,8 +154,8 @@ def _together(rows: Sequence[GateRow]) -> Iterator[list[GateRow]]:
         yield list(group)
 
 
-def _short(verdict: Verdict) -> str:
-    return verdict.hint if verdict.passed is None else verdict.measured
+def _short(verdict: Verdict, seen: FirstLook) -> str:
+    return seen.short(verdict.hint) if verdict.passed is None else verdict.measured
 
 
 def _print_end(console: Console, rows: Sequence[GateRow], *, more: str) -> None:
@@ -233,11 +263,11 @@ def validate_command(
 
     try:
         cases = []
-        choices: dict[str, BlockChoice] = {}
+        looks: dict[str, FirstLook] = {}
         for workload in _told_apart([load_workload(spec) for spec in models or BUILTIN_WORKLOADS]):
             size = samples_of(workload, batch_size, default=DEFAULT_BATCH_SIZE)
             case = Case(workload, place, DTYPES[dtype], size, seed, blocks)
-            case, choices[workload.name] = _settle(case)
+            case, looks[workload.name] = _look(case)
             cases.append(case)
     except ValueError as error:
         raise UnusableInput(str(error)) from error
@@ -245,8 +275,8 @@ def validate_command(
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
     sizes = list(dict.fromkeys(case.batch_size for case in cases))
-    settings: dict[str, Any] = {"dtype": dtype, "seed": seed}
-    settings["batch_size"] = sizes[0] if len(sizes) == 1 else sizes
+    size_or_sizes = sizes[0] if len(sizes) == 1 else sizes
+    settings: dict[str, Any] = {"dtype": dtype, "batch_size": size_or_sizes, "seed": seed}
     console.print(
         f"{facts['device']}, torch {facts['torch']}, {dtype}, "
         f"batch size {', '.join(map(str, sizes))}, seed {seed}",
@@ -257,13 +287,13 @@ def validate_command(
         settings.setdefault("implementations", {})[one.judged] = one.spec
     start = time.perf_counter()
     with heap_kept():
-        rows = list(_measure(cases, gates, given))
+        rows = list(_measure(cases, gates, given, looks))
     settings["seconds"] = round(time.perf_counter() - start, 1)
-    show = print_figures if figures or patterns else print_summary
-    show(console, rows, blocks=choices)
+    (print_figures if figures or patterns else print_summary)(console, rows, looks=looks)
     if json_path:
         results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
-        settings["blocks"] = {name: choice.to_json() for name, choice in choices.items()}
+        settings["blocks"] = {name: seen.choice.to_json() for name, seen in looks.items()}
+        settings["findings"] = {name: seen.findings_json() for name, seen in looks.items()}
         write_json(json_path, facts | settings | {"results": results})
     _end(rows, patterns)
 
@@ -297,7 +327,10 @@ def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
 
 
 def _measure(
-    cases: Sequence[Case], gates: Sequence[Gate], given: Sequence[Implementation]
+    cases: Sequence[Case],
+    gates: Sequence[Gate],
+    given: Sequence[Implementation],
+    looks: Mapping[str, FirstLook],
 ) -> Iterator[GateRow]:
     with progress_on_screen() as progress:
         task = progress.add_task("", total=len(cases) * len(gates))
@@ -305,21 +338,25 @@ def _measure(
         rows = measure_rows(cases, gates, implementations=given)
         for name in names:
             progress.update(task, description=name)
-            yield next(rows)
+            row = next(rows)
+            findings = looks[row.workload].findings
+            yield replace(row, verdict=explained(row.verdict, findings))
             progress.advance(task)
 
 
-def _settle(case: Case) -> tuple[Case, BlockChoice]:
-    """Choose the blocks; a model that can't run keeps those that its containers give.
+def _look(case: Case) -> tuple[Case, FirstLook]:
+    """Choose the blocks, and find what several gates would fail on.
 
-    A pattern that matches no module is an error (ValueError).
+    A model that can't run keeps the blocks of its containers. A pattern that matches no module is
+    an error (ValueError).
     """
     if case.blocks is not None:
         with contextlib.suppress(NoBlocks):
             find_blocks(case.build(), case.blocks)
     try:
-        return settle_blocks(case)
+        case, choice = settle_blocks(case)
+        return case, FirstLook(choice, look(case))
     except Exception as error:  # noqa: BLE001
         # The user's model may raise anything, which each gate reports.
         note = f"no forward could be recorded: {first_line(error)}"
-        return case, BlockChoice((), None, None, (note,))
+        return case, FirstLook(BlockChoice((), None, None, (note,)), ())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import NoBlocks, find_blocks, kind_of, refuse
@@ -88,6 +89,10 @@ class ValuesNeeded(RuntimeError):
     """Raised if forward itself runs a backward, which needs the saved tensors."""
 
 
+class HooksRefused(RuntimeError):
+    """Raised if the forward runs where torch allows no saved-tensor hooks, on which all rests."""
+
+
 class ForwardRecord:
     """The calls of one forward, and the storages that autograd saves in each.
 
@@ -107,6 +112,8 @@ class ForwardRecord:
         self._current = self.root
         self._named = named
         self._with_values = with_values
+        # Whether a backward ran inside the forward.
+        self.runs_backward = False
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
         self._stack = contextlib.ExitStack()
         for tensor in (*model.parameters(), *model.buffers()):
@@ -171,6 +178,7 @@ class ForwardRecord:
     def _unpack(self, packed: Any) -> Any:
         if packed is None:
             raise ValuesNeeded("the forward runs a backward")
+        self.runs_backward = True
         return packed
 
     def _number(self, tensor: Tensor, *, is_own: bool = False) -> int | None:
@@ -427,7 +435,12 @@ def choose_blocks(
     much lower peak. With `blocks`, names or globs, nothing is chosen and the notes are on these.
     Raises `NoBlocks` if there are none.
     """
-    record = record_forward(model, batch, loss)
+    try:
+        record = record_forward(model, batch, loss)
+    except HooksRefused as refusal:
+        names = list(find_blocks(model, blocks))
+        given = None if blocks is None else _given(blocks)
+        return BlockChoice(tuple(names), given, None, (str(refusal),))
     if blocks is not None:
         names = list(find_blocks(model, blocks))
         notes = _notes_on(record, names)
@@ -451,6 +464,10 @@ def choose_blocks(
 
 def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
     """Record one forward, after which buffers and random generators are as before."""
+    for module in model.modules():
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            # Raises with what to do.
+            refuse(module)
     with as_trained(model), buffers_kept(model), seeded(0):
         try:
             with ForwardRecord(model) as record:
@@ -458,6 +475,13 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
         except ValuesNeeded:
             with ForwardRecord(model, with_values=True) as record:
                 loss(model, batch)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise HooksRefused(
+                "forward or loss takes derivatives with torch.func, under which neither recompute "
+                "nor offload works: take them with torch.autograd.grad"
+            ) from error
     return record
 
 
@@ -494,50 +518,57 @@ def _why_not(
     )
 
 
+# What is unusual about blocks: verbs for one and for several, and the rest of the sentence.
+TRAITS = {
+    "idle": (
+        "is",
+        "are",
+        "never called, so nothing has an effect: name blocks that run (--blocks)",
+    ),
+    "off": ("runs", "run", "in eval mode or without gradients, where recompute is off"),
+    "repeated": ("runs", "run", "several times in a step"),
+    "writing": (
+        "writes to its",
+        "write to their",
+        "own input, as an in-place activation at the start does, and can't recompute: set "
+        "inplace=False",
+    ),
+    "refused": ("is", "are", "compiled, scripted or wrapped already: apply techniques before that"),
+    "checkpointed": ("saves", "save", "nothing in forward: the model checkpoints by itself"),
+}
+
+
+def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
+    """Return a sentence and the blocks for each of `TRAITS` that some blocks have."""
+    found: dict[str, list[str]] = {trait: [] for trait in TRAITS}
+    found["idle"] = _never_called(record, names)
+    found["refused"] = [name for name in names if name in record.refused]
+    for name in names:
+        calls = record.calls.get(name)
+        if not calls:
+            continue
+        has = {
+            "off": not any(call.trains for call in calls),
+            "repeated": len(calls) > 1,
+            "writing": any(call.writes_input for call in calls),
+            "checkpointed": all(call.trains and call.start == call.end for call in calls),
+        }
+        for trait in has:
+            if has[trait]:
+                found[trait].append(name)
+    sentences = {}
+    for trait, blocks in found.items():
+        if blocks:
+            one, several, rest = TRAITS[trait]
+            sentence = f"{listed(blocks)} {one if len(blocks) == 1 else several} {rest}"
+            sentences[trait] = sentence, blocks
+    return sentences
+
+
 def _notes_on(record: ForwardRecord, names: Sequence[str]) -> tuple[str, ...]:
     """Return what a user would not expect of these blocks."""
-    idle = _never_called(record, names)
-    running = [name for name in names if name in record.calls]
-    off: list[str] = []
-    several: list[str] = []
-    writing: list[str] = []
-    most_calls = 0
-    for name in running:
-        calls = record.calls[name]
-        most_calls = max(most_calls, len(calls))
-        if not any(call.trains for call in calls):
-            off.append(name)
-        if len(calls) > 1:
-            several.append(name)
-        if any(call.writes_input for call in calls):
-            writing.append(name)
-    refused = [name for name in names if name in record.refused]
-    sentences = (
-        (
-            idle,
-            "is never called|are never called",
-            "a technique on such a module does nothing: name those that run with --blocks",
-        ),
-        (off, "runs|run", "in eval mode or without gradients, where recompute is off"),
-        (several, "runs|run", f"up to {most_calls} times a step"),
-        (
-            writing,
-            "writes to its own input|write to their own input",
-            "as an in-place activation at the start does, and can't recompute: set inplace=False",
-        ),
-        (
-            refused,
-            "is compiled, scripted or wrapped|are compiled, scripted or wrapped",
-            "already: apply techniques before that",
-        ),
-    )
-    notes = []
-    for found, verbs, rest in sentences:
-        if found:
-            verb = verbs.split("|")[len(found) > 1]
-            comma = "," if found in (idle, writing) else ""
-            notes.append(f"{listed(found)} {verb}{comma} {rest}")
-    return (*notes, *_on_the_rest(record, names))
+    sentences = [sentence for sentence, _ in unusual_blocks(record, names).values()]
+    return (*sentences, *_on_the_rest(record, names))
 
 
 def _on_the_rest(record: ForwardRecord, names: Sequence[str]) -> list[str]:

@@ -1,0 +1,198 @@
+"""Look at a model once before its gates: find what several of them would fail on.
+
+    findings = look(case)
+    verdict = explained(gate.run(case), findings)
+
+Two steps of the plain model show it: state between calls, noise in eval mode, blocks that no
+technique can change. A gate that fails for such a cause is not applicable, and the cause is printed
+once. A gate that holds stays held.
+
+Proof: `python -m pytest tests/gates/test_first_look.py`.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from ..core.blocks import NoBlocks, find_blocks
+from ..core.measure_compiled import holds_compiled_code
+from ..core.rerun import Generators, buffers_kept, seeded
+from ..primitives.running_blocks import (
+    ForwardRecord,
+    HooksRefused,
+    listed,
+    record_forward,
+    unusual_blocks,
+)
+from ..workloads.workload import Case, map_tensors
+from .verdict import Verdict, not_applicable
+
+# Gates that compare calls of one module, or a whole batch with its parts.
+COMPARE_CALLS = ("grad-accum/*",)
+# Gates of strategies that measure the model before they change it, which moves its state.
+MEASURE_FIRST = (
+    "recompute/parity-sequential",
+    "recompute/parity-selective",
+    "recompute/budget-*",
+    "recompute/offload-*",
+    "sac/parity-regions",
+)
+# Gates that a technique on the blocks decides.
+CHANGE_BLOCKS = ("recompute/*", "sac/*", "memory-plan/*", "bench/lever*", "grad-flow/*")
+
+# Gates that expect one forward, which also runs without gradients, and one backward after it.
+DERIVE_INSIDE = (
+    "grad-accum/*",
+    "recompute/flops",
+    "recompute/memory",
+    "recompute/off",
+    "recompute/offload-*",
+    "recompute/profiler",
+    "recompute/budget-*",
+    "sac/*",
+)
+# Gates that read storages and lengths, which nested tensors have not.
+MEASURE_TENSORS = (
+    "bench/peak",
+    "grad-flow/*",
+    "memory-plan/*",
+    "recompute/memory",
+    "recompute/budget-*",
+    "recompute/offload-*",
+    "recompute/parity-sequential",
+    "recompute/profiler",
+    "sac/regions",
+)
+# Traits of blocks under which no technique on them has an effect, or none can be applied.
+PREVENTING_TRAITS = ("idle", "off", "writing", "refused", "checkpointed")
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """A property of a model, and the gates that can't judge a model that has it."""
+
+    # One sentence: what it is, where, and what to do.
+    text: str
+
+    # Globs over names of gates.
+    gates: tuple[str, ...]
+
+
+def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
+    """Return a failed verdict as not applicable, if a finding is its cause."""
+    if verdict.passed is not False:
+        return verdict
+    for finding in findings:
+        if any(fnmatch.fnmatch(verdict.gate, pattern) for pattern in finding.gates):
+            return not_applicable(verdict.gate, required=verdict.required, why=finding.text)
+    return verdict
+
+
+def look(case: Case) -> tuple[FailureCause, ...]:
+    """Run a few forwards and one backward of the plain model, and return what was found."""
+    module = case.build()
+    if not holds_compiled_code(module):
+        return tuple(_findings(case, module))
+    with torch.compiler.set_stance("force_eager"):
+        return tuple(_findings(case, module))
+
+
+def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
+    scripted = [
+        name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        cause = (
+            f"{listed(scripted)}: scripted, so neither hooks nor techniques reach what runs "
+            "inside; judge the model before torch.jit.script"
+        )
+        yield FailureCause(cause, ("*",))
+        return
+    batch = case.batch()
+    yield from _on_batch(batch)
+    try:
+        names = list(find_blocks(module, case.blocks))
+    except NoBlocks:
+        names = []
+    try:
+        yield from _on_blocks(record_forward(module, batch, case.workload.mean_loss), names)
+    except HooksRefused as refusal:
+        yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
+    yield from _on_calls(case, module, batch)
+    yield from _on_step(case, batch)
+
+
+def _on_batch(batch: Any) -> Iterator[FailureCause]:
+    kinds: list[bool] = []
+    map_tensors(batch, lambda tensor: kinds.append(tensor.is_nested), move=lambda value: value)
+    if any(kinds):
+        yield FailureCause(
+            "the batch has nested tensors, whose saved parts can't be counted: judge a model on "
+            "padded tensors",
+            MEASURE_TENSORS,
+        )
+
+
+def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureCause]:
+    for trait, (sentence, blocks) in unusual_blocks(record, names).items():
+        # Blocks without the trait can still be judged, and others that write can't run at all.
+        if trait in PREVENTING_TRAITS and (trait == "writing" or len(blocks) == len(names)):
+            yield FailureCause(sentence, CHANGE_BLOCKS)
+    if record.runs_backward:
+        yield FailureCause(
+            "forward or loss takes derivatives of the model: a backward inside forward, which "
+            "selective policies, offload and calls without gradients don't allow, and which "
+            "changes what a step holds and computes",
+            DERIVE_INSIDE,
+        )
+
+
+def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
+    """Compare two calls of one module on one batch."""
+    loss = case.workload.mean_loss
+    values = []
+    for _ in range(2):
+        with seeded(case.seed), buffers_kept(module):
+            values.append(loss(module, batch).item())
+    if values[0] != values[1]:
+        yield FailureCause(
+            f"state stays in the model between calls: the loss of one batch changes from "
+            f"{values[0]:.6g} to {values[1]:.6g} with the same parameters, buffers and random "
+            "numbers; keep such state in buffers, or reset it in each call",
+            (*COMPARE_CALLS, *MEASURE_FIRST, "loss-spike/*"),
+        )
+    module.eval()
+    with seeded(case.seed), buffers_kept(module):
+        before = Generators(tree_iter(batch))
+        loss(module, batch)
+        draws = before.moved()
+    module.train()
+    if draws:
+        yield FailureCause(
+            "the model draws random numbers in eval mode, so two calls can't be compared: draw "
+            "them only if module.training is set",
+            COMPARE_CALLS,
+        )
+
+
+def _on_step(case: Case, batch: Any) -> Iterator[FailureCause]:
+    """Find gradients that are not dense."""
+    module = case.build()
+    with seeded(case.seed):
+        case.workload.mean_loss(module, batch).backward()
+    sparse = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided
+    ]
+    if sparse:
+        yield FailureCause(
+            f"{listed(sparse)}: the gradient is sparse, which AdamW does not take and no gate "
+            "compares; train with sparse=False, or judge the rest of the model",
+            ("*",),
+        )
