@@ -228,7 +228,8 @@ class Case:
     def _placed_object(self, value: Any) -> Any:
         """Move an object that holds tensors; its dtype is changed by its method `apply`."""
         if isinstance(value, PackedSequence):
-            return value.to(self.device, self.dtype if value.data.is_floating_point() else None)
+            packed: Any = value
+            return packed.to(self.device, self.dtype if value.data.is_floating_point() else None)
         # Graphs change themselves, and the factory's batch has to stay as it is.
         value = copy.copy(value)
         if callable(getattr(value, "apply", None)):
@@ -443,9 +444,13 @@ def _floating_tensors(
 
     Of an object that is no container, its attributes that are tensors count.
     """
-    if isinstance(output, PackedSequence) or (isinstance(output, Tensor) and output.is_nested):
-        unpacked = unpack_sequence if isinstance(output, PackedSequence) else torch.unbind
-        for index, sample in enumerate(unpacked(output)):
+    samples: Sequence[Tensor] = ()
+    if isinstance(output, PackedSequence):
+        samples = unpack_sequence(output)
+    elif isinstance(output, Tensor) and output.is_nested:
+        samples = output.unbind()
+    if samples:
+        for index, sample in enumerate(samples):
             yield from _floating_tensors(sample, (*place, index, ONE_SAMPLE))
         return
     if isinstance(output, Tensor):
