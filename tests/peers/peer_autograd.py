@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
 # Backward in parts, again, and of higher order.
 
 
-@behaviour("a graph that is kept, and backward through it twice", sac=limit("extra time"))
+@behaviour("a graph that is kept, and backward through it twice")
 def kept_graph(change: Change) -> None:
     def step(model: nn.Module) -> Any:
         model.zero_grad()
@@ -54,7 +54,7 @@ def freed_graph(change: Change) -> None:
         assert "second time" in message or "extra time" in message, "no error"
 
 
-@behaviour("gradients of gradients", sac=limit("extra time"))
+@behaviour("gradients of gradients")
 def gradient_penalty(change: Change) -> None:
     def step(model: nn.Module) -> Any:
         model.zero_grad()
@@ -85,7 +85,7 @@ def some_inputs(change: Change) -> None:
     require_same(change, step)
 
 
-@behaviour("backward of one half of the output and then of the other", sac=limit("extra time"))
+@behaviour("backward of one half of the output and then of the other")
 def halves(change: Change) -> None:
     def step(model: nn.Module) -> Any:
         model.zero_grad()
@@ -139,7 +139,7 @@ def called_twice(change: Change) -> None:
     require_same(change, step)
 
 
-@behaviour("backward inside of forward, as for forces", sac=limit("extra time"))
+@behaviour("backward inside of forward, as for forces")
 def backward_inside(change: Change) -> None:
     class Forces(Block):
         def forward(self, x: Tensor) -> Tensor:

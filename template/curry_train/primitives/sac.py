@@ -396,15 +396,18 @@ def _told(kind: Any) -> Any:
 
     The exit callback runs only without an error. Autocast casts a weight once and caches it for the
     whole forward, so the recompute of a block may run more or fewer casts than the first run;
-    therefore a cast is always recomputed. The compiler accepts only dispatch modes here, so this is
+    therefore a cast is always recomputed. Torch drops each saved output that it hands out, so a
+    second backward recomputes all. The compiler accepts only dispatch modes here, so this is
     a subclass and not a context around one.
     """
 
     class Told(kind):  # type: ignore[misc]
+        num_entered = 0
         at_entry: Callable[[], None] | None = None
         at_exit: Callable[[], None] | None = None
 
         def __enter__(self) -> Any:
+            self.num_entered += 1
             if self.at_entry is not None:
                 self.at_entry()
             return super().__enter__()
@@ -418,7 +421,7 @@ def _told(kind: Any) -> Any:
         def __torch_dispatch__(
             self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if operation is CAST_OPERATION:
+            if operation is CAST_OPERATION or self.num_entered > 1:
                 return operation(*args, **(kwargs or {}))
             return super().__torch_dispatch__(operation, types, args, kwargs)
 
