@@ -444,33 +444,35 @@ def _floating_tensors(
 
     Of an object that is no container, its attributes that are tensors count.
     """
-    samples: Sequence[Tensor] = ()
-    if isinstance(output, PackedSequence):
-        samples = unpack_sequence(output)
-    elif isinstance(output, Tensor) and output.is_nested:
-        samples = output.unbind()
-    if samples:
-        for index, sample in enumerate(samples):
-            yield from _floating_tensors(sample, (*place, index, ONE_SAMPLE))
-        return
-    if isinstance(output, Tensor):
+    if isinstance(output, Tensor) and not output.is_nested:
         if output.is_complex():
             output = torch.view_as_real(output)
         if output.is_floating_point():
             yield place, output if output.dtype is torch.float64 else output.float()
         return
+    for key, value in _items(output):
+        yield from _floating_tensors(value, (*place, *key))
+
+
+def _items(output: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
+    """Return the values in one level of an output, with their keys."""
+    if isinstance(output, PackedSequence):
+        return _one_by_one(unpack_sequence(output))
+    if isinstance(output, Tensor):
+        return _one_by_one(output.unbind())
     if isinstance(output, Mapping):
-        items: Iterable[tuple[Any, Any]] = output.items()
-    elif isinstance(output, tuple | list):
-        items = enumerate(output)
-    else:
-        attributes = getattr(output, "__dict__", {})
-        whole = is_dataclass(output) or isinstance(output, SimpleNamespace)
-        items = [
-            (key, value) for key, value in attributes.items() if whole or isinstance(value, Tensor)
-        ]
-    for key, value in items:
-        yield from _floating_tensors(value, (*place, key))
+        return (((key,), value) for key, value in output.items())
+    if isinstance(output, tuple | list):
+        return (((index,), value) for index, value in enumerate(output))
+    attributes = getattr(output, "__dict__", {})
+    whole = is_dataclass(output) or isinstance(output, SimpleNamespace)
+    return [
+        ((key,), value) for key, value in attributes.items() if whole or isinstance(value, Tensor)
+    ]
+
+
+def _one_by_one(samples: Sequence[Tensor]) -> Iterable[tuple[tuple[Any, ...], Tensor]]:
+    return (((index, ONE_SAMPLE), sample) for index, sample in enumerate(samples))
 
 
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
