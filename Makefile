@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long torture spikes check static lint types rules skills clients clean
+.PHONY: help validate test long torture spikes zoo check static lint types rules skills clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -33,6 +33,14 @@ torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; ARG
 
 spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
+
+zoo: .venv/zoo/.installed  ## models of 40 libraries through all gates and a plan; ARGS='--only bert' or '--json evidence/zoo.json'
+	@PYTHONPATH=template OMP_NUM_THREADS=1 $(PYTHON) benchmarks/zoo.py $(ARGS)
+
+.venv/zoo/.installed: benchmarks/zoo_requirements.txt $(dev_ready)
+	@echo "installing the libraries of the zoo into .venv/zoo"
+	@PYTHONPATH=template $(PYTHON) benchmarks/zoo.py --install
+	@touch $@
 
 check: static test  ## all that CI runs
 
