@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from markdown import fenced_blocks
 from tree import ROOT, files, skills
+from warm_python import warm_python
 
 # Each skill opens its steps with this paragraph.
 ORIENTATION = """\
@@ -118,6 +119,15 @@ def elsewhere(tmp_path_factory):
     return folder, environment | {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture(scope="module")
+def quick(elsewhere):
+    """Return the same environment, where `python` has imported torch already."""
+    folder, environment = elsewhere
+    (folder / "quick").mkdir()
+    (folder / "quick/python").symlink_to(warm_python())
+    return environment | {"PATH": f"{folder / 'quick'}{os.pathsep}{environment['PATH']}"}
+
+
 @pytest.fixture
 def user(tmp_path):
     """Make a user's repository, in which an agent works."""
@@ -189,9 +199,9 @@ def test_all_skills_are_tried():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_command_of_the_skill_runs_from_the_users_folder(name, read_only, elsewhere, user):
+def test_a_command_of_the_skill_runs_from_the_users_folder(name, read_only, quick, user):
     command = from_root(chosen(name, CHEAPEST.get(name, f"--gate {name} ")), read_only)
-    ended = run(command, user, elsewhere[1])
+    ended = run(command, user, quick)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     if "--out" in command:
         assert len(list(user.iterdir())) > 2, "its output must be in the user's folder"
