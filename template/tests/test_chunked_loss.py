@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from curry_train.primitives.chunked_loss import (
     apply_chunked_loss,
     chunked_cross_entropy,
+    chunked_log_probabilities,
     chunked_loss_report,
     remove_chunked_loss,
 )
-from curry_train.primitives.cross_entropy import chunked_log_probabilities
 
 TOKENS = 40
 WIDTH = 8

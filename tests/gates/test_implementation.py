@@ -73,7 +73,7 @@ COPIES = {
 
 FAULTS = {
     "primitives/grad_accum": [
-        ("loss(model, microbatch) / window.loss_divisor", "loss(model, microbatch) / len(window)"),
+        ("value = value / window.loss_divisor", "value = value / len(window)"),
         ("if not (math.isfinite(total) and", "if False and not (math.isfinite(total) and"),
         ("loss_divisor=total / num_ranks", "loss_divisor=self.steps * total / len(window)"),
     ],

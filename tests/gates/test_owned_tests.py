@@ -14,7 +14,7 @@ from owned_copies import OWNED_TECHNIQUES, OWNED_TESTS_FOLDER, own
 
 FAULTS = {
     "grad-accum": [
-        ("loss(model, microbatch) / window.loss_divisor", "loss(model, microbatch) / len(window)"),
+        ("value = value / window.loss_divisor", "value = value / len(window)"),
         ("if not (math.isfinite(total) and", "if False and not (math.isfinite(total) and"),
         ("if clip_norm is not None:", "if clip_norm is not None and window.index == 0:"),
     ],

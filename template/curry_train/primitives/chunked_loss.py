@@ -33,9 +33,13 @@ from .cross_entropy import (
     autocast_to,
     check_chunk_size,
     chunked_cross_entropy,
+    chunked_log_probabilities,
     product_dtype,
     refuse_second_derivative,
 )
+
+__all__ = ["LossUse", "apply_chunked_loss", "chunked_cross_entropy", "chunked_log_probabilities"]
+__all__ += ["chunked_loss_report", "remove_chunked_loss"]
 
 # Logits that are not computed yet: the head's product, and the steps between it and a loss.
 
@@ -122,7 +126,7 @@ class Logits:
     # Classes are the last dimension, or else dimension 1 of 3.
     classes_last: bool = True
 
-    # The logits that these are derived from, and the operation that derives them.
+    # The logits that these come from, and the operation that derives them.
     parent: "Logits | None" = None
     step: Callable[[Tensor], Tensor] | None = None
 
@@ -386,13 +390,8 @@ class _Stand(torch.autograd.Function):
         ctx.logits = weakref.ref(logits)
         ctx.set_materialize_grads(False)
         make: Any = Tensor._make_wrapper_subclass
-        tensor = make(
-            LazyLogits,
-            logits.shape,
-            dtype=logits.dtype,
-            device=logits.rows.device,
-            storage_size=0,
-        )
+        device = logits.rows.device
+        tensor = make(LazyLogits, logits.shape, dtype=logits.dtype, device=device, storage_size=0)
         tensor.logits = logits
         return tensor
 
@@ -443,9 +442,9 @@ def _counts_arrivals(function: Any, args: Any) -> bool:
 def _plain(leaf: Any, *, operation: str) -> Any:
     if not isinstance(leaf, LazyLogits):
         return leaf
-    if leaf.grad_fn is not None:
+    node: Any = leaf.grad_fn
+    if node is not None:
         # The operation may send its gradient to the node, which then computes the product again.
-        node: Any = leaf.grad_fn
         node.read = leaf.logits
     return leaf.logits.read(operation)
 
