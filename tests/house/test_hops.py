@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import entry_calls
+import hops
 import pytest
 from hops import MOST_FILES, MOST_LOADED_MODULES, executed_files, loaded_modules, over_budget
 from tree import PACKAGE, ROOT, all_modules, handed_on
+from warm_python import warm_python
 
 # A planted extra file, and the line that makes a public call execute it.
 EXTRA_MODULE = '''"""An extra file that a call executes."""
@@ -30,6 +32,11 @@ PUBLIC_CALLS = {
     "plan_memory": ("plan", "plan"),
 }
 SMALL_MODEL = "mlp"
+
+
+@pytest.fixture(autouse=True)
+def start_quickly(monkeypatch):
+    monkeypatch.setattr(hops, "CHILD_PYTHON", warm_python())
 
 
 @pytest.fixture
