@@ -12,6 +12,7 @@ import sys
 import pytest
 from journals import lines_of
 from tree import ROOT
+from warm_python import warm_python
 
 PROJECT = ROOT / "template/project"
 MOST_FILES = 10  # `new` adds the lock and the wheel: twelve
@@ -51,11 +52,11 @@ def project(tmp_path_factory):
     return folder
 
 
-def run(project, *command):
+def run(project, *command, python=None):
     paths = os.pathsep.join([str(ROOT / "template")])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [python or warm_python(), *map(str, command)],
         cwd=project,
         env=environment,
         capture_output=True,
@@ -108,7 +109,8 @@ def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
 
 def test_two_ranks_train_with_fsdp2(project, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    run(project, *torchrun, "train.py", "parallel=fsdp2", *WORDS, f"runs={tmp_path}")
+    words = ["train.py", "parallel=fsdp2", *WORDS, f"runs={tmp_path}"]
+    run(project, *torchrun, *words, python=sys.executable)  # torchrun starts its ranks with -u
     losses, dev = figures(tmp_path)
     assert [step for step, *_ in losses] == [1, 2, 3, 4]
     assert len(dev) == 2
