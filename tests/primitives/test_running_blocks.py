@@ -12,8 +12,12 @@ from curry_train.core.blocks import NoBlocks, find_blocks
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.core.rerun import seeded
+from curry_train.primitives.compile_budget import memory_budget
+from curry_train.primitives.offload import offload_blocks
 from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.running_blocks import ForwardRecord, choose_blocks
+from curry_train.primitives.sac import apply_sac
 
 WIDTH = 16
 
@@ -226,11 +230,22 @@ def test_the_notes_give_the_reason_and_the_line_what_the_blocks_hold():
     assert chosen(made(Iterated)).notes == ("update runs several times in a step",)
 
 
+@pytest.mark.parametrize(
+    "technique", [recompute_blocks, apply_sac, apply_regions, offload_blocks, memory_budget]
+)
+def test_without_a_batch_containers_that_never_run_are_refused(technique):
+    options = {"budget": 0.5} if technique is memory_budget else {}
+    with pytest.raises(ValueError, match=r"ModuleList never runs: .* blocks="):
+        technique(made(PairsInLists), **options)
+
+
 def test_of_named_blocks_the_notes_say_which_never_run():
     choice = chosen(made(PairsInLists), blocks="layers.*")
     assert choice.blocks == "layers.*"
     assert choice.coverage == 0
-    assert choice.notes[0].startswith("layers.0 to layers.3 are never called, so nothing has an effect")
+    assert choice.notes[0].startswith(
+        "layers.0 to layers.3 are never called, so nothing has an effect"
+    )
     assert choice.notes[1].startswith("outside of the blocks: layers.")
 
 

@@ -353,10 +353,13 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
     if case.blocks is not None:
         with contextlib.suppress(NoBlocks):
             find_blocks(case.build(), case.blocks)
+    # The user's model may raise anything, which each gate reports.
     try:
         case, choice = settle_blocks(case)
-        return case, FirstLook(choice, look(case))
     except Exception as error:  # noqa: BLE001
-        # The user's model may raise anything, which each gate reports.
         note = f"no forward could be recorded: {first_line(error)}"
-        return case, FirstLook(BlockChoice((), None, None, (note,)), ())
+        choice = BlockChoice((), None, None, (note,))
+    try:
+        return case, FirstLook(choice, look(case))
+    except Exception:  # noqa: BLE001
+        return case, FirstLook(choice, ())

@@ -67,6 +67,8 @@ def refuse(module: nn.Module) -> None:
             f"{name} is wrapped already, and a second wrapper would run its forward three times; "
             "wrap it once"
         )
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(f"{name} never runs: name the modules inside it that do, with blocks=")
     if "forward" in attributes:
         raise ValueError(
             f"{name} has a forward of its own on the instance (compiled, or hooked): "

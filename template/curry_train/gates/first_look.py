@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -69,7 +70,7 @@ MEASURE_TENSORS = (
     "sac/regions",
 )
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
-PREVENTING_TRAITS = ("idle", "off", "writing", "refused", "checkpointed")
+PREVENTING_TRAITS = ("off", "writing", "refused", "checkpointed")
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,14 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
         )
         yield FailureCause(cause, ("*",))
         return
+    with seeded(case.seed):
+        unused = case.workload.build()
+    if any(map(is_lazy, unused.parameters())):
+        yield FailureCause(
+            "the model has lazy modules, which can't be built from shapes alone: plan a model "
+            "whose layers get their sizes",
+            ("memory-plan/*",),
+        )
     batch = case.batch()
     yield from _on_batch(batch)
     try:

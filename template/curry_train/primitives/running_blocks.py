@@ -216,7 +216,8 @@ def _cannot_change(module: nn.Module) -> bool:
     try:
         refuse(module)
     except ValueError:
-        return True
+        # A container without a forward holds modules that may be changed.
+        return type(module).forward is not nn.Module.forward
     return False
 
 
