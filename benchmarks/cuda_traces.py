@@ -337,10 +337,13 @@ class LanguageModel(nn.Module):
 
 def written_out_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, operation by operation in the dtype of the logits."""
-    shifted = logits - torch.max(logits, dim=-1, keepdim=True)[0]
-    log_sum = torch.log(torch.sum(torch.exp(shifted), dim=-1, keepdim=True))
-    negative = -(shifted - log_sum)
+    negative = -written_out_log_softmax(logits)
     return torch.mean(torch.gather(negative, -1, targets.unsqueeze(-1)))
+
+
+def written_out_log_softmax(logits: Tensor) -> Tensor:
+    shifted = logits - torch.max(logits, dim=-1, keepdim=True)[0]
+    return shifted - torch.log(torch.sum(torch.exp(shifted), dim=-1, keepdim=True))
 
 
 def torchs_loss(logits: Tensor, targets: Tensor) -> Tensor:

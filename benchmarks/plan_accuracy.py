@@ -52,7 +52,11 @@ def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     change(module)
     lives = record_step_storages(
-        module, case.batch(size), case.workload.mean_loss, optimizer=optimizer
+        module,
+        case.batch(size),
+        case.workload.mean_loss,
+        optimizer=optimizer,
+        keeps_output=case.device.type == "cuda",
     )
     return timeline_of(lives, type(module).__name__).peak.bytes_alive
 

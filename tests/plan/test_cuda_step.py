@@ -303,3 +303,11 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
         assert written[name] > 0
     assert written["plan"]["settings"]["optimizer"] == "own_optimizer:fused"
     assert written["allocated_bytes"] <= written["reserved_bytes"]
+
+
+def test_a_gate_plans_by_tensors_alone():
+    settings = {"device": "h100", "chunked_loss": False, "by_reserved": False}
+    with Planner(mlp(depth=3, width=64), **settings) as planner:
+        plan = planner.plan(2**30, global_batch=2)
+        assert plan.peak_bytes == planner.sketch.step(plan.microbatch).peak_bytes
+    assert plan.cuda is None

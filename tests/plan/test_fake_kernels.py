@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.core.measure import operation_flops
+from curry_train.core.measure import LiveStorages, operation_flops
 from curry_train.plan.shapes import GROUPED_MM_OPERATION, KernelsAsTheyRun, pretended
 
 
@@ -152,3 +152,45 @@ def test_norms_have_the_layout_and_dtypes_of_the_real_kernels(make):
         with pretended(mode=theirs()):
             num_wrong += run_norms(make, dtype, **options) != real
     assert num_wrong > 0, "torch states the outputs of norms correctly now: drop the correction"
+
+
+def vectors(run):
+    """Call a function of a weight and a vector."""
+    return lambda weight, x: run(weight, x[0])
+
+
+HALF_ON_CUDA = {
+    "einsum": lambda weight, x: torch.einsum("bi,oi->bo", x, weight),
+    "mv": vectors(torch.mv),
+    "mv as a method": vectors(lambda weight, x: weight.mv(x)),
+    "addmv": vectors(lambda weight, x: torch.addmv(x, weight, x)),
+    "addr": vectors(lambda weight, x: torch.addr(weight, x, x)),
+    "multi_dot": lambda weight, x: torch.linalg.multi_dot([x, weight, weight]),
+    "chain_matmul": lambda weight, x: torch.chain_matmul(x, weight, weight),
+    "prelu": lambda weight, x: F.prelu(x, weight[0]),
+}
+
+
+@pytest.mark.parametrize("run", HALF_ON_CUDA.values(), ids=HALF_ON_CUDA)
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+def test_autocast_of_cuda_runs_products_in_half_precision(run):
+    with pretended(kernels="cuda"), torch.autocast("cuda", torch.bfloat16):
+        weight = nn.Parameter(torch.empty(8, 8))
+        assert run(weight, torch.empty(4, 8)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_autocast_of_cuda_converts_a_weight_once_and_keeps_it_until_it_ends(cached):
+    size = 64
+    with pretended(kernels="cuda"), torch.no_grad(), LiveStorages() as storages:
+        weight = nn.Parameter(torch.empty(size, size))
+        x = torch.empty(4, size)
+        before = storages.bytes_alive
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=cached):
+            for _ in range(3):
+                torch.einsum("bi,oi->bo", x, weight)
+            with torch.autocast("cuda", enabled=False):
+                pass
+            kept = storages.bytes_alive - before
+        assert storages.bytes_alive == before
+    assert kept == (2 * size * size if cached else 0)

@@ -434,6 +434,11 @@ def _measure(
     chosen = optimizer or case.workload.optimizer or "adamw"
     steps = make_optimizer(chosen, module, foreach=place.type == "cuda")
     lives = record_step_storages(
-        module, case.batch(), case.workload.mean_loss, optimizer=steps, accumulated=plan.steps > 1
+        module,
+        case.batch(),
+        case.workload.mean_loss,
+        optimizer=steps,
+        accumulated=plan.steps > 1,
+        keeps_output=place.type == "cuda",
     )
     return timeline_of(lives, type(module).__name__).peak.bytes_alive

@@ -444,7 +444,13 @@ def measured_peak(case: Case, change: ModelChange | None) -> int:
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     if change is not None:
         change(module)
-    lives = record_step_storages(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)
+    lives = record_step_storages(
+        module,
+        case.batch(),
+        case.workload.mean_loss,
+        optimizer=optimizer,
+        keeps_output=case.device.type == "cuda",
+    )
     return timeline_of(lives, type(module).__name__).peak.bytes_alive
 
 
@@ -461,6 +467,8 @@ def _planner_options(case: Case) -> dict[str, Any]:
         "chunked_loss": False,
         "without": (SAC_KIND, OFFLOAD_KIND),
         "seed": case.seed,
+        # What is measured here are tensors, not what the allocator reserves.
+        "by_reserved": False,
     }
 
 

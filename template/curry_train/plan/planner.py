@@ -235,7 +235,8 @@ class Planner:
     regions may recompute, as in `apply_regions`. `tell` receives progress messages.
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
-    process, `context_bytes`, are within the budget and the device.
+    process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
+    its tensors are, as on the CPU.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class Planner:
         also: Sequence[str] = (),
         seed: int = 0,
         context_bytes: int | None = None,
+        by_reserved: bool = True,
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
@@ -289,6 +291,7 @@ class Planner:
             overhead=self._overhead,
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
+        self.by_reserved = by_reserved
         self._overheads: dict[int, int] = {}
         self._heap = contextlib.ExitStack()
 
@@ -315,7 +318,7 @@ class Planner:
 
         On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
         """
-        if step.trace is None:
+        if step.trace is None or not self.by_reserved:
             return 0
         key = id(step.trace)
         if key not in self._overheads:
@@ -334,7 +337,7 @@ class Planner:
         None on the CPU, and for several ranks, whose shares are known by arithmetic alone.
         """
         trace = self.whole_steps.trace(best)
-        if trace is None or self.sharding.ranks > 1:
+        if trace is None or self.sharding.ranks > 1 or not self.by_reserved:
             return None
         self.tell("replaying the steps in CUDA's allocator")
         memory = cuda_memory(trace, workspace_bytes=self._workspace_bytes)
@@ -531,7 +534,7 @@ class Planner:
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
         trace = self.whole_steps.trace(least)
-        if trace is None or self.sharding.ranks > 1:
+        if trace is None or self.sharding.ranks > 1 or not self.by_reserved:
             return
         expandable = self._expandable(trace) + self.context_bytes
         fused = self._expandable(trace.without_copies()) + self.context_bytes

@@ -6,6 +6,8 @@
 The differences are those of torch 2.11 and 2.13. Each correction has a test that fails when it is
 no longer needed.
 
+Why so long: each correction is small, and all of them act in the two modes of one context.
+
 Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py`.
 """
 
@@ -240,6 +242,41 @@ FLOAT32_FUNCTIONS = frozenset(
 ) | {Tensor.__pow__}
 
 
+# Functions that autocast runs in half precision on CUDA, and does not know on the CPU.
+HALF_PRECISION_FUNCTIONS = frozenset(
+    getattr(space, name)
+    for space in (torch, Tensor, F, torch.linalg)
+    for name in ("einsum", "mv", "addmv", "addr", "multi_dot", "chain_matmul", "prelu")
+    if hasattr(space, name)
+)
+
+
+class HalfPrecisionCopies:
+    """Convert operands as CUDA's autocast does: weights once, until autocast ends."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(self, value))
+        if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+            return value
+        dtype = torch.get_autocast_dtype("cpu")
+        is_weight = value.requires_grad and value.is_leaf and not value._is_view()
+        if not is_weight or not torch.is_autocast_cache_enabled():
+            return value.to(dtype)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value, value.to(dtype)
+        return self._copies[id(value)][1]
+
+    def clear_after_autocast(self) -> None:
+        """Drop the copies once the outermost context of autocast has ended."""
+        torch.autocast_increment_nesting()
+        if torch.autocast_decrement_nesting() == 0:
+            self._copies.clear()
+
+
 def in_float32(value: Any) -> Any:
     """Convert tensors of half precision to float32."""
     return (
@@ -250,9 +287,16 @@ def in_float32(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
+def as_on_cuda(copies: HalfPrecisionCopies | None = None) -> Iterator[None]:
     """Patch torch's attention with the stand-in, and apply autocast for CUDA to CPU tensors."""
     original = torch.autocast.__init__
+    leave = torch.autocast.__exit__
+
+    def leaves(self: Any, *raised: Any) -> Any:
+        result = leave(self, *raised)
+        if copies is not None:
+            copies.clear_after_autocast()
+        return result
 
     def autocast(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
@@ -264,11 +308,13 @@ def as_on_cuda() -> Iterator[None]:
 
     F.scaled_dot_product_attention = _attention
     torch.autocast.__init__ = autocast  # type: ignore[method-assign, assignment]
+    torch.autocast.__exit__ = leaves  # type: ignore[method-assign]
     try:
         yield
     finally:
         F.scaled_dot_product_attention = _PLAIN_ATTENTION
         torch.autocast.__init__ = original  # type: ignore[method-assign]
+        torch.autocast.__exit__ = leave  # type: ignore[method-assign]
 
 
 # Fake models, whose tensors have shapes but no values, to count bytes without memory.
@@ -348,11 +394,12 @@ def pretended(
     # In torch 2.13 this redraws until all values are in range, which never ends without values.
     original_trunc_normal = torch.nn.init._no_grad_trunc_normal_
     torch.nn.init._no_grad_trunc_normal_ = _as_it_is
+    here = _Here(cuda=kernels == "cuda")
     try:
         with (
             mode,
-            as_on_cuda() if kernels == "cuda" else contextlib.nullcontext(),
-            _Here(cuda=kernels == "cuda"),
+            as_on_cuda(here.copies) if kernels == "cuda" else contextlib.nullcontext(),
+            here,
         ):
             yield mode
     finally:
@@ -422,6 +469,7 @@ class _Here(TorchFunctionMode):
         super().__init__()
         self.cuda = cuda
         self.stand_ins: Mapping[Any, Callable[..., Any]] = STAND_INS if cuda else {}
+        self.copies = HalfPrecisionCopies()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -463,6 +511,9 @@ class _Here(TorchFunctionMode):
             if function in FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
                 args = tuple(map(in_float32, args))
                 kwargs = {name: in_float32(value) for name, value in kwargs.items()}
+            elif function in HALF_PRECISION_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+                args = tuple(map(self.copies, args))
+                kwargs = {name: self.copies(value) for name, value in kwargs.items()}
             function = self.stand_ins.get(function, function)
         return function(*args, **kwargs)
 
