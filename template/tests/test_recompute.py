@@ -3,6 +3,7 @@
 The recomputed step is the same arithmetic, so everything is compared bit for bit.
 """
 
+import contextlib
 import copy
 import weakref
 from collections import Counter
@@ -87,11 +88,7 @@ def train_step(change=None, batch_size=32):
     return model, names, results, held_bytes
 
 
-def halves(model):
-    return recompute_segments(model, 2)
-
-
-@pytest.mark.parametrize("change", [recompute_blocks, halves])
+@pytest.mark.parametrize("change", [recompute_blocks, lambda model: recompute_segments(model, 2)])
 def test_the_step_is_the_same_bit_for_bit_and_holds_fewer_bytes(change):
     _, _, plain, plain_bytes = train_step()
     model, names, ours, held_bytes = train_step(change)
@@ -104,24 +101,15 @@ def test_the_step_is_the_same_bit_for_bit_and_holds_fewer_bytes(change):
     assert held_bytes < (1 - 0.7 * freed) * plain_bytes
 
 
-@pytest.mark.parametrize("mode", ["eval", "no_grad"])
-def test_nothing_is_recomputed_without_training(mode):
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad, plain_blocks])
+def test_nothing_is_recomputed_in_eval_without_grad_or_in_plain_blocks(around):
     model = Model()
     recompute_blocks(model)
-    model.train(mode != "eval")
-    with torch.set_grad_enabled(mode != "no_grad"):
+    model.train(around is not contextlib.nullcontext)
+    with around():
         loss = model(torch.randn(8, 16))
     if loss.requires_grad:
         loss.backward()
-    assert [CALLS[layer] for layer in model.layers] == [1] * 4
-
-
-def test_nothing_is_recomputed_inside_plain_blocks():
-    model = Model()
-    recompute_blocks(model)
-    with plain_blocks():
-        loss = model(torch.randn(8, 16))
-    loss.backward()
     assert [CALLS[layer] for layer in model.layers] == [1] * 4
 
 
@@ -134,11 +122,8 @@ def test_a_plain_function_recomputes_and_its_modules_move_their_state_once():
         torch.manual_seed(1)
         run(batch).square().sum().backward()
     assert (CALLS[plain], CALLS[block], block.steps) == (1, 2, 1)
-    assert all(
-        torch.equal(one.grad, other.grad)
-        for one, other in zip(plain.parameters(), block.parameters(), strict=True)
-    )
-    assert all(map(torch.equal, plain.buffers(), block.buffers()))
+    gradients, ours = ([p.grad for p in module.parameters()] for module in (plain, block))
+    assert all(map(torch.equal, [*gradients, *plain.buffers()], [*ours, *block.buffers()]))
 
 
 def test_names_weights_copies_and_removal_are_those_of_the_plain_model():

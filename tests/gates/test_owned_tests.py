@@ -12,6 +12,11 @@ from xml.etree import ElementTree
 import pytest
 from owned_copies import OWNED_TECHNIQUES, OWNED_TESTS_FOLDER, own
 
+GENERATORS_LEFT_AS_THEY_ARE = (
+    'settings["preserve_rng_state"] = False\n    output = checkpoint(call,'
+)
+ACTIVE = "(module is None or module.training) and torch.is_grad_enabled()"
+
 FAULTS = {
     "grad-accum": [
         ("value = value / window.loss_divisor", "value = value / len(window)"),
@@ -19,20 +24,20 @@ FAULTS = {
         ("if clip_norm is not None:", "if clip_norm is not None and window.index == 0:"),
     ],
     "recompute": [
-        ("preserve_rng_state=options.preserve_rng_state,", "preserve_rng_state=False,"),
+        ("output = checkpoint(call,", GENERATORS_LEFT_AS_THEY_ARE),
         ("layer.momentum = 0.0", "layer.momentum = layer.momentum"),
         ("if not self.recomputes:", "if True:"),
-        ("and self.training and torch.is_grad_enabled()", "and torch.is_grad_enabled()"),
+        (ACTIVE, "torch.is_grad_enabled()"),
     ],
     "sac": [
         ("return operation in policy.save", "return operation in policy.save and context is None"),
         ("if not saved:", "if False:"),
         ("self.calls[family] % 2 == 1", "self.calls[family] % 3 == 1"),
-        ("preserve_rng_state=options.preserve_rng_state,", "preserve_rng_state=False,"),
+        ("output = checkpoint(call,", GENERATORS_LEFT_AS_THEY_ARE),
     ],
     "regions": [
         ("F.gelu(node._saved_self, approximate=node._saved_approximate)", "node._saved_self"),
-        ("return module.training and torch.is_grad_enabled()", "return False and module.training"),
+        (ACTIVE, "False"),
         ("if tensor._version != version:", "if False:"),
         ("return made if self.view is None", "return 1.01 * made if self.view is None"),
     ],
@@ -43,7 +48,7 @@ FAULTS = {
         ),
         ("keep_last: int = 1", "keep_last: int = 2"),
         ("if tensor._version != version:", "if False:"),
-        ("if not (self.training and torch.is_grad_enabled())", "if not torch.is_grad_enabled()"),
+        (ACTIVE, "torch.is_grad_enabled()"),
     ],
     "snn-timesteps": [
         ("stack.enter_context(self.drawn_from.again())", "pass"),
