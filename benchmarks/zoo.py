@@ -132,7 +132,7 @@ def gates_of(model: ZooModel) -> dict[str, Any]:
         for row in results
         if row["passed"] is False
     }
-    causes = Counter(row["measured"] for row in results if row["passed"] is None)
+    causes = Counter(row["hint"] for row in results if row["passed"] is None)
     blocks = next(iter(found.get("blocks", {}).values()), {})
     row = {
         "status": ended.returncode,
