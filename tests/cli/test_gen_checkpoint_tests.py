@@ -95,12 +95,11 @@ def healthy():
 UNFIT = {
     "python_random": "draws from python's generator",
     "numpy_random": "draws from numpy's generator",
-    "own_generator": "random numbers of its own",
     "other_in_backward": "keeps state between calls",
     "detached_in_backward": "computes other tensors the second time",
 }
 # State in the block's own attributes and buffers, which a recomputed call finds as it was.
-STATEFUL = ("growing_cache", "call_counter", "running_mean", "detached_later")
+STATEFUL = ("growing_cache", "call_counter", "running_mean", "detached_later", "own_generator")
 LLAMA = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
