@@ -122,8 +122,10 @@ def test_a_plain_function_recomputes_and_its_modules_move_their_state_once():
         torch.manual_seed(1)
         run(batch).square().sum().backward()
     assert (CALLS[plain], CALLS[block], block.steps) == (1, 2, 1)
-    gradients, ours = ([p.grad for p in module.parameters()] for module in (plain, block))
-    assert all(map(torch.equal, [*gradients, *plain.buffers()], [*ours, *block.buffers()]))
+    expected = [*(p.grad for p in plain.parameters()), *plain.buffers()]
+    assert all(
+        map(torch.equal, expected, [*(p.grad for p in block.parameters()), *block.buffers()])
+    )
 
 
 def test_names_weights_copies_and_removal_are_those_of_the_plain_model():
