@@ -292,6 +292,13 @@ def test_a_file_written_by_another_entry_point_counts_as_up_to_date(repository, 
     assert differences(moved.replace("seed=0", "seed=1"), text)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
+def test_a_place_without_room_is_one_line(run):
+    full = run("--model", "mlp", "--out", "/dev/full")
+    assert full.exit_code == 2
+    assert "No space left on device" in full.output
+
+
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests" / "test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
