@@ -25,6 +25,7 @@ from curry_train.plan.planner import Infeasible, Planner, what_microbatches_chan
 from curry_train.plan.saved import (
     FULL_KIND,
     NONE_KIND,
+    OPTION_KINDS,
     REGIONS_KIND,
     SAC_KIND,
     Candidate,
@@ -108,7 +109,8 @@ def test_accumulated_gradients_count_from_the_start():
 
 
 def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
-    workload = net(64)
+    made = net(64)
+    workload = Workload("alone", lambda: nn.Linear(8, 32), made.batch, made.loss)
     with Planner(workload, blocks=None, chunked_loss=False) as planner:
         whole = planner.plan(2**40, global_batch=8)
         small = planner.plan(whole.peak_bytes - 1, global_batch=8)
@@ -154,7 +156,8 @@ def test_the_planner_puts_the_warning_into_its_plan():
     workload = Workload(
         "own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum()
     )
-    with Planner(workload, blocks=None, chunked_loss=False) as planner:
+    without = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
+    with Planner(workload, blocks=None, chunked_loss=False, without=without) as planner:
         whole = planner.plan(2**40, global_batch=64)
         small = planner.plan(whole.peak_bytes - 1, global_batch=64)
     assert "its own dropout" in small.explain()
