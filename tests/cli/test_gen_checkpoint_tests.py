@@ -292,6 +292,19 @@ def test_a_file_written_by_another_entry_point_counts_as_up_to_date(repository, 
     assert differences(moved.replace("seed=0", "seed=1"), text)
 
 
+def test_a_model_in_a_file_is_found_from_any_folder(repository, run):
+    folder = repository / "nets"
+    folder.mkdir()
+    shutil.copy(repository / "src/theirs/models.py", folder / "net.py")
+    written = run(
+        "--model", "nets/net.py:healthy", "--out", "tests/test_net.py", "--gate", "sac/refused"
+    )
+    assert written.exit_code == 0, written.output
+    done = pytest_run(repository / "tests", "test_net.py", path=TEMPLATE)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
 def test_a_place_without_room_is_one_line(run):
     full = run("--model", "mlp", "--out", "/dev/full")

@@ -172,7 +172,7 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
         version=__version__,
         command=_wrapped(shlex.join(command), recipe.words()),
         paths="".join(_path_line(root, recipe.out) for root in sorted(roots)),
-        literal=_literal(recipe.model),
+        literal=_model_literal(recipe),
         patterns=_tuple(patterns),
         skip=WITHOUT_CUDA if recipe.device == "cuda" else "",
         device=DEVICE_EXPRESSIONS[recipe.device],
@@ -213,7 +213,7 @@ def import_root(name: str) -> Path | None:
 
 
 def _imported(recipe: Recipe) -> Iterator[str]:
-    if recipe.model not in BUILTIN_WORKLOADS:
+    if recipe.model not in BUILTIN_WORKLOADS and not _is_file(recipe.model):
         yield recipe.model.partition(":")[0]
     # Our own package is installed or on PYTHONPATH wherever the file is used.
     if recipe.package != DEFAULT_PACKAGE_NAME:
@@ -244,22 +244,37 @@ def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
     return tuple(patterns) or ("*",)
 
 
-def _path_line(root: Path, out: Path) -> str:
-    """Return the statement that makes modules in `root` importable from a file at `out`.
+def _is_file(model: str) -> bool:
+    """Return whether a model is named by a file, as in `models/net.py:build`."""
+    return model.rpartition(":")[0].endswith(".py")
 
-    The path is relative, so both can move together.
-    """
-    names = PurePath(os.path.relpath(root, out.resolve().parent)).parts
-    folder = f"Path(__file__).resolve().parents[{names.count('..')}]"
-    below = PurePath(*[name for name in names if name != ".."]).as_posix()
-    if below != ".":
-        folder += f" / {_literal(below)}"
+
+def _model_literal(recipe: Recipe) -> str:
+    """Return the expression of the model; a file is found from anywhere."""
+    if not _is_file(recipe.model):
+        return _literal(recipe.model)
+    path = _path_expression(Path(recipe.model).expanduser().resolve(), recipe.out)
+    line = f"str({path})"
+    return line if len(line) + 8 <= GENERATED_LINE_WIDTH else f"str(\n    {path}\n)"
+
+
+def _path_line(root: Path, out: Path) -> str:
+    """Return the statement that makes modules in `root` importable from a file at `out`."""
+    folder = _path_expression(root, out)
     line = f"sys.path.insert(0, str({folder}))\n"
     return (
         line
         if len(line) <= GENERATED_LINE_WIDTH
         else f"sys.path.insert(\n    0,\n    str({folder}),\n)\n"
     )
+
+
+def _path_expression(path: Path, out: Path) -> str:
+    """Return the expression of a path in a file at `out`; both can move together."""
+    names = PurePath(os.path.relpath(path, out.resolve().parent)).parts
+    expression = f"Path(__file__).resolve().parents[{names.count('..')}]"
+    below = PurePath(*[name for name in names if name != ".."]).as_posix()
+    return expression if below == "." else f"{expression} / {_literal(below)}"
 
 
 def _wrapped(first: str, words: Sequence[str]) -> str:
