@@ -67,6 +67,20 @@ def run(project, *command, python=None):
     return done.stdout
 
 
+def test_threads_under_make_wait_asleep():
+    rule = "shown: ; @echo $$OMP_WAIT_POLICY"
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    shown = subprocess.run(
+        ["make", "--silent", "--eval", rule, "shown"],
+        cwd=PROJECT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == "PASSIVE\n"
+
+
 def figures(runs):
     """Return the loss, norm and rate of each step, and the dev losses, of the only run."""
     (folder,) = runs.iterdir()
