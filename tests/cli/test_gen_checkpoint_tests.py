@@ -399,7 +399,10 @@ def test_files_are_clean_and_formatted_under_any_line_length(repository, run, wi
             "the pattern 'x.*' matches no module",
         ),
         (["--model", "mlp", "--out", "t.py", "--package", "absent"], "can't import absent.gates"),
-        (["--model", "mlp", "--out", "absent/t.py"], "No such file or directory: 'absent/t.py'"),
+        (
+            ["--model", "mlp", "--out", "absent/t.py"],
+            "the folder of 'absent/t.py' does not exist: create it first",
+        ),
         (["--model", "mlp", "--out", "t.py", "--check"], "there is no t.py to check"),
         (["--model", "mlp", "--out", "tests"], "is a directory"),
         (["--model", "mlp", "--out", "t.py", "--batch-size", "0"], "0 is not in the range"),

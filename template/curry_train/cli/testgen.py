@@ -38,6 +38,7 @@ from .options import (
     device_option,
     dtype_option,
     model_option,
+    output_option,
     seed_option,
     settle_blocks,
 )
@@ -305,13 +306,7 @@ def _tuple(texts: Sequence[str]) -> str:
 
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
 @model_option("model", required=True)
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="The file to write.",
-)
+@output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
     "--gate",
@@ -335,18 +330,17 @@ def _tuple(texts: Sequence[str]) -> str:
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
 @click.pass_context
 def testgen_command(
-    context: click.Context, /, check: bool, overwrite: bool, **options: Any
+    context: click.Context, /, out: str, check: bool, overwrite: bool, **options: Any
 ) -> None:
     """Write a pytest file that runs every gate.
 
     Exit status: 0 written, or up to date, 1 with --check if FILE is not up to date, 2 wrong usage.
     """
-    recipe = Recipe(**options)
-    out = recipe.out
+    recipe = Recipe(out=Path(out), **options)
     shown = PurePath(os.path.relpath(out)).as_posix()
     try:
         # A device such as /dev/full may have no end.
-        found = out.read_text(encoding="utf-8") if out.is_file() else None
+        found = recipe.out.read_text(encoding="utf-8") if recipe.out.is_file() else None
         if check and found is None:
             raise UnusableInput(f"there is no {shown} to check: leave out --check to write it")
         if not (check or overwrite or found is None or is_rendered(found)):
@@ -355,7 +349,7 @@ def testgen_command(
             )
         text = render(recipe, command=_command_words(context))
         if not check:
-            out.write_text(text, encoding="utf-8", newline="\n")
+            recipe.out.write_text(text, encoding="utf-8", newline="\n")
     except (ValueError, OSError) as error:
         raise UnusableInput(str(error)) from error
     if check:
