@@ -379,6 +379,10 @@ def load_workload(spec: str) -> Workload:
     if spec in BUILTIN_WORKLOADS:
         return replace(BUILTIN_WORKLOADS[spec](), spec=spec)
     if ":" not in spec:
+        if "." in spec or "/" in spec:
+            raise WorkloadError(
+                f"{spec} names no function: add the one that returns the model, as in {spec}:build"
+            )
         others = f"use one of {', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory"
         raise WorkloadError(
             f"no workload is called {spec!r}; "
