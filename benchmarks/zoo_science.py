@@ -106,7 +106,7 @@ def graph_convolution() -> Any:
     return GCN(8, 32, num_layers=3, out_channels=4), (graphs.x, graphs.edge_index)
 
 
-@zoo_model("torch_geometric", field="graphs")
+@zoo_model("torch_geometric", field="graphs", short=True)
 def graph_attention() -> Any:
     from torch_geometric.nn import GAT, global_mean_pool
 

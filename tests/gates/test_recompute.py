@@ -48,6 +48,51 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
         assert verdict.passed is not False, verdict
 
 
+class Wide(nn.Module):
+    """A block whose forward makes copies that it does not save."""
+
+    def __init__(self, num_copies):
+        super().__init__()
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+        self.num_copies = num_copies
+
+    def forward(self, x):
+        copies = torch.sigmoid(self.up(x)).repeat(1, self.num_copies)
+        return x + self.down(copies.view(-1, self.num_copies, 64).mean(1))
+
+
+def keep_gradients(module, sample):
+    """Recompute, and keep copies of the gradient of each block's output."""
+    copies = []
+
+    def keep(block, args, output):
+        output.register_hook(lambda gradient: copies.append(gradient.repeat(1, 6)))
+
+    for block in module:
+        block.register_forward_hook(keep)
+    return recompute_blocks(module)
+
+
+def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
+    def build():
+        return nn.Sequential(Wide(5), *(Wide(1) for _ in range(3)))
+
+    workload = Workload(
+        "wide",
+        build,
+        lambda size: torch.randn(64 * size, 16),
+        lambda module, batch: module(batch).square().sum(),
+    )
+    verdict = recompute.recompute_memory(Case(workload))
+    assert verdict.passed is None, verdict
+    assert "what one block needs while it runs owns the peak" in verdict.hint
+    verdict = recompute.recompute_memory(Case(workload), apply=keep_gradients)
+    assert verdict.passed is False
+    assert "under torch's own checkpoint" in verdict.hint
+    assert recompute.recompute_memory(Case(workload), apply=no_op).passed is False
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()
