@@ -22,7 +22,7 @@ from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 
 PACKAGE = Path(curry_train.__path__[0])
-# The most lines of a technique with all that it imports. Regions are longer than the others: recipes
+# The most lines of a technique with all that it imports. Regions are longer than others: recipes
 # with the report of what they do not reach.
 MOST_LINES = {
     **dict.fromkeys(

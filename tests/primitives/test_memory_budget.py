@@ -422,7 +422,7 @@ def test_a_batch_compiles_now_and_leaves_the_model_unchanged():
         (
             0.5,
             {
-                "blocks": "*",
+                "blocks": "layers.*",
                 "backend": "aot_eager",
                 "batch": rows(),
                 "loss": lambda m, b: m.first(b).sum(),

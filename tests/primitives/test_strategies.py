@@ -145,5 +145,5 @@ def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
 def test_patterns_of_a_configuration_are_over_the_blocks_of_the_containers():
     config = CheckpointConfig(enabled=True, strategy="full", include_patterns=("1",))
     assert apply_config(chain(), config, batch=BATCH, loss=loss) == ["1"]
-    with pytest.raises(ValueError, match="there are layers.0, layers.1"):
+    with pytest.raises(ValueError, match=r"there are layers\.0, layers\.1"):
         apply_config(InPairs(), config, batch=BATCH, loss=loss)

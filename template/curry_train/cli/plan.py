@@ -18,11 +18,10 @@ from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
-from ..plan.estimate import OPTIMIZERS, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
-from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.timeline import OPTIMIZERS, make_optimizer, record_step_storages, timeline_of
 from ..plan.whole_step import SHARDING_KINDS, Sharding
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
@@ -217,7 +216,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
     required=True,
     callback=_bytes,
     metavar="SIZE",
-    help="Memory per rank, such as 24GiB; with a GPU as target, of the card.",
+    help="Memory per rank, such as 24GiB; of a GPU, all of the card.",
 )
 @click.option(
     "--global-batch",
@@ -240,8 +239,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter, or package.module:function. "
-    "[default: the workload's own, or adamw]",
+    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter, or package.module:function.",
 )
 @click.option(
     "--context",

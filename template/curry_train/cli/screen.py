@@ -27,7 +27,7 @@ SCREEN_WIDTH = 80
 LONGEST_OPTION_COLUMN = 20
 
 # Options that mean the same in every command share the last lines of a page; README explains them.
-BRIEF_OPTIONS = ("device", "dtype", "batch_size", "seed", "json_path")
+BRIEF_OPTIONS = ("context_bytes", "device", "dtype", "batch_size", "seed", "json_path")
 BRIEF_LABEL = "Also: "
 
 # Suffixes that click appends to a help text: the range of a number, which its error message has
@@ -251,6 +251,8 @@ def _brief_option(option: click.Parameter) -> str:
         return f"{name} {'|'.join(option.type.choices)}"
     if option.name == "json_path":
         return f"{name} PATH"
+    if option.metavar:
+        return f"{name} {option.metavar}"
     default = option.default
     return f"{name} N [default: {default}]" if isinstance(default, int) and default else f"{name} N"
 

@@ -23,8 +23,7 @@ from ..core.measure import FlopCount
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record
 from ..core.rerun import seeded
 from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
-from ..plan.estimate import make_optimizer
-from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.timeline import make_optimizer, record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case, Workload
 from .fixtures import PlantedMachine

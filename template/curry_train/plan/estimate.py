@@ -7,8 +7,6 @@ This runs on a laptop for a model of any size. On the CPU the estimate equals th
 the byte. A model whose shapes depend on values is measured for real, and `Sketch.why_real` names
 the operation.
 
-Why so long: the trial, the optimizer and the record of one step share tensors without values.
-
 Proof: `python -m pytest tests/plan`.
 """
 
@@ -16,10 +14,9 @@ import contextlib
 import functools
 import gc
 import random
-import re
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,9 +29,8 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import Life, LiveStorages, operation_flops, tensors_in
 from ..core.rerun import seeded, unwatched
-from ..core.wording import did_you_mean
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import import_callable, load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .cuda_step import StepTrace, trace_of
 from .profiler import (
@@ -54,7 +50,15 @@ from .shapes import (
     PretendedCase,
     pretended,
 )
-from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
+from .timeline import (
+    ASKS_FOR_DEVICE,
+    OptimizerFactory,
+    StepLives,
+    is_fused,
+    make_optimizer,
+    record_step_storages,
+    timeline_of,
+)
 
 # Trial step: check whether a training step can be estimated from shapes alone.
 
@@ -248,98 +252,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
     """Return shape, stride and dtype of each tensor, as a key."""
     return tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors)
-
-
-# Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
-
-
-class BytesForEach(torch.optim.Optimizer):
-    """Stand-in for an optimizer, with a given number of state bytes per parameter.
-
-    While it steps it also allocates one gradient at a time in float32.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
-        self.num_bytes = num_bytes
-        super().__init__(parameters, {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BytesForEach":
-        parameters = [memo.get(id(p), p) for group in self.param_groups for p in group["params"]]
-        return BytesForEach(parameters, num_bytes=self.num_bytes)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    size = round(parameter.numel() * self.num_bytes)
-                    self.state[parameter]["state"] = torch.empty(
-                        size, dtype=torch.uint8, device=parameter.device
-                    )
-                parameter.grad.float()  # allocate and free
-        return None if closure is None else closure()
-
-
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
-OPTIMIZERS = {
-    "adamw": "AdamW with two moments in the parameters' dtype",
-    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
-    "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
-    "sgd": "SGD without state",
-    "sgd-momentum": "SGD with momentum in the parameters' dtype",
-}
-OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
-
-
-def make_optimizer(
-    name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool = False
-) -> torch.optim.Optimizer:
-    """Make an optimizer by name, by bytes per parameter such as 6 or "6", or with a factory.
-
-    A factory is the user's own, as a function of the module or as `package.module:function`.
-    `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
-    """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if callable(name) or (isinstance(name, str) and ":" in name):
-        return _of_factory(name, module, foreach=foreach)
-    if name == "adamw":
-        return torch.optim.AdamW(trained, foreach=foreach)
-    if name in ("sgd", "sgd-momentum"):
-        return torch.optim.SGD(
-            trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach
-        )
-    if name in OPTIMIZER_BYTES_PER_PARAMETER:
-        return BytesForEach(trained, num_bytes=OPTIMIZER_BYTES_PER_PARAMETER[str(name)])
-    if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
-        return BytesForEach(trained, num_bytes=float(name))
-    others = f"use one of {', '.join(OPTIMIZERS)}, package.module:function, or bytes per parameter"
-    raise ValueError(
-        f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
-    )
-
-
-def _of_factory(
-    factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool
-) -> torch.optim.Optimizer:
-    """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
-    make = import_callable(factory) if isinstance(factory, str) else factory
-    optimizer = make(module)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"the optimizer's factory returned {type(optimizer).__name__}: return a "
-            "torch.optim.Optimizer made from the module that it gets"
-        )
-    for group in optimizer.param_groups:
-        if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = not group.get("differentiable", False)
-    return optimizer
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether an optimizer keeps its step counts on the device."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 # Cost of an operation: its FLOPs, and the bytes it reads and writes.

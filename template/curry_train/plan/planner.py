@@ -29,7 +29,7 @@ from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
 from .cuda_step import CONTEXT_BYTES, StepTrace, cuda_memory, least_device, workspace_of
 from .device import DeviceProfile, find_profile
-from .estimate import OptimizerFactory, Sketch, StepEstimate, make_optimizer
+from .estimate import Sketch, StepEstimate
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -37,6 +37,7 @@ from .saved import (
     Plan,
     fingerprint,
 )
+from .timeline import OptimizerFactory, make_optimizer
 from .whole_step import (
     Sharding,
     WholeSteps,
