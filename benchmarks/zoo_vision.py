@@ -392,12 +392,12 @@ def _diffusers_unet(**options: Any) -> Any:
     return UNet2DConditionModel(**(sizes | options)), batch
 
 
-@zoo_model("diffusers", field="diffusion", short=True)
+@zoo_model("diffusers", field="diffusion")
 def diffusers_unet() -> Any:
     return _diffusers_unet()
 
 
-@zoo_model("diffusers", field="diffusion")
+@zoo_model("diffusers", field="diffusion", short=True)
 def diffusers_dit() -> Any:
     from diffusers import DiTTransformer2DModel
 
