@@ -212,7 +212,7 @@ def plan_of(name: str) -> dict[str, Any]:
     }
 
 
-# What is printed and recorded of the rows.
+# Format rows and summaries.
 
 
 def line_of(row: dict[str, Any]) -> str:

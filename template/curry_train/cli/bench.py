@@ -245,7 +245,7 @@ def _draw_times(axes: Any, rows: Sequence[Figures]) -> None:
             scale * row.step.median, place - 0.3, place + 0.3, colour, linewidth=2.5, zorder=4
         )
         axes.text(
-            1.03 * end, place, _said(row), fontsize=9, color=colour, va="center", clip_on=False
+            1.03 * end, place, _bar_label(row), fontsize=9, color=colour, va="center", clip_on=False
         )
 
     axes.axvline(
@@ -291,7 +291,7 @@ def _colour(row: Figures) -> str:
     return {"slower": SLOWER_COLOUR, "faster": FASTER_COLOUR}.get(row.ratio.verdict, ALIKE_COLOUR)
 
 
-def _said(row: Figures) -> str:
+def _bar_label(row: Figures) -> str:
     """Return the label of a row: median step time, ratio to plain, and interval."""
     median = format_seconds(_median(row))
     if row.ratio is None:

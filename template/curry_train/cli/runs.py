@@ -252,7 +252,7 @@ def show_command(run: str, json_path: str | None) -> None:
     saved = _open(run)
     rows = checkpoint_rows(saved)
     newest = saved.latest()
-    attempts, journal_error = _told(saved)
+    attempts, journal_error = _journal_of(saved)
 
     console = console_for(json_path)
     console.print(checkpoints_table(rows))
@@ -308,7 +308,7 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(errors)}, well=not damaged)
 
 
-def _told(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
+def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
     """Return the attempts in a run's journal, and an error text if it can't be read.
 
     A run without a journal gives neither.

@@ -71,7 +71,7 @@ class StandardOutput:
             self._end(error)
 
     def _end(self, error: OSError) -> NoReturn:
-        # What is buffered is written at the end of the process, and would fail again.
+        # Buffered text is written at the end of the process, and would fail again.
         with Path(os.devnull).open("w") as nothing:
             os.dup2(nothing.fileno(), self._stream.fileno())
         if error.errno == errno.EPIPE:

@@ -264,7 +264,7 @@ def validate_command(
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
-        for workload in _told_apart([load_workload(spec) for spec in models or BUILTIN_WORKLOADS]):
+        for workload in _named_once([load_workload(spec) for spec in models or BUILTIN_WORKLOADS]):
             size = samples_of(workload, batch_size, default=DEFAULT_BATCH_SIZE)
             case = Case(workload, place, DTYPES[dtype], size, seed, blocks)
             case, looks[workload.name] = _look(case)
@@ -317,7 +317,7 @@ def _why_nothing_was_checked(rows: Sequence[GateRow], patterns: Sequence[str]) -
     )
 
 
-def _told_apart(workloads: Sequence[Workload]) -> list[Workload]:
+def _named_once(workloads: Sequence[Workload]) -> list[Workload]:
     """Rename workloads that share a name to the spec that the user typed."""
     occurrences = Counter(workload.name for workload in workloads)
     return [

@@ -467,7 +467,7 @@ def _planner_options(case: Case) -> dict[str, Any]:
         "chunked_loss": False,
         "without": (SAC_KIND, OFFLOAD_KIND),
         "seed": case.seed,
-        # What is measured here are tensors, not what the allocator reserves.
+        # Tensors are measured here, not the memory that the allocator reserves.
         "by_reserved": False,
     }
 

@@ -181,7 +181,7 @@ class TrainingReplay:
         if event < 0:
             self._release(~event)
             return
-        # What the previous step left is freed once its successor is there.
+        # Tensors of the previous step are freed once their successors exist.
         before = self._blocks.pop(event, None)
         self._make(event, self.trace.sizes[event])
         if before is not None:

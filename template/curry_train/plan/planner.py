@@ -270,7 +270,7 @@ class Planner:
         _check_kinds(without, also)
         self.sharding = sharding or Sharding()
         self.tell = tell
-        # What the caller chose, and what is tried.
+        # The choice of the caller, and the choices to try.
         self.asked = self.chunked_loss = chunked_loss
         self.without = tuple(without)
         self.also = tuple(also)

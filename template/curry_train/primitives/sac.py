@@ -302,7 +302,7 @@ class _BlockForward:
     def contexts(self, allow_mutation: bool) -> Pair:
         first, second = create_selective_checkpoint_contexts(self.decide, allow_mutation)
         kinds: list[Any] = [type(first), type(second)]
-        first.__class__, second.__class__ = map(_told, kinds)
+        first.__class__, second.__class__ = map(_as_reported, kinds)
         first.at_exit = self.check
         second.at_entry = self.asked.clear
         second.policy_fn = self.repeat
@@ -391,7 +391,7 @@ def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
 
 
 @functools.cache
-def _told(kind: Any) -> Any:
+def _as_reported(kind: Any) -> Any:
     """Subclass torch's dispatch mode with callbacks at entry and exit, and leave casts out.
 
     The exit callback runs only without an error. Autocast casts a weight once and caches it for the
