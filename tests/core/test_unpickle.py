@@ -1,0 +1,190 @@
+"""A pickle is read without importing or calling anything, in bounded memory.
+
+python -m pytest tests/core/test_unpickle.py
+"""
+
+import collections
+import io
+import mmap
+import os
+import pickle
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from curry_train.core.unpickle import Built, Named, Persistent, PickleReader, RefusedPickle
+from curry_train.core.unpickle import read_pickle as read
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+VALUES = st.recursive(
+    LEAVES | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(LEAVES, inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.sets(st.integers(), max_size=3)
+        | st.frozensets(st.text(max_size=2), max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(VALUES, st.integers(4, 5))
+def test_plain_values_are_read_as_pickle_reads_them(value, protocol):
+    assert read(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_protocol_is_read(protocol):
+    value = {
+        "a": [1, 2.5, -300, 70_000, 2**70, None, True, "é'\\"],
+        (1, "b"): ({}, [()], (1, 2, 3)),
+    }
+    assert read(pickle.dumps(value, protocol)) == value
+
+
+def test_a_value_that_contains_itself_is_read():
+    value: list = [1]
+    value.append(value)
+    found = read(pickle.dumps(value))
+    assert found[0] == 1
+    assert found[1] is found
+
+
+def test_a_mapped_file_is_read_like_its_bytes(tmp_path):
+    (tmp_path / "data").write_bytes(pickle.dumps({"a": [1, 2]}))
+    with (tmp_path / "data").open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        assert read(mapped) == {"a": [1, 2]}
+        mapped.close()
+
+
+class Calls:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_call_is_recorded_and_never_made(tmp_path, protocol):
+    canary = str(tmp_path / "canary")
+    data = pickle.dumps([Calls(os.mkdir, canary)], protocol)
+    with pytest.raises(RefusedPickle, match=r"names .*mkdir"):
+        read(data)
+    (found,) = read(data, names=True)
+    assert isinstance(found, Built)
+    assert str(found.function).endswith(".mkdir")
+    assert found.arguments == (canary,)
+    assert not os.path.lexists(canary)
+
+
+def test_entries_items_and_state_stay_with_the_call_that_would_get_them():
+    ordered = read(pickle.dumps(collections.OrderedDict(a=1, b=2)), names=True)
+    assert ordered.function == Named("collections", "OrderedDict")
+    assert ordered.entries == [("a", 1), ("b", 2)]
+    assert read(pickle.dumps(collections.deque([1, 2])), names=True).items == [1, 2]
+    holder = pickle.dumps(Holder())
+    assert read(holder, names=True).state == {"value": 7}
+
+
+class Holder:
+    def __init__(self):
+        self.value = 7
+
+
+def test_a_reference_to_outside_is_recorded():
+    class Referring(pickle.Pickler):
+        def persistent_id(self, value):
+            return ("storage", 3) if value == "here" else None
+
+    stream = io.BytesIO()
+    Referring(stream).dump(["here"])
+    (found,) = read(stream.getvalue(), names=True)
+    assert isinstance(found, Persistent)
+    assert found.id == ("storage", 3)
+    with pytest.raises(RefusedPickle, match="outside of the pickle"):
+        read(stream.getvalue())
+
+
+def test_pickles_that_follow_each_other_are_read_in_order():
+    data = pickle.dumps([1]) + pickle.dumps({"b": 2}) + b"rest"
+    reader = PickleReader(data)
+    assert reader.load() == [1]
+    assert reader.load() == {"b": 2}
+    assert data[reader.position :] == b"rest"
+
+
+def test_a_caller_may_replace_dicts_while_they_are_read():
+    shared = {"a": 1, "b": 2}
+    data = pickle.dumps([shared, shared, {"c": {"a": 3, "b": 4}}])
+    reader = PickleReader(data, on_dict=lambda one: (one["a"], one["b"]) if "a" in one else one)
+    assert reader.load() == [(1, 2), (1, 2), {"c": (3, 4)}]
+
+
+DEEP_KEY = b"}" + b")" + b"\x85" * 100_000 + b"K\x01s."
+WIDE_KEY = b"})" + b"2\x86" * 60 + b"K\x01s."
+HOSTILE = {
+    "nothing": b"",
+    "cut off": pickle.dumps({"a": [1, 2, 3]})[:-3],
+    "cut off in a line": b"I12",
+    "no end": b"]",
+    "two values": b"]].",
+    "an open mark": b"(].",
+    "unknown opcode": b"\xff.",
+    "protocol of the future": b"\x80\x63N.",
+    "text of 4 GiB": b"X\xff\xff\xff\xff.",
+    "text of 2**64 bytes": b"\x8d" + b"\xff" * 8 + b".",
+    "bytes of 2**63 bytes": b"\x8e" + struct.pack("<Q", 2**63) + b".",
+    "frame of 2**60 bytes": b"\x95" + struct.pack("<Q", 2**60) + b"N.",
+    "negative length of text": b"T" + struct.pack("<i", -1) + b".",
+    "integer of 2 GiB": b"\x8b" + struct.pack("<I", 2**31 - 1) + b"\x01.",
+    "integer of 100,000 digits": b"I" + b"9" * 100_000 + b"\n.",
+    "integer that is none": b"Iabc\n.",
+    "text that is no UTF-8": b"\x8c\x01\xff.",
+    "value that was not stored": b"j\xff\xff\xff\xff.",
+    "value taken from nothing": b"a.",
+    "pop of nothing": b"0.",
+    "mark of nothing": b"e.",
+    "element of an integer": b"K\x01K\x01a.",
+    "entry of a list": b"]K\x01K\x02s.",
+    "key without a value": b"}(K\x01u.",
+    "key that is a list": b"}]K\x01s.",
+    "key nested a hundred thousand deep": DEEP_KEY,
+    "key of 2**60 elements": WIDE_KEY,
+    "element of a set nested deep": b"\x8f(" + b")" + b"\x85" * 100_000 + b"\x90.",
+    "state of a list": b"]}b.",
+    "extension": b"\x82\x01.",
+    "buffer outside": b"\x97.",
+    "name without text": b"K\x01K\x02\x93.",
+    "million lists": b"(" + b"]" * 1_000_000 + b"l.",
+    "million marks": b"(" * 1_000_000 + b".",
+    "million entries of the memo": b"]" + b"\x94" * 1_000_000 + b".",
+    "text stored a million times": b"\x8c\x01a" + b"2\x94" * 1_000_000 + b"l.",
+}
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("title", HOSTILE)
+def test_a_forged_pickle_is_refused_in_one_line(title, names):
+    with pytest.raises(RefusedPickle) as refused:
+        read(HOSTILE[title], names=names, most_bytes=2**24)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+def test_a_stored_index_of_any_size_takes_no_memory():
+    assert read(b"]r\xff\xff\xff\xff0j\xff\xff\xff\xff.") == []
+
+
+def test_a_pickle_that_is_cut_anywhere_is_refused():
+    data = pickle.dumps({"a": [1, 2.5, "text", (1, 2)], "b": b"bytes"})
+    for length in range(len(data)):
+        with pytest.raises(RefusedPickle):
+            read(data[:length])
