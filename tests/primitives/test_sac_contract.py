@@ -375,3 +375,43 @@ def test_a_policy_that_keeps_nothing_is_an_error_in_compiled_code_too():
     ):
         compiled_step(["aten.linear"])
     torch._dynamo.reset()
+
+
+class Overwriting(nn.Module):
+    """A product without bias of three dimensions, of which torch makes an unsafe view, and `+=`."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        product = self.up(x)
+        product += x
+        return self.down(torch.tanh(product))
+
+
+def test_an_overwritten_unsafe_view_of_a_saved_product_is_detected():
+    torch.manual_seed(0)
+    model = nn.Sequential(Overwriting(), Overwriting())
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    assert apply_sac(model, "save_matmuls", blocks="*") == ["0", "1"]
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        model(x).sum().backward()
+
+
+def test_an_output_that_the_caller_overwrites_is_detected_where_it_is_needed():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Tanh(), nn.Linear(8, 8, bias=False))
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    plain(x).mul_(x).sum().backward()
+    for early_stop in (True, False):
+        model = nn.Sequential(copy.deepcopy(plain))
+        model.zero_grad()
+        apply_sac(model, "save_matmuls", blocks="0", early_stop=early_stop)
+        loss = model(x).mul_(x).sum()
+        if early_stop:
+            loss.backward()
+            assert torch.equal(model[0][1].weight.grad, plain[1].weight.grad)
+        else:
+            with pytest.raises(RuntimeError, match="has been mutated"):
+                loss.backward()

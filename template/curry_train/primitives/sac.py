@@ -84,10 +84,7 @@ OPERATION_FAMILIES = {
 
 @functools.cache
 def family_of(operation: Operation) -> str | None:
-    """Return the family of an expensive operation, or None for any other.
-
-    For the same call, different devices run different operations of one family.
-    """
+    """Return the family of an expensive operation, the same on every device, or None."""
     return next(
         (family for family, members in OPERATION_FAMILIES.items() if operation in members), None
     )
@@ -162,10 +159,7 @@ def writes_in_place(operation: Operation) -> bool:
 
 
 def is_cheap(operation: Operation) -> bool:
-    """Return whether an operation is elementwise, a reduction or a normalization.
-
-    These do little arithmetic for each value that they write.
-    """
+    """Return whether an operation is elementwise, a reduction or a normalization."""
     if not isinstance(operation, OpOverload):
         return False
     kinds = {"pointwise", "reduction"}
@@ -206,8 +200,7 @@ class Policy:
     # Operations of which every second output is saved.
     alternate: frozenset[Operation] = frozenset()
 
-    # A policy in torch's form, `choose(context, operation, *args, **kwargs)`. It is called in the
-    # first run only.
+    # A policy in torch's form, called in the first run only.
     choose: Callable[..., Any] | None = None
 
     # Calls whose outputs are saved, by family and index: `("matmul", 0)` is the first matrix
@@ -395,13 +388,12 @@ def _as_reported(kind: Any) -> Any:
     """Subclass torch's dispatch mode with callbacks at entry and exit, and leave casts out.
 
     The exit callback runs only without an error. Autocast casts a weight once and caches it for the
-    whole forward, so the recompute of a block may run more or fewer casts than the first run;
-    therefore a cast is always recomputed. Torch drops each saved output that it hands out, so a
-    second backward recomputes all. The compiler accepts only dispatch modes here, so this is
-    a subclass and not a context around one.
+    whole forward, so the two runs may differ in their casts, which are always recomputed. Torch
+    drops each saved output that it hands out, so a second backward recomputes all. The compiler
+    accepts only dispatch modes here, so this is a subclass and not a context around one.
     """
 
-    class Told(kind):  # type: ignore[misc]
+    class Reported(kind):  # type: ignore[misc]
         num_entered = 0
         at_entry: Callable[[], None] | None = None
         at_exit: Callable[[], None] | None = None
@@ -423,9 +415,17 @@ def _as_reported(kind: Any) -> Any:
         ) -> Any:
             if operation is CAST_OPERATION or self.num_entered > 1:
                 return operation(*args, **(kwargs or {}))
+            if operation is torch.ops.aten._unsafe_view.default:
+                return _counted_view(*args)
             return super().__torch_dispatch__(operation, types, args, kwargs)
 
-    return Told
+    return Reported
+
+
+def _counted_view(tensor: Any, shape: Any) -> Any:
+    """Reshape, and share the version counter, by which torch detects overwritten saved outputs."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach().view(shape).detach()
 
 
 class Sac(Derived):
