@@ -172,6 +172,47 @@ def test_a_hugging_face_causal_model_is_trained_on_its_tokens(factory, name, hea
     )
 
 
+def test_a_routers_loss_stays_in_the_loss_of_a_wrapped_model(factory):
+    source = """
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def build():
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=31,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                num_local_experts=4,
+                output_router_logits=True,
+                router_aux_loss_coef=0.5,
+            )
+        )
+    """
+    case = Case(load_workload(factory(textwrap.dedent(source))), batch_size=2)
+    workload = case.workload
+    model = case.build()
+    batch = case.batch()
+
+    class Wrapped(torch.nn.Module):
+        """Calls a module, as DDP does, and has none of its attributes."""
+
+        def __init__(self):
+            super().__init__()
+            self.module = model
+
+        def forward(self, **batch):
+            return self.module(**batch)
+
+    alone = workload.loss(model, batch)
+    assert torch.equal(workload.loss(Wrapped(), batch), alone)
+    model.router_aux_loss_coef = 0.0
+    assert not torch.equal(workload.loss(Wrapped(), batch), alone)
+
+
 def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
     spec = factory("def build(): return nn.Linear(5, 1)")
     first, second = (Case(load_workload(spec)).batch() for _ in range(2))

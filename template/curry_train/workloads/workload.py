@@ -480,7 +480,9 @@ def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
     output = module(**{key: value for key, value in batch.items() if key != "labels"})
     loss = token_loss(output.logits[:, :-1], batch["labels"][:, 1:])
     routers = getattr(output, "aux_loss", None)
-    coefficient = getattr(module, "router_aux_loss_coef", None)
+    # DDP and other wrappers have none of the attributes of the module that they call.
+    coefficients = [getattr(one, "router_aux_loss_coef", None) for one in module.modules()]
+    coefficient = next((found for found in coefficients if found is not None), None)
     if isinstance(routers, Tensor) and coefficient:
         loss = loss + coefficient * _count_labels(batch) * routers
     return loss
