@@ -100,6 +100,22 @@ def unused():
     return Unused(), torch.randn(4, 4)
 
 
+class Scaled(torch.nn.Module):
+    """A layer with a scalar parameter, which FSDP2 refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+def scaled():
+    return Scaled(), torch.randn(4, 4)
+
+
 def verdicts(factory, *names):
     case = Case(load_workload(f"{__file__}:{factory}"))
     return {gate.name: gate.run(case) for gate in discover() if gate.name in names}
@@ -129,6 +145,13 @@ def test_gates_hold_on_each_architecture(factory, names):
     found = verdicts(factory, *names)
     assert set(found) == set(names)
     assert {name: verdict for name, verdict in found.items() if not verdict.passed} == {}
+
+
+def test_what_torch_refuses_of_a_model_is_said_and_the_rest_is_compared():
+    (verdict,) = verdicts("scaled", "grad-accum/two-ranks").values()
+    assert verdict.passed
+    assert verdict.measured.startswith("DDP ")
+    assert "FSDP2 not compared: ValueError: fully_shard doesn't support scalar" in verdict.measured
 
 
 def test_accumulation_does_not_apply_to_a_loss_that_couples_samples():

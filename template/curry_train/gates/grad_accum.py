@@ -180,16 +180,22 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     }
     results = run_on_ranks(f"{__name__}:_rank_check", **arguments)
 
+    refused = {kind: found["refused"] for kind, found in results[0].items() if "refused" in found}
     worst = {}
-    for kind in results[0]:
+    for kind in results[0].keys() - refused.keys():
         of_ranks = [result[kind] for result in results]
         worst[kind] = max(of_ranks, key=lambda found: found["error"])
+    if not worst:
+        return not_applicable(gate, required=required, why="; ".join(refused.values()))
     held = all(
         found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values()
     )
-    measured = "; ".join(
-        f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}" for kind, found in worst.items()
-    )
+    figures = {
+        kind: f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}"
+        for kind, found in worst.items()
+    }
+    figures |= {kind: f"{kind} not compared: {why}" for kind, why in refused.items()}
+    measured = "; ".join(figures[kind] for kind in results[0])
     hint = ""
     if not held:
         hint = (
@@ -368,10 +374,11 @@ def _counts(steps: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in steps.items())
 
 
-def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[str, float]]:
+def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[str, Any]]:
     """Train one rank's part of an uneven masked window with DDP and FSDP2.
 
-    Each is compared with the whole batch trained without ranks.
+    Each is compared with the whole batch trained without ranks. Where torch refuses the plain
+    model, as FSDP2 does with a parameter that is a scalar, the message stands in place of figures.
     """
     workload = load_workload(spec)
     num_ranks = dist.get_world_size()
@@ -390,11 +397,16 @@ def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[
         ),
         "FSDP2": functools.partial(fully_shard, mesh=mesh),
     }
-    return {
-        kind: _rank_parity(reference, wrap(case.build().eval()), microbatches, workload, train)
-        | {"tolerance": tolerance}
-        for kind, wrap in wraps.items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for kind, wrap in wraps.items():
+        try:
+            wrapped = wrap(case.build().eval())
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            found[kind] = {"refused": f"{type(error).__name__}: {error}"}
+            continue
+        found[kind] = _rank_parity(reference, wrapped, microbatches, workload, train)
+        found[kind]["tolerance"] = tolerance
+    return found
 
 
 def _rank_parity(
