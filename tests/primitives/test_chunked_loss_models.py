@@ -3,6 +3,8 @@
 python -m pytest tests/primitives/test_chunked_loss_models.py
 """
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +33,24 @@ def gpt2():
     )
 
 
+def gemma2():
+    """A model that limits its logits, `30 * tanh(logits / 30)`."""
+    size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    return transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **size)
+    )
+
+
+def granite():
+    """A model that divides its logits by a number."""
+    size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
+    return transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(
+            num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0, **size
+        )
+    )
+
+
 def labels(model, tokens):
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
@@ -46,9 +66,13 @@ def accumulated(model, tokens):
     return labels(model, tokens[2:]) / 2
 
 
-@pytest.mark.parametrize("build", [llama, gpt2])
-@pytest.mark.parametrize("loss", [labels, autocast, accumulated])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("build", "loss", "recompute"),
+    [
+        *itertools.product([llama, gpt2], [labels, autocast, accumulated], [False, True]),
+        *itertools.product([gemma2, granite], [labels, autocast], [False]),
+    ],
+)
 def test_hugging_face_models_train_the_same_in_less_memory(build, loss, recompute):
     tokens = torch.randint(640, (4, 32))
     records = []

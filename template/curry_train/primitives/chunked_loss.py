@@ -12,9 +12,11 @@ operations. Forward computes the gradients; only a loss per token repeats a matr
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
+# Why so long: it is copied as one of four files at most.
+
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -126,6 +128,10 @@ class Logits:
     # Classes are the last dimension, or else dimension 1 of 3.
     classes_last: bool = True
 
+    # The product is multiplied by `scale`; with a cap, `cap * tanh` of that follows.
+    scale: float = 1.0
+    cap: float | None = None
+
     # The logits that these come from, and the operation that derives them.
     parent: "Logits | None" = None
     step: Callable[[Tensor], Tensor] | None = None
@@ -140,6 +146,11 @@ class Logits:
     def shape(self) -> tuple[int, ...]:
         leading, classes = self.rows.shape[:-1], self.product.weight.shape[0]
         return (*leading, classes) if self.classes_last else (leading[0], classes, leading[1])
+
+    @property
+    def factor(self) -> float:
+        """The factor of the head's input: `cap * tanh(scale * logits)` is a softcap of that."""
+        return round(self.scale * (self.cap or 1.0), 12)
 
     def read(self, operation: str) -> Tensor:
         """Return all of the logits; they are computed once."""
@@ -166,16 +177,21 @@ class Logits:
             return compute(*(inputs or self.product.inputs))
         return self.take(self.parent.follow(compute, *inputs))
 
+    def derive(self, **changes: Any) -> "Logits":
+        return replace(self, parent=None, step=None, whole=None, **changes)
+
     def loss(self, targets: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
         product = self.product
         product.check()
+        rows = self.rows if self.factor == 1 else self.rows * self.factor
         with autocast_to(product.hidden.device.type, product.autocast):
             loss = chunked_cross_entropy(
-                self.rows,
+                rows,
                 product.weight,
                 targets,
                 bias=product.bias,
+                softcap=self.cap,
                 **product.chunks,
                 **options,
             )
@@ -205,6 +221,8 @@ def loss_options(
         "targets that are no indices": not isinstance(target, Tensor)
         or target.dtype not in TARGET_DTYPES,
         "classes that are not in dimension 1": logits.classes_last and len(logits.shape) != 2,
+        "scaled logits of a head with a bias": logits.factor != 1
+        and logits.product.bias is not None,
     }
     if not any(reasons.values()):
         reasons["targets of another shape"] = target.shape != logits.rows.shape[:-1]
@@ -230,7 +248,7 @@ def regroup(function: Any, logits: Logits, *sizes: Any, **named: Any) -> Logits 
     if shape[-1:] != logits.shape[-1:]:
         return None
     rows = logits.rows.reshape(*shape[:-1], logits.rows.shape[-1])
-    return Logits(logits.product, rows, logits.dtype)
+    return logits.derive(rows=rows)
 
 
 def index(function: Any, logits: Logits, where: Any) -> Logits | None:
@@ -254,7 +272,7 @@ def index(function: Any, logits: Logits, where: Any) -> Logits | None:
         entries = (*entries[:position], *[slice(None)] * num_missing, *entries[position + 1 :])
     if len(entries) == rank and entries[-1] != slice(None):
         return None
-    return Logits(logits.product, logits.rows[entries], logits.dtype)
+    return logits.derive(rows=logits.rows[entries])
 
 
 def _index_by_tensor(logits: Logits, indices: Tensor) -> Logits | None:
@@ -264,7 +282,7 @@ def _index_by_tensor(logits: Logits, indices: Tensor) -> Logits | None:
     num_indexed = indices.dim() if is_mask else 1
     if num_indexed >= len(logits.shape):
         return None
-    return Logits(logits.product, logits.rows[indices], logits.dtype)
+    return logits.derive(rows=logits.rows[indices])
 
 
 def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:
@@ -278,12 +296,7 @@ def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None
         return logits
     if wanted is not torch.float32 or logits.dtype not in HALF_PRECISION_DTYPES:
         return None
-    return Logits(logits.product, logits.rows, torch.float32, logits.classes_last)
-
-
-def copy_together(function: Any, logits: Logits) -> Logits | None:
-    """Apply `contiguous`."""
-    return Logits(logits.product, logits.rows, logits.dtype, logits.classes_last)
+    return logits.derive(dtype=torch.float32)
 
 
 def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
@@ -303,11 +316,27 @@ def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
         order[axes[1]] = axes[0]
     if order != [0, 2, 1]:
         return None
-    return Logits(logits.product, logits.rows, logits.dtype, not logits.classes_last)
+    return logits.derive(classes_last=not logits.classes_last)
+
+
+def multiply(function: Any, logits: Logits, factor: Any) -> Logits | None:
+    """Multiply or divide by a positive number, as models do that limit or temper their logits."""
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+        return None
+    by = factor if function in MULTIPLICATIONS else 1 / factor
+    if logits.cap is None:
+        return logits.derive(scale=logits.scale * by)
+    return logits.derive(cap=logits.cap * by)
+
+
+def limit(function: Any, logits: Logits) -> Logits | None:
+    """Apply tanh, once."""
+    return logits.derive(cap=1.0) if logits.cap is None else None
 
 
 # A stand-in tensor for logits, on which cross-entropy runs in chunks.
 
+MULTIPLICATIONS = (Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__)
 LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
     **dict.fromkeys(
         (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), regroup
@@ -316,7 +345,9 @@ LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
         (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), move_classes
     ),
     **dict.fromkeys((Tensor.float, Tensor.to), cast),
-    Tensor.contiguous: copy_together,
+    **dict.fromkeys((*MULTIPLICATIONS, Tensor.div, torch.div, Tensor.__truediv__), multiply),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), limit),
+    Tensor.contiguous: lambda _, logits: logits.derive(),
     Tensor.__getitem__: index,
 }
 _METADATA_GETTERS = (
@@ -362,7 +393,7 @@ class LazyLogits(Tensor):
                     return first
                 if derived is not None:
                     derived.parent = first.logits
-                    derived.step = partial(_again, func, args[1:], kwargs)
+                    derived.step = lambda whole: func(whole, *args[1:], **kwargs)
                     return _Stand.apply(derived, first, *derived.product.inputs)
         args, kwargs = tree_map(partial(_plain, operation=name), (args, kwargs))
         return func(*args, **kwargs)
@@ -423,10 +454,6 @@ class _Linked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, None
-
-
-def _again(function: Any, args: Any, kwargs: Any, whole: Tensor) -> Any:
-    return function(whole, *args, **kwargs)
 
 
 def _counts_arrivals(function: Any, args: Any) -> bool:
@@ -578,11 +605,8 @@ def _output_embeddings(model: nn.Module) -> dict[str, nn.Module]:
     """Find the head that a Hugging Face model returns from `get_output_embeddings`."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if head is not None and module is head
-    }
+    named = model.named_modules()
+    return {name: module for name, module in named if head is not None and module is head}
 
 
 def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
