@@ -94,6 +94,18 @@ class Frozen(Body):
         return self.head(self.body.eval()(x))
 
 
+class OtherBlock(Block):
+    """The same as a block, and another kind of one."""
+
+
+class PartlyUnused(Frozen):
+    """Of its blocks one kind runs in eval mode, and the other never."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.ModuleList(OtherBlock() for _ in range(3))
+
+
 class SparseWords(Body):
     def __init__(self):
         super().__init__()
@@ -170,6 +182,8 @@ FINDINGS = {
     Compiled: "body.0 to body.2 are compiled, scripted or wrapped already",
     Scripted: "body.0 to body.2: scripted, so neither hooks nor techniques reach",
     Frozen: "body.0 to body.2 run in eval mode or without gradients",
+    PartlyUnused: "unused.0 to unused.2 are never called, so nothing has an effect: name blocks "
+    "that run (--blocks); body.0 to body.2 run in eval mode",
     SparseWords: "words.weight: the gradient is sparse",
     Checkpointing: "body.0 to body.2 save nothing in forward: the model checkpoints by itself",
     Forces: "forward or loss takes derivatives of the model",

@@ -148,10 +148,17 @@ def _on_batch(batch: Any) -> Iterator[FailureCause]:
 
 
 def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureCause]:
-    for trait, (sentence, blocks) in unusual_blocks(record, names).items():
-        # Blocks without the trait can still be judged, and others that write can't run at all.
-        if trait in PREVENTING_TRAITS and (trait == "writing" or len(blocks) == len(names)):
-            yield FailureCause(sentence, CHANGE_BLOCKS)
+    unusual = unusual_blocks(record, names)
+    preventing = {trait: found for trait, found in unusual.items() if trait in PREVENTING_TRAITS}
+    reasons = {
+        trait: found for trait, found in unusual.items() if trait in preventing or trait == "idle"
+    }
+    prevented = {name for _, blocks in reasons.values() for name in blocks}
+    if preventing and prevented.issuperset(names):
+        yield FailureCause("; ".join(text for text, _ in reasons.values()), CHANGE_BLOCKS)
+    elif "writing" in preventing:
+        # Other blocks could be judged, but a step with these can't run.
+        yield FailureCause(preventing["writing"][0], CHANGE_BLOCKS)
     if record.runs_backward:
         yield FailureCause(
             "forward or loss takes derivatives of the model: a backward inside forward, which "
