@@ -254,8 +254,10 @@ class AutomaticCadence(CadenceFromOverhead):
     def _expect(self, ranks: Ranks, state: SavableState) -> None:
         """Estimate the duration of the first save by timing a small write."""
         began = time.perf_counter()
-        num_bytes = bytes_to_write(
-            state.snapshot(), model_only=self._config.rollback_parameters_only
+        num_bytes = ranks.all_do(
+            lambda: bytes_to_write(
+                state.snapshot(), model_only=self._config.rollback_parameters_only
+            )
         )
         bytes_per_rank = num_bytes // ranks.size
         self._store.open()
@@ -485,8 +487,13 @@ class SavingPolicy:
             self._note(f"{folder} was not saved: it already exists")
             return []
 
-        size = bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND)
-        ranks.agree(lambda: require_room(self.store.files, kind, size))
+        def check_room(sizes: list[int]) -> list[None]:
+            require_room(self.store.files, kind, sizes[0])
+            return [None] * ranks.size
+
+        ranks.exchange(
+            lambda: bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND), check_room
+        )
         committed: list[SavedCheckpoint] = []
         if self.saver is None:
             committed = [self.store.save(kind, step, state, metric=metric)]

@@ -7,10 +7,11 @@ runs needs only the errors, and importing torch takes seconds.
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py`.
 """
 
+import contextlib
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class Ranks:
         """
         if self.size == 1:
             return list(numbers)
-        maxima = self._maxima(numbers, device="cpu")
+        with _other_ranks_answer():
+            maxima = self._maxima(numbers, device="cpu")
         self._wait_for_release()
         return maxima
 
@@ -125,7 +127,8 @@ class Ranks:
             own_error = error
             own_result = False, _words(error)
 
-        gathered = self._gather(own_result)
+        with _other_ranks_answer():
+            gathered = self._gather(own_result)
         answers: list[Any] | None = None
         if gathered is not None:
             try:
@@ -133,7 +136,11 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
                 own_error = error
                 answers = [(False, f"rank 0: {_words(error)}")] * self.size
-        succeeded, value = self._scatter(answers)
+        try:
+            with _other_ranks_answer():
+                succeeded, value = self._scatter(answers)
+        except OtherRank as error:
+            raise own_error or error from error
         self._wait_for_release()
 
         if own_error is not None:
@@ -225,6 +232,18 @@ class Ranks:
                 break
             time.sleep(0.0001)
         self._sent.clear()
+
+
+@contextlib.contextmanager
+def _other_ranks_answer() -> Iterator[None]:
+    """Raise OtherRank where a collective call fails, because a rank ended or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OtherRank(
+            f"another rank ended, or did not answer within the process group's timeout: read its "
+            f"error first ({str(error).strip().partition(chr(10))[0]})"
+        ) from error
 
 
 def _received(data: "Tensor") -> Any:

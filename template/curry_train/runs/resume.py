@@ -18,7 +18,7 @@ from pathlib import Path
 from .format import LoadReport, SavableState
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
-from .ranks import DamagedCheckpoint, HostileCheckpoint, OtherRank, Ranks, RunError
+from .ranks import DamagedCheckpoint, HostileCheckpoint, OtherRank, Ranks
 from .retention import best_first, given_up, newest_first
 from .store import SavedRun
 
@@ -102,8 +102,7 @@ def _try(
     own_error: Exception | None = None
     try:
         report = run.load(saved, state, strict=strict)
-    except (RunError, ValueError, OSError) as error:
-        # It is raised below, once every rank has the outcome of all ranks.
+    except Exception as error:  # noqa: BLE001 - raised below, once every rank has all outcomes
         own_error = error
     is_damage = isinstance(own_error, DamagedCheckpoint) and not isinstance(
         own_error, HostileCheckpoint

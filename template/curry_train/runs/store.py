@@ -454,8 +454,16 @@ class Store(SavedRun):
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks(self.group)
-        checked_metric = None if metric is None else Metric(*metric)
-        final = folder_name(kind, step, checked_metric)
+
+        def take() -> tuple[Metric | None, str, Snapshot]:
+            checked_metric = None if metric is None else Metric(*metric)
+            return checked_metric, folder_name(kind, step, checked_metric), state.snapshot()
+
+        # An error on one rank must reach the others before they wait for it in a collective call.
+        try:
+            checked_metric, final, snapshot = ranks.all_do(take)
+        except OtherRank as error:
+            raise SaveError(self._words(f"the {kind} of step {step}", error)) from error
         folder = ""
         try:
             self.open()
@@ -466,13 +474,15 @@ class Store(SavedRun):
                 kind,
                 step,
                 checked_metric,
-                state.snapshot(),
+                snapshot,
                 folder=folder,
                 algorithm=self.algorithm,
             )
-        except (OSError, OtherRank, ValueError) as error:
+        except Exception as error:
             failed = self._failed(ranks, final, folder, error)
-            raise error if isinstance(error, ValueError) else failed from error
+            if isinstance(error, OSError | OtherRank):
+                raise failed from error
+            raise
 
     def commit(self, writing: Writing, parts: list[RankFiles]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""

@@ -1,0 +1,83 @@
+"""A rank that fails, dies or falls silent ends the others' wait, with its error.
+
+python -m pytest tests/runs/test_waits.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from store_models import new_state, train
+
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.runs import BackgroundSaver, SavedRun, Store
+from curry_train.runs.policy import SavingPolicy
+from curry_train.runs.policy_config import PolicyConfig
+from curry_train.runs.ranks import Ranks
+from curry_train.runs.resume import load_chosen
+
+SAVES = ("foreground", "background", "policy")
+
+
+class Counter:
+    """A part of the state whose methods can fail."""
+
+    fails_in = ""
+
+    def state_dict(self):
+        if self.fails_in == "state_dict":
+            raise KeyError("no counter")
+        return {"count": 3}
+
+    def load_state_dict(self, state):
+        if self.fails_in == "load_state_dict":
+            raise KeyError("no count")
+
+
+def outcome(act):
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - the test compares the errors of the ranks
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def save(how, folder, state):
+    with Store(folder) as store:
+        if how == "foreground":
+            store.save("rollback", state.step, state)
+        elif how == "background":
+            with BackgroundSaver(store) as saver:
+                saver.save("rollback", state.step, state)
+        else:
+            SavingPolicy(store, PolicyConfig(rollback_every=1)).after_step(state.step, state, {})
+
+
+def one_rank_fails(folder):
+    """Return each rank's error where only rank 1 can't give or take a part of the state."""
+    counter = Counter()
+    state = new_state(extra={"counter": counter})
+    train(state, 1)
+    found = {}
+    for how in SAVES:
+        counter.fails_in = "state_dict" if dist.get_rank() else ""
+        found[how] = [outcome(lambda how=how: save(how, f"{folder}/{how}", state))]
+        counter.fails_in = ""
+        found[how].append(outcome(lambda how=how: save(how, f"{folder}/{how}", state)))
+    counter.fails_in = "load_state_dict" if dist.get_rank() else ""
+    found["resume"] = [outcome(lambda: load_chosen(f"{folder}/policy", state)), "no error"]
+    return found
+
+
+def test_an_error_while_state_is_taken_or_restored_is_raised_on_all_ranks(tmp_path):
+    first, second = run_on_ranks(f"{__file__}:one_rank_fails", folder=str(tmp_path), timeout=60)
+    for how in (*SAVES, "resume"):
+        assert "rank 1: KeyError: 'no count" in first[how][0], how
+        assert second[how][0].startswith("KeyError: 'no count"), how
+        assert first[how][1] == second[how][1] == "no error", how
+    for how in SAVES:
+        assert [saved.step for saved in SavedRun(tmp_path / how).committed("rollback")] == [1]
