@@ -254,3 +254,15 @@ def test_a_models_head_takes_a_backend(name):
     model, found = step(lambda model: apply_chunked_loss(model, backend=loss_backend(name)))
     torch.testing.assert_close(found, expected)
     assert str(chunked_loss_report(model)["1"]) == "1 loss in chunks"
+
+
+def test_a_backend_is_given_by_its_name():
+    given = make()
+    expected = outcome(loss_backend("auto"), given)
+    assert all(map(torch.equal, outcome("auto", given), expected))
+    with pytest.raises(ValueError, match="must be one of auto, torch, liger, cce, got 'triton'"):
+        outcome("triton", given)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    apply_chunked_loss(model, backend="auto")
+    F.cross_entropy(model(given[0]), given[2]).backward()
+    assert chunked_loss_report(model)["1"].num_chunked == 1

@@ -522,7 +522,7 @@ def apply_chunked_loss(
     head: str | None = None,
     chunk_tokens: int | None = None,
     chunk_bytes: int | None = None,
-    backend: Backend | None = None,
+    backend: Backend | str | None = None,
 ) -> list[str]:
     """Make the loss of a model's head run in chunks, in place, and return the head's name.
 
@@ -530,7 +530,7 @@ def apply_chunked_loss(
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
     Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many as fit into
     `chunk_bytes`; without either its logits take at most 64 MiB and half of the gradients' bytes.
-    `backend` is another implementation, from `loss_backend`. Call this before DDP, `fully_shard`
+    `backend` is another implementation, or its name for `loss_backend`. Call this before DDP, `fully_shard`
     and `torch.compile`.
     """
     check_chunk_size(chunk_tokens, chunk_bytes)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def chunked_cross_entropy(
     token_weights: Tensor | str | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    backend: Backend | None = None,
+    backend: Backend | str | None = None,
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias), targets)` in chunks of tokens.
 
@@ -127,7 +128,7 @@ def chunked_cross_entropy(
 
     A chunk has `chunk_tokens` tokens, or as many as fit into `chunk_bytes` with the copies of their
     logits. Without either they take at most 64 MiB and half of the gradients' bytes. `backend` is
-    another implementation, from `loss_backend`.
+    another implementation, or the name of one that `loss_backend` knows.
     """
     _check(hidden, weight, targets, bias)
     check_chunk_size(chunk_tokens, chunk_bytes)
@@ -154,6 +155,8 @@ def chunked_cross_entropy(
         weighted_by_probability=isinstance(token_weights, str),
         dtype=product_dtype(hidden),
     )
+    if isinstance(backend, str):
+        backend = import_module(".loss_backends", __package__).loss_backend(backend)
     compute = _reference if backend is None else partial(_with_backend, backend)
     loss = compute(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
@@ -359,9 +362,8 @@ class _Pass:
         self.losses = inputs.new_zeros(len(self.order), dtype=exact)
         self.weight = given.weight.to(options.dtype)
         self.bias = None if given.bias is None else given.bias.to(options.dtype)
-        self.class_weights = None
-        if given.class_weights is not None:
-            self.class_weights = given.class_weights.to(inputs.device, exact)
+        weights = given.class_weights
+        self.class_weights = None if weights is None else weights.to(inputs.device, exact)
         self.gradients: list[Tensor | None] = []
         for source, wanted in zip(given.sources, options.wanted, strict=True):
             dtype = inputs.dtype if source is inputs else exact

@@ -1,6 +1,6 @@
 """Other implementations of the chunked loss, and the choice among them by measured bytes.
 
-    apply_chunked_loss(model, backend=loss_backend("auto"))
+    apply_chunked_loss(model, backend="auto")
 
 `auto` runs each usable backend once for a shape and takes the one with the least measured bytes
 among those whose loss and gradients agree with the reference, which is our own. `liger` and `cce`
