@@ -344,7 +344,9 @@ MADE = {
     "cross_entropy with targets that are no indices": lambda m, t: F.cross_entropy(
         m(t).flatten(0, 1), F.one_hot(t.flatten(), CLASSES).double()
     ),
-    "div": lambda m, t: F.cross_entropy(m(t).flatten(0, 1) / 2, t.flatten()),
+    "cross_entropy with scaled logits of a head with a bias": lambda m, t: F.cross_entropy(
+        m(t).flatten(0, 1) / 2, t.flatten()
+    ),
     "mul_": lambda m, t: (lambda y: (y.mul_(2), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1])(
         m(t)
     ),

@@ -40,7 +40,6 @@ Backend = Callable[[Callable[..., Tensor], list[Tensor | None], Tensor, dict[str
 # Whether backward was called with retain_graph. Private in torch, and used by AOTAutograd.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-
 # A factor of each token, or the same for all.
 Factor = float | Tensor
 
@@ -155,9 +154,10 @@ def chunked_cross_entropy(
         weighted_by_probability=isinstance(token_weights, str),
         dtype=product_dtype(hidden),
     )
+    named: Any = backend
     if isinstance(backend, str):
-        backend = import_module(".loss_backends", __package__).loss_backend(backend)
-    compute = _reference if backend is None else partial(_with_backend, backend)
+        named = import_module(".loss_backends", __package__).loss_backend(backend)
+    compute = _reference if named is None else partial(_with_backend, named)
     loss = compute(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
@@ -367,10 +367,10 @@ class _Pass:
         self.gradients: list[Tensor | None] = []
         for source, wanted in zip(given.sources, options.wanted, strict=True):
             dtype = inputs.dtype if source is inputs else exact
-            zeros = None
             if source is not None and wanted:
-                zeros = source.new_zeros(source.shape, dtype=dtype)
-            self.gradients.append(zeros)
+                self.gradients.append(source.new_zeros(source.shape, dtype=dtype))
+            else:
+                self.gradients.append(None)
         shape = (min(options.size, self.num_rows), self.weight.shape[0])
         self.buffer = inputs.new_empty(shape, dtype=exact)
         self.rounded = None
