@@ -50,6 +50,15 @@ BIASED = Workload(
         F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten()) * len(batch[0])
     ),
 )
+PER_TOKEN = replace(
+    BIASED,
+    name="per token",
+    batch=lambda size: (torch.randint(CLASSES, (size, 8)), torch.randint(CLASSES, (size, 8))),
+    loss=lambda module, batch: (
+        F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="none")
+        * torch.linspace(0.5, 1.5, batch[1].numel())
+    ).sum(),
+)
 READ = replace(
     BIASED, name="read", loss=lambda module, batch: module(batch[0]).log_softmax(-1).square().sum()
 )
@@ -124,7 +133,31 @@ def test_gate_catches_a_wrong_loss_of_sure_predictions(monkeypatch):
         assert verdict.passed is False, verdict
 
 
+def test_gates_hold_where_each_token_has_a_loss_of_its_own():
+    for check in CHECKS.values():
+        verdict = check(Case(PER_TOKEN))
+        assert verdict.passed, verdict
+
+
+def test_gate_catches_whole_logits_and_a_third_product_of_losses_per_token(monkeypatch):
+    check = CHECKS["memory-plan/chunked-loss"]
+    for wrong, reason in ((products_twice, "runs again"), (one_whole_loss, "stay whole")):
+        monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", wrong)
+        verdict = check(Case(PER_TOKEN))
+        assert verdict.passed is False, verdict
+        assert reason in verdict.hint
+
+
 # The saboteurs.
+
+
+def products_twice(rows, weight, targets, **options):
+    """Compute every loss a second time in backward, over the pass of the right implementation."""
+    return checkpoint(chunked_cross_entropy, rows, weight, targets, use_reentrant=False, **options)
+
+
+def one_whole_loss(rows, weight, targets, *, bias, reduction, **options):
+    return F.cross_entropy(F.linear(rows, weight, bias), targets, reduction=reduction)
 
 
 def no_op(model, *, head=None, chunk_tokens=None):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
@@ -94,23 +95,50 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
     hint = ""
     if not same.holds:
         hint = f"{same.describe()}: a term, a divisor or a gradient is missing in some chunk"
-    elif flops.total > plain_flops.total:
+    num_added = flops.total - plain_flops.total
+    num_moved = flops.forward - plain_flops.forward
+    # Backward of a loss per token computes the logits again, since its incoming gradients differ.
+    again = 2 * _num_losses_per_token(case) * found.width * found.classes
+    logits_are_whole = num_moved <= 0 and not (again and num_added > num_moved)
+    if not hint and num_added > again:
         hint = (
             "a product of the head runs again: compute the gradients while a chunk's logits are "
             "allocated"
         )
-    elif flops.forward <= plain_flops.forward:
+    elif not hint and logits_are_whole:
         hint = (
             "forward computes no gradient, so the logits stay whole: check that the loss takes the "
             "head's output"
         )
-    num_added = flops.total - plain_flops.total
-    num_moved = flops.forward - plain_flops.forward
     measured = f"{same.describe()}; {num_added:,} FLOPs added, {num_moved:,} moved to forward"
     if not hint:
         hint = _wrong_option(case, found, apply)
     required = f"within {tolerance:.0e}, no FLOPs added, some moved"
+    if again:
+        required = f"within {tolerance:.0e}, at most {again:,} FLOPs added for losses per token"
     return Verdict(gate, not hint, measured, required, hint)
+
+
+class _LossesPerToken(TorchFunctionMode):
+    """Count the tokens that `F.cross_entropy` gets with `reduction="none"`."""
+
+    num_tokens = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and kwargs.get("reduction") == "none":
+            self.num_tokens += (args[1] if len(args) > 1 else kwargs["target"]).numel()
+        return func(*args, **kwargs)
+
+
+def _num_losses_per_token(case: Case) -> int:
+    """Return how many tokens of the plain step have a loss of their own."""
+    module = case.build()
+    with seeded(case.seed), torch.no_grad(), _LossesPerToken() as found:
+        case.workload.mean_loss(module, case.batch())
+    return found.num_tokens
 
 
 def _weighted(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -257,7 +285,8 @@ def _step(case: Case, batch: Any, apply: Callable[[nn.Module], Any] = lambda mod
     apply(module)
     with seeded(case.seed):
         record = record_step(module, batch, loss)
-    return record, count_flops(module, batch, loss)
+    # Ignored tokens cost a chunked loss no product, which would hide one that runs twice.
+    return record, count_flops(module, case.batch(), loss)
 
 
 def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
