@@ -1,0 +1,613 @@
+"""Find who owns each byte at the peak of a recorded CUDA training, and what would lower it.
+
+    owned = OwnedBlocks(BlockHistory(record))
+    owned.owners                 # bytes at the peak by owner; they add up to the allocated peak
+    levers(owned)                # what lowers it, largest effect first, by replay in the allocator
+
+A record has no owners, only sizes, times and stacks. A block made in backward that outlives it is
+a gradient, one made by the optimizer that outlives the step is its state, and one made in forward
+that is alive when backward begins is an activation. Blocks that were there before the record are
+recognized by the sizes of the gradients.
+
+Why so long: a lever is a replay of the blocks of an owner, and reads what chose that owner.
+
+Proof: `python -m pytest tests/plan/test_owners.py`.
+"""
+
+import bisect
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
+from .cuda_step import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
+from .profiler import (
+    ACTIVATIONS_GROUP,
+    BATCH_GROUP,
+    GRADIENTS_GROUP,
+    OPTIMIZER_STATE_GROUP,
+    PARAMETERS_GROUP,
+)
+from .snapshot import (
+    AT_START,
+    BACKWARD_PHASE,
+    BLOCK_FREED,
+    FORWARD_PHASE,
+    OUT_OF_MEMORY,
+    RECOMPUTE_PHASE,
+    SEGMENT_GIVEN_BACK,
+    STEP_PHASE,
+    UNKNOWN_PHASE,
+    BlockHistory,
+    BlockLife,
+    is_python,
+    origin_of,
+)
+
+LOGITS_OWNER = "logits and loss"
+FORWARD_TEMPORARIES = "temporaries of forward"
+BACKWARD_TEMPORARIES = "temporaries of backward"
+STEP_TEMPORARIES = "temporaries of the optimizer"
+WORKSPACES_OWNER = "workspaces"
+RESTS_OWNER = "unsplit rests"
+FREE_OWNER = "free blocks"
+EARLIER_OWNER = "made before the record"
+NO_STACK_OWNER = "without a stack"
+# In the order of a picture: what lives through the whole step is first.
+ALL_OWNERS = (
+    PARAMETERS_GROUP,
+    BATCH_GROUP,
+    EARLIER_OWNER,
+    OPTIMIZER_STATE_GROUP,
+    GRADIENTS_GROUP,
+    ACTIVATIONS_GROUP,
+    LOGITS_OWNER,
+    FORWARD_TEMPORARIES,
+    BACKWARD_TEMPORARIES,
+    STEP_TEMPORARIES,
+    NO_STACK_OWNER,
+    WORKSPACES_OWNER,
+    RESTS_OWNER,
+)
+# A predicted snapshot has owner, phase and module of a block in torch's user_metadata.
+NOTE_START = "curry-train"
+NOTE_SEPARATOR = "; "
+NO_STACK_OWNER = "without a stack"
+
+# A run of so many allocations in forward begins the next microbatch or step.
+FORWARD_RUN = 8
+# Logits are made at most so many allocations before the loss reads them.
+LOGITS_WINDOW = 8
+SMALLEST_LOGITS = MIB
+# Numbers for each parameter that a training can hold beside it.
+MOST_COPIES = 8
+SMALLEST_MATRIX = 64 * 1024
+CHUNKS_OF_LOSS = 8
+# Of two moments in float32, what an optimizer with 8 bits leaves.
+EIGHT_BIT_FRACTION = 0.25
+# A lever that takes off less of the peak is not named.
+MIN_LEVER_FRACTION = 0.005
+# Of a longer record, the events before and after the peak are replayed.
+MOST_REPLAYED_EVENTS = 200_000
+
+
+def is_workspace(life: BlockLife) -> bool:
+    """Check for a workspace of cuBLAS, by the stack or by the size of one that stays."""
+    if any("orkspace" in frame.function and not is_python(frame) for frame in life.stack[:12]):
+        return life.freed is None
+    return life.requested_bytes in (WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES) and life.freed is None
+
+
+# The owners of all blocks.
+
+
+@dataclass(frozen=True)
+class LineBytes:
+    """Bytes at the peak that one line of code allocated."""
+
+    owner: str
+    line: str
+    num_bytes: int
+    num_blocks: int
+
+
+@dataclass
+class _Clock:
+    """When the phases of the record begin, as sorted indices of events."""
+
+    forward: list[int] = field(default_factory=list)  # a run of allocations in forward begins
+    backward: list[int] = field(default_factory=list)
+    step: list[int] = field(default_factory=list)
+    end: int = 0
+    stops: list[int] = field(default_factory=list)  # out-of-memory errors
+
+    def next_of(self, times: Sequence[int], index: int) -> int | None:
+        place = bisect.bisect_right(times, index)
+        return times[place] if place < len(times) else None
+
+    def end_after(self, index: int) -> int:
+        stop = self.next_of(self.stops, index)
+        return self.end if stop is None else stop
+
+
+class OwnedBlocks:
+    """The blocks of a device with their owners."""
+
+    def __init__(self, history: BlockHistory) -> None:
+        self.history = history
+        made = [life for life in history.lives if life.born != AT_START]
+        # Where nothing has a stack, an empty one shows nothing.
+        self.has_stacks = any(life.stack for life in made)
+        self.phases = {id(life): self._phase(life) for life in made}
+        self._clock = self._read_clock(made)
+        calls = [life.born for life in made if life.stack and origin_of(life.stack).in_module]
+        self._first_call = min(calls, default=AT_START)
+        # Sizes of blocks that were there before the model ran, such as those of parameters.
+        earlier = [life for life in history.lives if life.born < self._first_call]
+        self._earlier_sizes = {life.requested_bytes for life in earlier}
+        self._owner: dict[int, str] = {}
+        self.logits_sizes: set[int] = set()
+        self._assign(made)
+
+    def owner(self, life: BlockLife) -> str:
+        return self._owner[id(life)]
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Bytes by owner at the allocated peak, which they add up to; largest first."""
+        return self.owners_at(self.history.peak_index)
+
+    def owners_at(self, index: int) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for life in self.history.alive_at(index):
+            own = self.own_bytes(life)
+            found[self.owner(life)] += own
+            found[RESTS_OWNER] += life.num_bytes - own
+        return {name: size for name, size in found.most_common() if size}
+
+    def lines(self) -> list[LineBytes]:
+        """Return the source lines that allocated bytes of the peak, largest first."""
+        sizes: Counter[tuple[str, str]] = Counter()
+        blocks: Counter[tuple[str, str]] = Counter()
+        for life in self.history.alive_at(self.history.peak_index):
+            line = self.line(life)
+            if line:
+                sizes[self.owner(life), line] += self.own_bytes(life)
+                blocks[self.owner(life), line] += 1
+        return [LineBytes(*key, size, blocks[key]) for key, size in sizes.most_common()]
+
+    def line(self, life: BlockLife) -> str:
+        note = _note(life)
+        if note is not None:
+            return note[2]
+        return origin_of(life.stack).line if life.stack else ""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase of the training in which the most is allocated."""
+        index = self.history.peak_index
+        before = [life for life in self.history.lives if AT_START < life.born <= index]
+        return self.phases[id(before[-1])] if before else UNKNOWN_PHASE
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Return the first and the last event of each optimizer step, as far as it is recorded."""
+        starts = [0]
+        steps_before = 0
+        for start in self._clock.forward:
+            optimizer_events = bisect.bisect_left(self._clock.step, start)
+            is_next = optimizer_events > steps_before or not self._clock.step
+            if is_next and bisect.bisect_left(self._clock.backward, start):
+                starts.append(start)
+            steps_before = optimizer_events
+        return list(
+            zip(starts, [start - 1 for start in starts[1:]] + [self._clock.end - 1], strict=True)
+        )
+
+    def own_bytes(self, life: BlockLife) -> int:
+        """Return the bytes of a block without a rest that was not split off."""
+        return min(self.history.record.settings.rounded(life.requested_bytes), life.num_bytes)
+
+    def _phase(self, life: BlockLife) -> str:
+        note = _note(life)
+        if note is not None:
+            return note[1]
+        if not life.stack:
+            return BACKWARD_PHASE if self.has_stacks else UNKNOWN_PHASE
+        return origin_of(life.stack).phase
+
+    def _read_clock(self, made: Sequence[BlockLife]) -> _Clock:
+        events = self.history.record.events
+        clock = _Clock(end=len(events))
+        clock.stops = [index for index, event in enumerate(events) if event.action == OUT_OF_MEMORY]
+        run = 0
+        in_forward = False
+        start = 0
+        for life in made:
+            phase = self.phases[id(life)]
+            if phase == FORWARD_PHASE:
+                start = start if run else life.born
+                run += 1
+                if run == FORWARD_RUN and not in_forward:
+                    in_forward = True
+                    clock.forward.append(start)
+                continue
+            run = 0
+            if phase in (BACKWARD_PHASE, STEP_PHASE):
+                in_forward = False
+                (clock.backward if phase == BACKWARD_PHASE else clock.step).append(life.born)
+        return clock
+
+    def _assign(self, made: Sequence[BlockLife]) -> None:
+        """Choose the owner of each block."""
+        rules = {
+            FORWARD_PHASE: self._of_forward,
+            RECOMPUTE_PHASE: self._of_forward,
+            BACKWARD_PHASE: self._of_backward,
+            STEP_PHASE: self._of_step,
+        }
+        for life in made:
+            note = _note(life)
+            if note is not None:
+                owner = note[0]
+            elif is_workspace(life):
+                owner = WORKSPACES_OWNER
+            else:
+                rule = rules.get(self.phases[id(life)])
+                owner = rule(life) if rule else NO_STACK_OWNER
+            self._owner[id(life)] = owner
+        self._find_logits(made)
+        self._divide_earlier()
+
+    def _of_forward(self, life: BlockLife) -> str:
+        clock = self._clock
+        backward = clock.next_of(clock.backward, life.born)
+        if backward is None:
+            is_held = life.is_alive(clock.end_after(life.born) - 1)
+            return ACTIVATIONS_GROUP if is_held else FORWARD_TEMPORARIES
+        if not life.is_alive(backward):
+            return FORWARD_TEMPORARIES
+        origin = origin_of(life.stack)
+        is_outside = self._first_call != AT_START and not origin.in_module and not origin.in_loss
+        return BATCH_GROUP if is_outside or self._outlives_steps(life) else ACTIVATIONS_GROUP
+
+    def _outlives_steps(self, life: BlockLife) -> bool:
+        """Check that a block is alive in the second forward after its own."""
+        starts = self._clock.forward
+        place = bisect.bisect_right(starts, life.born) + 1
+        return place < len(starts) and life.is_alive(starts[place])
+
+    def _of_backward(self, life: BlockLife) -> str:
+        clock = self._clock
+        later = [clock.next_of(times, life.born) for times in (clock.step, clock.forward)]
+        boundary = min((time for time in later if time is not None), default=None)
+        if boundary is not None and life.is_alive(boundary):
+            return GRADIENTS_GROUP
+        # Without events of the optimizer, gradients are released between backward and forward.
+        end = clock.end_after(life.born) if boundary is None else boundary
+        last = clock.backward[bisect.bisect_left(clock.backward, end) - 1]
+        is_known = life.requested_bytes in self._earlier_sizes
+        if life.is_alive(last) and (is_known or not self._earlier_sizes):
+            return GRADIENTS_GROUP
+        return BACKWARD_TEMPORARIES
+
+    def _of_step(self, life: BlockLife) -> str:
+        clock = self._clock
+        after = clock.next_of(clock.forward, life.born)
+        end = clock.end_after(life.born) - 1 if after is None else after
+        return OPTIMIZER_STATE_GROUP if life.is_alive(end) else STEP_TEMPORARIES
+
+    def _find_logits(self, made: Sequence[BlockLife]) -> None:
+        """Let the loss own its tensors, and the logits that it reads."""
+        forward = [life for life in made if self.phases[id(life)] == FORWARD_PHASE and life.stack]
+        is_loss = [origin_of(life.stack).in_loss for life in forward]
+        for index, life in enumerate(forward):
+            if not is_loss[index]:
+                continue
+            self._owner[id(life)] = LOGITS_OWNER
+            size = life.requested_bytes
+            if size < SMALLEST_LOGITS:
+                continue
+            self.logits_sizes |= {size, size // 2}
+            for earlier in forward[max(index - LOGITS_WINDOW, 0) : index]:
+                # In the dtype of the model or of the loss.
+                same = earlier.requested_bytes in (size, 2 * size, size // 2)
+                if same and self._owner[id(earlier)] == ACTIVATIONS_GROUP:
+                    self._owner[id(earlier)] = LOGITS_OWNER
+
+    # Blocks that were there before the model ran.
+
+    def _divide_earlier(self) -> None:
+        gradients = self._gradient_sizes()
+        parameters: Counter[int] = Counter()
+        unclear: dict[int, list[BlockLife]] = {}
+        for life in self.history.lives:
+            if life.born >= self._first_call and life.born != AT_START:
+                continue
+            owner = self._of_earlier(life)
+            if owner is not None:
+                self._owner[id(life)] = owner
+                parameters[life.requested_bytes] += owner == PARAMETERS_GROUP
+            else:
+                self._owner[id(life)] = _unrecognized(life)
+                unclear.setdefault(life.requested_bytes, []).append(life)
+        copies = _copies(gradients, unclear, parameters)
+        for size, count in gradients.items():
+            room = {
+                PARAMETERS_GROUP: count - parameters[size],
+                OPTIMIZER_STATE_GROUP: (copies - 1) * count,
+            }
+            for life in unclear.get(size, ()):
+                owner = self._by_size(life, room)
+                if owner in room:
+                    room[owner] -= 1
+                self._owner[id(life)] = owner
+
+    def _of_earlier(self, life: BlockLife) -> str | None:
+        """Return the owner that a block's own stack or note shows."""
+        note = _note(life)
+        if note is not None:
+            return note[0]
+        if is_workspace(life):
+            return WORKSPACES_OWNER
+        if not life.stack:
+            was_kept = life.freed is not None and life.requested_bytes in self.logits_sizes
+            return LOGITS_OWNER if was_kept else None
+        origin = origin_of(life.stack)
+        if origin.phase != FORWARD_PHASE:
+            groups = {STEP_PHASE: OPTIMIZER_STATE_GROUP, BACKWARD_PHASE: GRADIENTS_GROUP}
+            return groups.get(origin.phase, ACTIVATIONS_GROUP)
+        if origin.builds_model:
+            return PARAMETERS_GROUP
+        return ACTIVATIONS_GROUP if origin.in_module else None
+
+    def _by_size(self, life: BlockLife, room: dict[str, int]) -> str:
+        """Return the owner of a block with the size of a gradient."""
+        first_backward = self._clock.backward[0] if self._clock.backward else self._clock.end
+        if life.freed is not None and life.freed < first_backward:
+            return GRADIENTS_GROUP  # of the step before
+        order = [PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP]
+        if life.freed is not None:
+            # Parameters stay; an optimizer may make its state anew.
+            order.reverse()
+        return next((owner for owner in order if room[owner] > 0), _unrecognized(life))
+
+    def _gradient_sizes(self) -> Counter[int]:
+        """Count the gradients of the fullest step by their sizes."""
+        by_step: dict[int, Counter[int]] = {}
+        for life in self.history.lives:
+            if self._owner.get(id(life)) == GRADIENTS_GROUP:
+                step = bisect.bisect_right(self._clock.forward, life.born)
+                by_step.setdefault(step, Counter())[life.requested_bytes] += 1
+        return max(by_step.values(), key=lambda sizes: sizes.total(), default=Counter())
+
+
+def _unrecognized(life: BlockLife) -> str:
+    return EARLIER_OWNER if life.born == AT_START else BATCH_GROUP
+
+
+def _note(life: BlockLife) -> tuple[str, str, str] | None:
+    """Return owner, phase and module that a predicted snapshot has for a block."""
+    start, *rest = life.note.split(NOTE_SEPARATOR, 3)
+    if start != NOTE_START or len(rest) != 3 or rest[0] not in ALL_OWNERS:
+        return None
+    return rest[0], rest[1], rest[2]
+
+
+def _copies(
+    gradients: Counter[int], unclear: dict[int, list[BlockLife]], parameters: Counter[int]
+) -> int:
+    """Return how many numbers the training holds for each parameter, the parameter included."""
+    large = [size for size in gradients if size >= SMALLEST_MATRIX] or list(gradients)
+    whole = sum(size * gradients[size] for size in large)
+    found = 0
+    for size in large:
+        # Gradients of the step before are released before the first backward.
+        stay = [life for life in unclear.get(size, ()) if life.freed is None]
+        found += size * min(len(stay) + parameters[size], MOST_COPIES * gradients[size])
+    return max(1, round(found / whole)) if whole else 1
+
+
+# What would lower the peak.
+
+
+@dataclass(frozen=True)
+class SnapshotLever:
+    """A change of the training, and the bytes that it takes off the peaks by replay."""
+
+    owner: str
+    change: str
+    allocated_saved: int
+    reserved_saved: int
+
+
+BlockSize = Callable[[BlockLife], int]
+
+
+class LeverReplay:
+    """Runs the recorded blocks through the model of the allocator again, with other sizes."""
+
+    def __init__(self, owned: OwnedBlocks) -> None:
+        self.owned = owned
+        self.history = owned.history
+        events = self.history.record.events
+        peak = self.history.peak_index
+        self.start = max(AT_START, peak - MOST_REPLAYED_EVENTS)
+        self.end = min(len(events), peak + MOST_REPLAYED_EVENTS)
+        self.settings = self.history.record.settings
+        if self.history.record.has_expandable_segments:
+            self.settings = replace(self.settings, expandable_segments=True)
+        self._at_start = sorted(
+            self.history.alive_at(self.start), key=lambda life: (life.born, life.address)
+        )
+        self._born = {life.born: life for life in self.history.lives if life.born > self.start}
+        self._freed = {life.freed: life for life in self.history.lives if life.freed is not None}
+        self.base = self.run(_requested)
+
+    def run(self, size_of: BlockSize, *, expandable: bool | None = None) -> tuple[int, int]:
+        """Return the allocated and the reserved peak; blocks of 0 bytes are left out."""
+        settings = self.settings
+        if expandable is not None:
+            settings = replace(settings, expandable_segments=expandable)
+        allocator = CudaAllocator(settings)
+        blocks: dict[int, MemoryBlock] = {}
+
+        def make(life: BlockLife) -> None:
+            size = size_of(life)
+            if size:
+                blocks[id(life)] = allocator.allocate(size, stream=life.stream)
+
+        for life in self._at_start:
+            make(life)
+        given_back = False
+        for index in range(self.start + 1, self.end):
+            action = self.history.record.events[index].action
+            if action == "alloc":
+                make(self._born[index])
+            elif action in BLOCK_FREED and index in self._freed:
+                block = blocks.pop(id(self._freed[index]), None)
+                if block is not None:
+                    allocator.free(block)
+            elif action in SEGMENT_GIVEN_BACK and not given_back:
+                allocator.empty_cache()
+            given_back = action in SEGMENT_GIVEN_BACK
+        return allocator.peak_allocated, allocator.peak_reserved
+
+    def worth(self, owner: str, change: str, size_of: BlockSize) -> SnapshotLever:
+        allocated, reserved = self.run(size_of)
+        return SnapshotLever(owner, change, self.base[0] - allocated, self.base[1] - reserved)
+
+
+def _requested(life: BlockLife) -> int:
+    return life.requested_bytes
+
+
+def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
+    """Return what lowers the peak; expandable segments first, being free, then by bytes."""
+    replayed = LeverReplay(owned)
+    history = owned.history
+    found = []
+    for owner, change, owners, fraction in _scaled_levers(owned):
+        scaled = _scaling(owned, owners, fraction)
+        found.append(replayed.worth(owner, change, scaled))
+    kept = _recomputed(owned)
+    if kept is not None:
+        count, size_of = kept
+        change = f"recompute the {count} blocks (skill recompute)"
+        found.append(replayed.worth(ACTIVATIONS_GROUP, change, size_of))
+    attention = _attention_sizes(owned)
+    if attention is not None:
+        change = "F.scaled_dot_product_attention in place of attention written out"
+        found.append(replayed.worth(ACTIVATIONS_GROUP, change, attention))
+    least = MIN_LEVER_FRACTION * history.peak_reserved
+    found = [one for one in found if max(one.allocated_saved, one.reserved_saved) > least]
+    found.sort(key=lambda one: (one.reserved_saved, one.allocated_saved), reverse=True)
+    if not history.record.has_expandable_segments:
+        allocated, reserved = replayed.run(_requested, expandable=True)
+        saved = history.peak_reserved - reserved
+        if saved > least:
+            change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which costs nothing"
+            rests = max(history.peak_allocated - allocated, 0)
+            found.insert(0, SnapshotLever(FREE_OWNER, change, rests, saved))
+    return found
+
+
+def _scaled_levers(owned: OwnedBlocks) -> Iterable[tuple[str, str, set[str], float]]:
+    """Yield levers that change all bytes of some owners by a factor."""
+    yield (
+        STEP_TEMPORARIES,
+        "fused=True, or foreach=False, of the optimizer",
+        {STEP_TEMPORARIES},
+        0.0,
+    )
+    yield (
+        LOGITS_OWNER,
+        "a chunked loss: apply_chunked_loss(model)",
+        {LOGITS_OWNER},
+        1 / CHUNKS_OF_LOSS,
+    )
+    yield (
+        OPTIMIZER_STATE_GROUP,
+        "an optimizer with 8 bits for each moment",
+        {OPTIMIZER_STATE_GROUP},
+        EIGHT_BIT_FRACTION,
+    )
+    yield (
+        PARAMETERS_GROUP,
+        "two ranks with FSDP2, which halve parameters, gradients and state",
+        {PARAMETERS_GROUP, GRADIENTS_GROUP, OPTIMIZER_STATE_GROUP},
+        0.5,
+    )
+    yield (
+        BACKWARD_TEMPORARIES,
+        "half the microbatch, accumulated twice (skill grad-accum)",
+        {ACTIVATIONS_GROUP, LOGITS_OWNER, FORWARD_TEMPORARIES, BACKWARD_TEMPORARIES},
+        0.5,
+    )
+
+
+def _scaling(owned: OwnedBlocks, owners: set[str], fraction: float) -> BlockSize:
+    # The gradient of the logits has their size.
+    logits = owned.logits_sizes if LOGITS_OWNER in owners else set[int]()
+
+    def size_of(life: BlockLife) -> int:
+        owner = owned.owner(life)
+        is_gradient = owner == BACKWARD_TEMPORARIES and life.requested_bytes in logits
+        if owner in owners or is_gradient:
+            return round(fraction * life.requested_bytes)
+        return life.requested_bytes
+
+    return size_of
+
+
+def _recomputed(owned: OwnedBlocks) -> tuple[int, BlockSize] | None:
+    """Leave out activations of repeated blocks, but those of the last and one for each input."""
+    held = [
+        life
+        for life in owned.history.alive_at(_last_forward(owned))
+        if owned.owner(life) == ACTIVATIONS_GROUP
+    ]
+    groups: dict[tuple[str, int], list[BlockLife]] = {}
+    for life in held:
+        groups.setdefault((owned.line(life), life.requested_bytes), []).append(life)
+    counts = Counter(len(group) for group in groups.values() if len(group) > 1)
+    if not counts:
+        return None
+    by_bytes: Counter[int] = Counter()
+    for (_, size), group in groups.items():
+        by_bytes[len(group)] += size * len(group)
+    # Blocks repeat as often as the lines do that hold the most.
+    count = max(counts, key=lambda number: by_bytes[number])
+    repeated = [group for group in groups.values() if len(group) % count == 0]
+    sizes = sorted(group[0].requested_bytes for group in repeated)
+    input_size = statistics.median_low(sizes)
+    inputs = next(group for group in repeated if group[0].requested_bytes == input_size)
+    kept = {id(life) for life in inputs[:: max(len(inputs) // count, 1)]}
+    for group in repeated:
+        kept |= {id(life) for life in group[-(len(group) // count) :]}
+    dropped = {id(life) for group in repeated for life in group} - kept
+
+    def size_of(life: BlockLife) -> int:
+        return 0 if id(life) in dropped else life.requested_bytes
+
+    return count, size_of
+
+
+def _last_forward(owned: OwnedBlocks) -> int:
+    """Return the last event of the forward before the peak, or the peak if it is in forward."""
+    peak = owned.history.peak_index
+    made = [life for life in owned.history.lives if AT_START < life.born <= peak]
+    forward = [life.born for life in made if owned.phases[id(life)] == FORWARD_PHASE]
+    return max(forward, default=peak)
+
+
+def _attention_sizes(owned: OwnedBlocks) -> BlockSize | None:
+    """Leave out what an attention that is written out keeps; None without one."""
+    scores = {
+        id(life)
+        for life in owned.history.lives
+        if owned.owner(life) == ACTIVATIONS_GROUP and "softmax" in owned.line(life).lower()
+    }
+    if not scores:
+        return None
+    return lambda life: 0 if id(life) in scores else life.requested_bytes

@@ -1,0 +1,662 @@
+"""Read CUDA memory snapshots, and rebuild the blocks that lived while they were recorded.
+
+    snapshot = read_snapshot("oom.pickle")     # written by torch.cuda.memory._dump_snapshot
+    history = BlockHistory(snapshot.devices[0])
+    history.peak_allocated, history.alive_at(history.peak_index)
+
+A snapshot is a pickle of plain containers. It is read by an interpreter that imports and calls
+nothing, and every field is checked, because such files are sent from one person to another.
+
+Blocks are placed at their recorded addresses, so that their sizes need no model of the allocator:
+of a large native block, the rest of its gap belongs to it where torch does not split that off.
+
+Why so long: the file's fields, the lives of blocks and what a stack shows are one subject, and a
+reader of one needs the other two.
+
+Proof: `python -m pytest tests/plan/test_snapshot.py`.
+"""
+
+import bisect
+import functools
+import itertools
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.unpickle import PickleReader, RefusedPickle
+from .cuda_allocator import (
+    LARGEST_SMALL_BLOCK,
+    MIB,
+    SMALL_SEGMENT,
+    AllocatorSettings,
+)
+
+# What reading may take of host memory. A file of about a third of it can be read.
+MOST_HOST_BYTES = 4 * 2**30
+LARGEST_NUMBER = 2**64
+MOST_DEVICES = 1024
+# Later blocks that are looked at to find where a block of the start ended.
+MOST_HITS = 1000
+# Before the first event of the record.
+AT_START = -1
+
+SEGMENT_MADE = ("segment_alloc", "segment_map")
+SEGMENT_GIVEN_BACK = ("segment_free", "segment_unmap")
+BLOCK_FREED = ("free_completed", "free")
+OUT_OF_MEMORY = "oom"
+LIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free")
+
+
+class UnusableSnapshot(ValueError):
+    """A file that is no snapshot, or that contradicts itself."""
+
+
+class Frame(NamedTuple):
+    """A line of a stack; the innermost call is first."""
+
+    function: str
+    file: str
+    line: int
+
+
+Stack = tuple[Frame, ...]
+
+
+class MemoryEvent(NamedTuple):
+    """A recorded action of the allocator."""
+
+    action: str
+    address: int  # of an out-of-memory error: the bytes of the device that were free
+    num_bytes: int
+    stream: int
+    stack: Stack
+    note: str  # torch's user_metadata
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBlock:
+    """A block as it was when the snapshot was taken."""
+
+    address: int
+    num_bytes: int
+    requested_bytes: int
+    is_live: bool
+    stack: Stack
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSegment:
+    """A segment as it was when the snapshot was taken."""
+
+    address: int
+    num_bytes: int
+    stream: int
+    is_small: bool
+    is_expandable: bool
+    pool: tuple[int, ...]  # (0, 0) unless a CUDA graph or the program made a pool of its own
+    blocks: tuple[RecordedBlock, ...]
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """Segments of one device, and the recorded events that led to them."""
+
+    device: int
+    segments: tuple[RecordedSegment, ...]
+    events: tuple[MemoryEvent, ...]
+    settings: AllocatorSettings
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        maps = any(event.action in ("segment_map", "segment_unmap") for event in self.events)
+        return maps or any(segment.is_expandable for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """The devices of a snapshot that hold memory or have events."""
+
+    devices: tuple[DeviceRecord, ...]
+    # What the settings of the allocator hold that a replay does not follow.
+    notes: tuple[str, ...]
+
+
+def read_snapshot(path: str | Path) -> MemorySnapshot:
+    """Read a snapshot; raises UnusableSnapshot for any other file."""
+    try:
+        with Path(path).open("rb") as file:
+            if not file.seek(0, 2):
+                raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _SnapshotReader().snapshot(data)
+    except RefusedPickle as error:
+        raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
+    except UnusableSnapshot as error:
+        raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
+
+
+class _SnapshotReader:
+    """Turns the containers of a pickle into records, and checks each field."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[Stack, Stack] = {}
+        # Lists can be shared in a pickle, so that a small file has any number of entries.
+        self._entries_left = 0
+
+    def snapshot(self, data: mmap.mmap) -> MemorySnapshot:
+        root = PickleReader(data, most_bytes=MOST_HOST_BYTES, on_dict=self._compact).load()
+        self._entries_left = len(data)
+        if isinstance(root, list):
+            # torch.cuda.memory_snapshot() returns the segments alone.
+            root = {"segments": root}
+        if not isinstance(root, dict) or "segments" not in root:
+            raise UnusableSnapshot(
+                "it has no segments; write one with torch.cuda.memory._dump_snapshot"
+            )
+        settings, notes = _settings(root.get("allocator_settings"))
+        segments: dict[int, list[RecordedSegment]] = {}
+        for value in self._items(root["segments"], "segments"):
+            device, segment = self._segment(value)
+            segments.setdefault(device, []).append(segment)
+        traces = self._items(root.get("device_traces", []), "device_traces")
+        events: dict[int, tuple[MemoryEvent, ...]] = {}
+        for device, trace in enumerate(traces):
+            listed = [self._event(value) for value in self._items(trace, "device_traces")]
+            if listed:
+                events[device] = tuple(listed)
+        if len(traces) > MOST_DEVICES or not segments.keys() | events.keys():
+            raise UnusableSnapshot("no device has segments or events")
+        devices = [
+            DeviceRecord(
+                device,
+                tuple(sorted(segments.get(device, ()), key=lambda segment: segment.address)),
+                events.get(device, ()),
+                settings,
+            )
+            for device in sorted(segments.keys() | events.keys())
+        ]
+        return MemorySnapshot(tuple(devices), notes)
+
+    def _compact(self, value: dict[Any, Any]) -> Any:
+        """Replace frames and events while the file is read; other dicts stay."""
+        if "filename" in value and "name" in value:
+            return Frame(
+                _text(value["name"], "name"),
+                _text(value["filename"], "filename"),
+                _number(value.get("line", 0), "line"),
+            )
+        if "action" in value and "size" in value:
+            return self._event(value)
+        return value
+
+    def _event(self, value: Any) -> MemoryEvent:
+        if isinstance(value, MemoryEvent):
+            return value
+        if not isinstance(value, dict):
+            raise UnusableSnapshot(f"an event is a {type(value).__name__}")
+        action = _text(value.get("action", ""), "action")
+        address = value.get("addr", value.get("device_free", 0))
+        return MemoryEvent(
+            action,
+            _number(address, "addr"),
+            _number(value.get("size", 0), "size"),
+            _number(value.get("stream", 0), "stream"),
+            self._stack(value.get("frames", ())),
+            _text(value.get("user_metadata", ""), "user_metadata"),
+        )
+
+    def _segment(self, value: Any) -> tuple[int, RecordedSegment]:
+        if not isinstance(value, dict):
+            raise UnusableSnapshot(f"a segment is a {type(value).__name__}")
+        address = _number(value.get("address"), "address")
+        num_bytes = _number(value.get("total_size"), "total_size")
+        blocks = []
+        position = address
+        for item in self._items(value.get("blocks", []), "blocks"):
+            block = self._block(item, position)
+            if block.address < position or block.address + block.num_bytes > address + num_bytes:
+                raise UnusableSnapshot(f"blocks of the segment at {address:#x} overlap or leave it")
+            position = block.address + block.num_bytes
+            blocks.append(block)
+        kind = value.get("segment_type", "small" if num_bytes == SMALL_SEGMENT else "large")
+        pool = value.get("segment_pool_id", (0, 0))
+        if not isinstance(pool, tuple | list):
+            raise UnusableSnapshot("segment_pool_id is no pair")
+        device = _number(value.get("device", 0), "device")
+        if device >= MOST_DEVICES:
+            raise UnusableSnapshot(f"a segment is on device {device}")
+        return device, RecordedSegment(
+            address,
+            num_bytes,
+            _number(value.get("stream", 0), "stream"),
+            kind == "small",
+            value.get("is_expandable", False) is True,
+            tuple(_number(part, "segment_pool_id") for part in pool),
+            tuple(blocks),
+        )
+
+    def _block(self, value: Any, position: int) -> RecordedBlock:
+        if not isinstance(value, dict):
+            raise UnusableSnapshot(f"a block is a {type(value).__name__}")
+        num_bytes = _number(value.get("size"), "size")
+        frames = value.get("frames", ())
+        requested = value.get("requested_size", num_bytes)
+        # Snapshots of torch before 2.1 have a history in place of both.
+        history = value.get("history")
+        if isinstance(history, list) and history and isinstance(history[0], dict):
+            frames = history[0].get("frames", frames)
+            requested = history[0].get("real_size", requested)
+        return RecordedBlock(
+            _number(value.get("address", position), "address"),
+            num_bytes,
+            min(_number(requested, "requested_size"), num_bytes),
+            value.get("state") in LIVE_STATES,
+            self._stack(frames),
+        )
+
+    def _stack(self, value: Any) -> Stack:
+        if isinstance(value, tuple) and not value:
+            return ()
+        if not isinstance(value, list):
+            raise UnusableSnapshot("frames are no list")
+        if not all(isinstance(frame, Frame) for frame in value):
+            raise UnusableSnapshot("a frame has no name or no filename")
+        stack = tuple(value)
+        return self._stacks.setdefault(stack, stack)
+
+    def _items(self, value: Any, name: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise UnusableSnapshot(f"{name} is no list")
+        self._entries_left -= len(value)
+        if self._entries_left < 0:
+            raise UnusableSnapshot("it has more entries than bytes: its lists hold each other")
+        return value
+
+
+def _number(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of a number")
+    if not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+        raise UnusableSnapshot(f"{name} has more than 64 bits")
+    if value < 0 and name in ("addr", "address", "size", "total_size", "requested_size"):
+        raise UnusableSnapshot(f"{name} is {value}")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of text")
+    return value
+
+
+def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:
+    """Return the settings of the allocator, and what a replay does not follow."""
+    if not isinstance(value, dict):
+        return AllocatorSettings(), ()
+    notes = []
+    split = value.get("max_split_size", -1)
+    has_split = isinstance(split, int) and 20 * MIB < split < 2**62
+    divisions = value.get("roundup_power2_divisions", {})
+    steps = {*divisions.values()} if isinstance(divisions, dict) else set[Any]()
+    step = next(iter(steps)) if len(steps) == 1 else 0
+    rounds_up = isinstance(step, int) and 1 < step <= 64 and not step & (step - 1)
+    if len(steps) > 1:
+        notes.append("roundup_power2_divisions has several values: sizes are rounded without it")
+    if value.get("garbage_collection_threshold", 0) not in (0, 0.0, None):
+        notes.append("garbage_collection_threshold is set: a replay collects nothing")
+    return AllocatorSettings(
+        expandable_segments=value.get("expandable_segments") is True,
+        max_split_bytes=split if has_split else None,
+        power_of_2_divisions=step if rounds_up else None,
+    ), tuple(notes)
+
+
+# The blocks that were alive, and when.
+
+
+@dataclass(eq=False, slots=True)
+class BlockLife:
+    """A block from its allocation to its release."""
+
+    address: int
+    requested_bytes: int
+    stream: int
+    born: int  # index of the event; AT_START if it was there before the record
+    stack: Stack
+    note: str = ""
+    num_bytes: int = 0  # with the rounding, and with a rest that was not split off
+    freed: int | None = None  # index of the event; None if it was alive at the end
+
+    def is_alive(self, index: int) -> bool:
+        return self.born <= index and (self.freed is None or self.freed > index)
+
+
+class BlockHistory:
+    """Every block of a device over the events of its record."""
+
+    def __init__(self, record: DeviceRecord) -> None:
+        self.record = record
+        self.contradictions = 0
+        self.lives = self._all_lives()
+        _Placement(record, self.lives).place()
+        # Bytes after each event; the first figure is of the start.
+        self.allocated, self.reserved = self._curves()
+        self.peak_allocated = max(self.allocated)
+        # Index of the event after which the most is allocated.
+        self.peak_index = self.allocated.index(self.peak_allocated) - 1
+        self.peak_reserved = max(self.reserved)
+
+    @property
+    def reserved_at_peak(self) -> int:
+        return self.reserved[self.peak_index + 1]
+
+    @property
+    def is_cut(self) -> bool:
+        """Check for dropped events: a block has a stack but no recorded allocation."""
+        return any(life.born == AT_START and life.stack for life in self.lives)
+
+    def alive_at(self, index: int) -> list[BlockLife]:
+        return [life for life in self.lives if life.is_alive(index)]
+
+    def out_of_memory(self) -> Iterator[tuple[int, MemoryEvent]]:
+        """Yield the index and the event of each out-of-memory error."""
+        for index, event in enumerate(self.record.events):
+            if event.action == OUT_OF_MEMORY:
+                yield index, event
+
+    def _all_lives(self) -> list[BlockLife]:
+        lives: list[BlockLife] = []
+        live: dict[int, BlockLife] = {}
+        for index, event in enumerate(self.record.events):
+            if event.action == "alloc":
+                before = live.get(event.address)
+                if before is not None:
+                    # Its release is missing in the record.
+                    before.freed = index
+                    self.contradictions += 1
+                life = BlockLife(
+                    event.address, event.num_bytes, event.stream, index, event.stack, event.note
+                )
+                live[event.address] = life
+                lives.append(life)
+            elif event.action in BLOCK_FREED:
+                released = live.pop(event.address, None)
+                if released is None:
+                    # Stacks of releases are those of the release.
+                    released = BlockLife(event.address, event.num_bytes, event.stream, AT_START, ())
+                    lives.append(released)
+                released.freed = index
+        lives += self._alive_at_end(live)
+        return sorted(lives, key=lambda life: life.born)
+
+    def _alive_at_end(self, live: dict[int, BlockLife]) -> Iterator[BlockLife]:
+        """Set the bytes of blocks in the segments, and yield those that no event made."""
+        for segment in self.record.segments:
+            for block in segment.blocks:
+                if not block.is_live:
+                    continue
+                known = live.pop(block.address, None)
+                if known is None:
+                    address, requested = block.address, block.requested_bytes
+                    known = BlockLife(address, requested, segment.stream, AT_START, block.stack)
+                    yield known
+                known.num_bytes = block.num_bytes
+        for lost in live.values():
+            # The segments do not have it: it was released while the snapshot was taken.
+            lost.freed = len(self.record.events)
+
+    def _curves(self) -> tuple[list[int], list[int]]:
+        num_events = len(self.record.events)
+        change = [0] * (num_events + 2)
+        for life in self.lives:
+            change[life.born + 1] += life.num_bytes
+            if life.freed is not None:
+                change[life.freed + 1] -= life.num_bytes
+        allocated = list(itertools.accumulate(change[: num_events + 1]))
+        grown = [0]
+        for event in self.record.events:
+            grown.append(grown[-1] + _segment_change(event))
+        at_end = sum(segment.num_bytes for segment in self.record.segments)
+        at_start = max(at_end - grown[-1], 0)
+        return allocated, [at_start + number for number in grown]
+
+
+def _segment_change(event: MemoryEvent) -> int:
+    if event.action in SEGMENT_MADE:
+        return event.num_bytes
+    return -event.num_bytes if event.action in SEGMENT_GIVEN_BACK else 0
+
+
+class _Placement:
+    """Finds the bytes of blocks that are not in the final segments."""
+
+    def __init__(self, record: DeviceRecord, lives: Sequence[BlockLife]) -> None:
+        self.events = record.events
+        self.lives = lives
+        self.settings = record.settings
+        self.expandable = record.has_expandable_segments
+        self.ends: dict[int, int] = {}
+        self.live: dict[int, list[int]] = {}
+        self.bases: list[int] = []
+        for base, size in _segments_at_start(record).items():
+            self._add_segment(base, size)
+
+    def place(self) -> None:
+        if self.expandable:
+            # Rests are always split off.
+            for life in self.lives:
+                life.num_bytes = life.num_bytes or self.settings.rounded(life.requested_bytes)
+            return
+        self._place_start()
+        by_birth = {life.born: life for life in self.lives if life.born != AT_START}
+        for index, event in enumerate(self.events):
+            if event.action == "alloc":
+                life = by_birth[index]
+                size = self._block_bytes(life.address, life.requested_bytes)
+                life.num_bytes = life.num_bytes or size
+                self._insert(life.address)
+            elif event.action in BLOCK_FREED:
+                self._remove(event.address)
+            elif event.action == "segment_alloc":
+                self._add_segment(event.address, event.num_bytes)
+            elif event.action == "segment_free":
+                self._drop_segment(event.address)
+
+    def _place_start(self) -> None:
+        at_start = [life for life in self.lives if life.born == AT_START]
+        for life in at_start:
+            self._insert(life.address)
+        hits = sorted((life.address, life.born) for life in self.lives if life.born != AT_START)
+        for life in at_start:
+            if not life.num_bytes:
+                life.num_bytes = self._at_start(life, hits)
+
+    def _at_start(self, life: BlockLife, hits: Sequence[tuple[int, int]]) -> int:
+        """Return the bytes of a block that was released before the end."""
+        size = self._block_bytes(life.address, life.requested_bytes)
+        rounded = self.settings.rounded(life.requested_bytes)
+        if size > rounded or rounded <= LARGEST_SMALL_BLOCK or life.freed is None:
+            return size
+        # An unused rest ends where another block was placed meanwhile.
+        end = life.address + rounded
+        place = bisect.bisect_left(hits, (end, AT_START))
+        for address, born in hits[place : place + MOST_HITS]:
+            if address > end + LARGEST_SMALL_BLOCK:
+                break
+            if born < life.freed and self._base(address) == self._base(life.address):
+                return address - life.address
+        return size
+
+    def _block_bytes(self, address: int, requested: int) -> int:
+        """Return the bytes of a block at this address, given the blocks beside it."""
+        size = self.settings.rounded(requested)
+        base = self._base(address)
+        if base is None or size <= LARGEST_SMALL_BLOCK:
+            return size
+        live = self.live[base]
+        place = bisect.bisect_right(live, address)
+        end = live[place] if place < len(live) else self.ends[base]
+        rest = end - address - size
+        limit = self.settings.max_split_bytes
+        is_split = rest > LARGEST_SMALL_BLOCK and (limit is None or size < limit)
+        return size if is_split or rest < 0 else size + rest
+
+    def _base(self, address: int) -> int | None:
+        place = bisect.bisect_right(self.bases, address) - 1
+        if place < 0 or address >= self.ends[self.bases[place]]:
+            return None
+        return self.bases[place]
+
+    def _insert(self, address: int) -> None:
+        base = self._base(address)
+        if base is not None:
+            bisect.insort(self.live[base], address)
+
+    def _remove(self, address: int) -> None:
+        base = self._base(address)
+        if base is None:
+            return
+        live = self.live[base]
+        place = bisect.bisect_left(live, address)
+        if place < len(live) and live[place] == address:
+            del live[place]
+
+    def _add_segment(self, base: int, size: int) -> None:
+        if base not in self.ends:
+            bisect.insort(self.bases, base)
+        self.ends[base] = base + size
+        self.live[base] = []
+
+    def _drop_segment(self, base: int) -> None:
+        if base in self.ends:
+            del self.ends[base], self.live[base]
+            del self.bases[bisect.bisect_left(self.bases, base)]
+
+
+def _segments_at_start(record: DeviceRecord) -> dict[int, int]:
+    """Return the bytes of each native segment before the first event, by address."""
+    found = {segment.address: segment.num_bytes for segment in record.segments}
+    for event in reversed(record.events):
+        if event.action == "segment_alloc":
+            found.pop(event.address, None)
+        elif event.action == "segment_free":
+            found[event.address] = event.num_bytes
+    return found
+
+
+# What a stack shows.
+
+FORWARD_PHASE = "forward"
+RECOMPUTE_PHASE = "recompute"
+BACKWARD_PHASE = "backward"
+STEP_PHASE = "step"
+UNKNOWN_PHASE = "unknown"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where in a training an allocation was made."""
+
+    phase: str
+    line: str = ""  # the innermost lines of the user's own code
+    in_module: bool = False
+    in_loss: bool = False
+    builds_model: bool = False
+
+
+BUILDING_FUNCTIONS = {
+    *("_apply", "convert", "to_empty", "load_state_dict", "from_pretrained"),
+    *("reset_parameters", "_load_from_state_dict"),
+}
+LOSS_WORDS = ("loss", "entropy", "log_softmax")
+NOT_OWN_CODE = ("/torch/", "/einops/", "/einx/", "/jaxtyping/", "/contextlib.py", "/functools.py")
+RECOMPUTING_FUNCTIONS = {"recompute_fn", "unpack_hook", "inner_unpack"}
+MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")
+
+
+def is_python(frame: Frame) -> bool:
+    return bool(_path(frame))
+
+
+def _path(frame: Frame) -> str:
+    """Return the path with the slashes of Linux; Python files only."""
+    path = frame.file.replace("\\", "/")
+    return path if path.endswith(".py") else ""
+
+
+@functools.lru_cache(maxsize=2**16)
+def origin_of(stack: Stack) -> Origin:
+    """Read the phase of a training and the source line from a stack."""
+    python = [frame for frame in stack if _path(frame)]
+    line = _own_lines(python)
+    module_depth = _depth(stack, lambda frame: frame.function in MODULE_CALLS)
+    backward_depth = _depth(stack, _is_backward)
+    if any(_is_optimizer(frame) for frame in python):
+        return Origin(STEP_PHASE, line)
+    recomputes = any(frame.function in RECOMPUTING_FUNCTIONS for frame in python)
+    if recomputes or module_depth < backward_depth < len(stack):
+        return Origin(RECOMPUTE_PHASE, line, in_module=True)
+    if backward_depth < len(stack) or not python:
+        # Without Python frames it is the thread of autograd.
+        return Origin(BACKWARD_PHASE, line)
+    inner = stack[: module_depth + 1]
+    return Origin(
+        FORWARD_PHASE,
+        line,
+        in_module=module_depth < len(stack),
+        in_loss=any(_is_loss(frame) for frame in inner),
+        builds_model=any(_builds(frame) for frame in python),
+    )
+
+
+def _depth(stack: Stack, matches: Callable[[Frame], bool]) -> int:
+    return next((index for index, frame in enumerate(stack) if matches(frame)), len(stack))
+
+
+def _is_backward(frame: Frame) -> bool:
+    if _path(frame):
+        return frame.function == "backward"
+    name = frame.function
+    return "autograd::Engine" in name or "autograd::generated" in name or "AccumulateGrad" in name
+
+
+def _is_optimizer(frame: Frame) -> bool:
+    path = _path(frame)
+    is_bookkeeping = frame.function in ("zero_grad", "__init__", "add_param_group")
+    if is_bookkeeping:
+        return False
+    if "/torch/optim/" in path or path.startswith("torch/optim/"):
+        return "lr_scheduler" not in path
+    return frame.function == "step" and "optim" in path.rsplit("/", 1)[-1].lower()
+
+
+def _is_loss(frame: Frame) -> bool:
+    if not _path(frame):
+        return "nll_loss" in frame.function or "log_softmax" in frame.function
+    name = frame.function.lower()
+    return any(word in name for word in LOSS_WORDS) or _path(frame).endswith("/modules/loss.py")
+
+
+def _builds(frame: Frame) -> bool:
+    if frame.function in BUILDING_FUNCTIONS:
+        return True
+    return frame.function == "__init__" and "/torch/nn/" in _path(frame)
+
+
+def _own_lines(python: Sequence[Frame]) -> str:
+    """Return the two innermost lines of code that is not torch's."""
+    own = [frame for frame in python if _is_own(frame)]
+    names = [f"{frame.function} {_path(frame).rsplit('/', 1)[-1]}:{frame.line}" for frame in own]
+    return " < ".join(names[:2])
+
+
+def _is_own(frame: Frame) -> bool:
+    """Check that a line is neither torch's nor of a library that rewrites tensors."""
+    if frame.function in MODULE_CALLS:
+        return False
+    path = f"/{_path(frame)}"
+    return not any(part in path for part in NOT_OWN_CODE)

@@ -1,0 +1,72 @@
+"""Owners of the peak of a snapshot are those of the training that made it.
+
+python -m pytest tests/plan/test_owners.py
+"""
+
+from collections import Counter
+
+import pytest
+from snapshot_files import Training, write
+
+from curry_train.plan.owners import OwnedBlocks
+from curry_train.plan.snapshot import BlockHistory, read_snapshot
+
+
+def owned_blocks(tmp_path, training):
+    record = read_snapshot(write(tmp_path / "a.pickle", training.snapshot())).devices[0]
+    return OwnedBlocks(BlockHistory(record))
+
+
+def wrong_owners(owned, training):
+    """Return the blocks whose owner is not that of the script."""
+    found = []
+    for life in owned.history.lives:
+        owner = owned.owner(life)
+        expected = training.truth[life.address, life.born]
+        if owner != expected:
+            found.append((life.born, life.requested_bytes, owner, expected))
+    return found
+
+
+def trained(*, recorded_from=0, steps=3, until=None, **settings):
+    training = Training(**settings)
+    training.build()
+    for index in range(steps):
+        if index == recorded_from:
+            training.record_from_here()
+        last = index == steps - 1
+        training.step(until=until if last else None)
+    return training
+
+
+def true_owners(owned, training):
+    """Return the bytes at the peak by the owners of the script."""
+    found = Counter()
+    for life in owned.history.alive_at(owned.history.peak_index):
+        own = owned.own_bytes(life)
+        found[training.truth[life.address, life.born]] += own
+        found["unsplit rests"] += life.num_bytes - own
+    return {owner: size for owner, size in found.items() if size}
+
+
+STYLES = [{}, {"native_frames": False}, {"windows": True}, {"foreach": False}]
+
+
+@pytest.mark.parametrize("recorded_from", [None, 0])
+@pytest.mark.parametrize("style", STYLES, ids=str)
+def test_every_block_has_the_owner_of_the_script(tmp_path, recorded_from, style):
+    training = trained(recorded_from=recorded_from, **style)
+    owned = owned_blocks(tmp_path, training)
+    assert wrong_owners(owned, training) == []
+    assert owned.owners == true_owners(owned, training)
+    assert sum(owned.owners.values()) == owned.history.peak_allocated
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+@pytest.mark.parametrize("until", [None, "forward", "backward"])
+def test_a_record_that_begins_later_has_the_same_owners(tmp_path, style, until):
+    # Parameters and optimizer state are known by the sizes of the gradients alone.
+    training = trained(recorded_from=1, until=until, **style)
+    owned = owned_blocks(tmp_path, training)
+    assert owned.owners == true_owners(owned, training)
+    assert len(owned.steps()) == 2

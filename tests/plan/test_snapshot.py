@@ -1,0 +1,258 @@
+"""Snapshots are read to the byte, and files that are none are refused in one line.
+
+python -m pytest tests/plan/test_snapshot.py
+"""
+
+import json
+import os
+import pickle
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from snapshot_files import Recorder, Training, from_trace, write
+
+from curry_train.plan.snapshot import (
+    BlockHistory,
+    Frame,
+    UnusableSnapshot,
+    origin_of,
+    read_snapshot,
+)
+
+TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
+MIB = 2**20
+
+
+def small_snapshot():
+    training = Training(foreach=False)
+    training.build()
+    training.step()
+    return training.snapshot()
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return pickle.dumps(small_snapshot(), protocol=4)
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_a_recorded_trace_has_its_peaks_to_the_byte(tmp_path, path):
+    trace = json.loads(path.read_text())
+    (record,) = read_snapshot(write(tmp_path / "a.pickle", from_trace(trace))).devices
+    history = BlockHistory(record)
+    assert history.peak_reserved == trace["reserved_peak"]
+    if not trace["expandable"]:
+        # Of expandable segments the traces have blocks of the start, but not their addresses.
+        assert history.reserved[0] == trace["reserved_start"]
+    assert history.reserved[-1] == trace["reserved_end"]
+    rounded = sum(record.settings.rounded(life.requested_bytes) for life in history.alive_at(-1))
+    if trace["starts_empty"]:
+        assert history.allocated[0] == rounded == 0
+    if trace["peak_blocks"] is not None:
+        assert history.peak_allocated == trace["peak_blocks"]
+    alive = history.alive_at(history.peak_index)
+    assert sum(life.num_bytes for life in alive) == history.peak_allocated
+    assert history.contradictions == 0
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_of_pickle_is_read(tmp_path, protocol):
+    snapshot = small_snapshot()
+    found = read_snapshot(write(tmp_path / "a.pickle", snapshot, protocol=protocol))
+    assert found == read_snapshot(write(tmp_path / "b.pickle", snapshot))
+    (record,) = found.devices
+    assert [event.action for event in record.events] == [
+        event["action"] for event in snapshot["device_traces"][0]
+    ]
+
+
+def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
+    recorder = Recorder()
+    held = recorder.allocate(20 * MIB - 4096)  # in a segment of 20 MiB
+    recorder.events.clear()
+    recorder.free(held)
+    (record,) = read_snapshot(write(tmp_path / "a.pickle", recorder.snapshot())).devices
+    history = BlockHistory(record)
+    assert history.peak_allocated == history.allocated[0] == 20 * MIB
+
+
+def test_where_a_later_block_was_placed_ends_a_block_of_the_start(tmp_path):
+    recorder = Recorder()
+    first = recorder.allocate(30 * MIB)
+    recorder.free(first)
+    held = recorder.allocate(12 * MIB)
+    recorder.events.clear()
+    between = recorder.allocate(11 * MIB)
+    recorder.free(held)
+    recorder.free(between)
+    (record,) = read_snapshot(write(tmp_path / "a.pickle", recorder.snapshot())).devices
+    history = BlockHistory(record)
+    assert history.allocated[0] == 12 * MIB
+    assert history.peak_allocated == 23 * MIB
+
+
+def test_devices_without_memory_are_left_out(tmp_path):
+    recorder = Recorder(device=2)
+    recorder.allocate(MIB)
+    (record,) = read_snapshot(write(tmp_path / "a.pickle", recorder.snapshot())).devices
+    assert record.device == 2
+    assert BlockHistory(record).peak_allocated == MIB
+
+
+def test_segments_alone_are_a_snapshot_without_events(tmp_path):
+    recorder = Recorder()
+    recorder.allocate(3 * MIB)
+    path = write(tmp_path / "a.pickle", recorder.snapshot()["segments"])
+    history = BlockHistory(read_snapshot(path).devices[0])
+    assert history.peak_allocated == 3 * MIB
+    assert history.peak_reserved == 20 * MIB
+
+
+def test_blocks_of_older_versions_have_a_history_in_place_of_frames(tmp_path):
+    frame = {"name": "forward", "filename": "model.py", "line": 3}
+    block = {"size": 1024, "state": "active_allocated"}
+    block["history"] = [{"addr": 4096, "real_size": 600, "frames": [frame]}]
+    segment = {"address": 4096, "total_size": 2 * MIB, "stream": 0, "device": 0}
+    rest = {"size": 2 * MIB - 1024, "state": "inactive"}
+    path = write(tmp_path / "a.pickle", [segment | {"blocks": [block, rest]}])
+    (life,) = BlockHistory(read_snapshot(path).devices[0]).lives
+    assert (life.requested_bytes, life.num_bytes) == (600, 1024)
+    assert life.stack[0].function == "forward"
+
+
+def test_a_record_that_dropped_its_first_events_shows_it(tmp_path):
+    training = Training()
+    training.build()
+    training.step()
+    whole = training.snapshot()
+    cut = whole | {"device_traces": [whole["device_traces"][0][40:]]}
+    histories = [
+        BlockHistory(read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices[0])
+        for snapshot in (whole, cut)
+    ]
+    assert [history.is_cut for history in histories] == [False, True]
+    assert histories[0].peak_allocated == histories[1].peak_allocated
+
+
+def test_windows_paths_are_read_as_those_of_linux():
+    linux, windows = Training(), Training(windows=True)
+    frames = [linux.in_forward("mlp", 5), windows.in_forward("mlp", 5)]
+    first, second = ([*map(as_frame, stack)] for stack in frames)
+    assert origin_of(tuple(first)) == origin_of(tuple(second))
+    assert origin_of(tuple(first)).line == "mlp train.py:5 < train_step train.py:90"
+
+
+def as_frame(frame):
+    return Frame(frame["name"], frame["filename"], frame["line"])
+
+
+# Files that are no snapshot.
+
+
+class Touch:
+    """Runs a command where its pickle is loaded by pickle.load."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def wrong_fields():
+    good = small_snapshot()
+    segment = good["segments"][0]
+    block = segment["blocks"][0]
+    event = good["device_traces"][0][0]
+    yield good | {"segments": 3}
+    yield good | {"device_traces": {"a": 1}}
+    yield good | {"device_traces": [["alloc"]]}
+    yield {"segments": [], "device_traces": []}
+    yield {"model": {"weight": [1.0]}}
+    yield "text"
+    for changed in ({"addr": "7"}, {"size": -1}, {"size": 2**70}, {"frames": 5}, {"frames": [5]}):
+        yield good | {"device_traces": [[event | changed]]}
+    for changed in ({"address": None}, {"total_size": -5}, {"blocks": 1}, {"device": 10**9}):
+        yield good | {"segments": [segment | changed]}
+    for changed in ({"size": "x"}, {"size": 2**50}, {"address": 0}, {"requested_size": None}):
+        yield good | {"segments": [segment | {"blocks": [block | changed]}]}
+
+
+def bombs():
+    """Yield pickles that would take much memory or time, or run something."""
+    start = b"\x80\x04"
+    yield start + b"\x96" + struct.pack("<Q", 2**40)  # a bytearray of 1 TiB
+    yield start + b"\x8e" + struct.pack("<Q", 2**40)  # bytes
+    yield start + b"\x8d" + struct.pack("<Q", 2**40)  # text
+    yield start + b"\x8b" + struct.pack("<i", 2**30)  # an integer
+    yield start + b"\x8a\xff" + bytes(255)
+    yield start + b"\x95" + struct.pack("<Q", 2**62) + b"]."  # a frame
+    yield start + b"]r" + struct.pack("<I", 2**32 - 1) + b"."  # the memo
+    yield start + b"]" * 100_000 + b"."
+    yield start + b"(" * 100_000 + b"."
+    yield start + b"]\x94" + b"h\x00a" * 50_000 + b"."  # a list that holds itself
+    yield b"I" + b"9" * 100_000 + b"\n."
+    yield b"cos\nsystem\n(S'true'\ntR."
+    yield b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."
+    yield start + b"\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R."
+    yield start + b"\x82\x01."  # an extension
+    yield b"Pwhat\n."
+    yield b""
+    yield b"PK\x03\x04" + bytes(100)
+
+
+def shared_lists():
+    """Return a snapshot whose lists hold each other: many entries in few bytes."""
+    event = {"action": "alloc", "addr": 512, "size": 512, "stream": 0}
+    trace = [event] * 2000
+    return {"segments": [], "device_traces": [trace] * 2000}
+
+
+def hostile_files(whole, folder):
+    yield from bombs()
+    yield pickle.dumps(shared_lists())
+    yield pickle.dumps({"segments": [Touch(folder / "made")]})
+    yield pickle.dumps({"segments": [], "device_traces": [[Touch(folder / "made")]]})
+    yield from (pickle.dumps(value) for value in wrong_fields())
+    yield from (whole[: len(whole) * part // 64] for part in range(1, 64))
+
+
+def test_hostile_files_run_nothing_and_are_refused_in_one_line_in_bounded_memory(tmp_path, whole):
+    files = list(hostile_files(whole, tmp_path))
+    assert len(files) >= 100
+    path = tmp_path / "hostile.pickle"
+    for data in files:
+        path.write_bytes(data)
+        tracemalloc.start()
+        try:
+            with pytest.raises(UnusableSnapshot) as caught:
+                read_snapshot(path)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 600
+        assert most < 64 * MIB
+    assert not (tmp_path / "made").exists()
+
+
+def test_changed_bytes_are_read_or_refused(tmp_path, whole):
+    chance = random.Random(0)
+    path = tmp_path / "changed.pickle"
+    outcomes = {True: 0, False: 0}
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        path.write_bytes(data)
+        try:
+            for record in read_snapshot(path).devices:
+                BlockHistory(record)
+        except UnusableSnapshot:
+            outcomes[False] += 1
+        else:
+            outcomes[True] += 1
+    assert all(outcomes.values()), outcomes
