@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long torture spikes zoo check static lint types rules skills clients clean
+.PHONY: help validate test long mutants torture spikes zoo check static lint types rules skills clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -27,6 +27,9 @@ test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-
 
 long: $(dev_ready)  ## run the variants that `make test` leaves out, and only those
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
+
+mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac' or '--changed'
+	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
 torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)

@@ -1,0 +1,599 @@
+"""Make mutants, and run gates and tests on each in a fork of a process that has torch ready.
+
+    python benchmarks/mutant_forks.py JOB.json
+
+`mutants.py` starts this in a copy of the checkout in which the generator put all mutants of a
+module beside its original functions; `MUTANT_UNDER_TEST` selects one. A process that starts afresh
+takes seconds to import torch, and a fork takes none. First one fork runs everything without a
+mutant and records which functions each gate and test calls, so that a mutant meets only what can
+reach it. Each result is printed as one line of JSON.
+
+The first process computes nothing with torch, since a fork of a process with threads may hang.
+Proof: `python -m pytest tests/benchmarks/test_mutants.py`.
+"""
+
+import ast
+import difflib
+import functools
+import gc
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, NoReturn
+
+import libcst as cst
+import pytest
+from libcst import metadata
+from mutmut.mutation import file_mutation, trampoline
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import IgnoredCode
+from mutmut.mutation.trampoline_templates import CLASS_NAME_SEPARATOR
+
+# Make mutants.
+
+MUTATED_DECORATORS = ([], ["classmethod"], ["staticmethod"])
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed expression: its name for mutmut's runner, its place, and why it may not count."""
+
+    name: str  # module.mangled function__mutmut_number
+    module: str  # path in the package
+    function: str  # as written, with the class
+    line: int
+    change: str
+    kind: str | None = None  # a key of `KINDS` in mutants.py
+
+    @property
+    def key(self) -> str:
+        """Return the name of the function for mutmut's runner."""
+        return self.name.rpartition("__mutmut_")[0]
+
+    @property
+    def number(self) -> int:
+        return int(self.name.rpartition("_")[2])
+
+
+@dataclass
+class MutatedModule:
+    """The source of a module with all mutants in it, and what stands where."""
+
+    code: str
+    mutants: list[Mutant]
+    hashes: dict[str, str]  # of each function, by its name as written
+    skipped: list[str] = field(default_factory=list)  # functions that mutmut leaves alone
+
+
+def mutate(module: str, source: str, lines: set[int] | None = None) -> MutatedModule:
+    """Make every mutant of a module, or those of some lines."""
+    wrapper = metadata.MetadataWrapper(cst.parse_module(source))
+    visitor = file_mutation.MutationVisitor(
+        mutation_operators, IgnoredCode(set(), set(), set()), lines
+    )
+    tree = wrapper.visit(visitor)
+    made = file_mutation.combine_mutations_to_source(
+        tree, visitor.mutations, visitor.ignored_classes, visitor.ignored_functions
+    )
+    places = _Places(wrapper, source)
+    dotted = "curry_train." + module.removesuffix(".py").replace("/", ".")
+    mutants = []
+    names = iter(made.mutant_names)
+    grouped = file_mutation.group_by_top_level_node(visitor.mutations)
+    for function in _functions(tree):
+        for mutation in grouped.get(function, ()):
+            name = next(names)
+            mutants.append(
+                Mutant(
+                    name=f"{dotted}.{name}",
+                    module=module,
+                    function=written_name(name.rpartition("__mutmut_")[0]),
+                    line=places.line(mutation),
+                    change=places.change(mutation),
+                    kind=places.kind(mutation),
+                )
+            )
+    assert next(names, None) is None, f"{module}: mutmut names its mutants in another order"
+    skipped = _not_mutated(ast.parse(source))
+    return MutatedModule(made.code, mutants, function_hashes(source), skipped)
+
+
+def written_name(mangled: str) -> str:
+    """Return `Window.__len__` for `xǁWindowǁ__len__`, and `train_window` for `x_train_window`."""
+    if CLASS_NAME_SEPARATOR in mangled:
+        return ".".join(mangled.split(CLASS_NAME_SEPARATOR)[1:])
+    return mangled.removeprefix("x_")
+
+
+def _functions(tree: cst.Module) -> Iterator[cst.CSTNode]:
+    """Yield functions and methods in the order in which mutmut names their mutants."""
+    for statement in tree.body:
+        if isinstance(statement, cst.FunctionDef):
+            yield statement
+        elif isinstance(statement, cst.ClassDef) and isinstance(statement.body, cst.IndentedBlock):
+            yield from (one for one in statement.body.body if isinstance(one, cst.FunctionDef))
+
+
+def _not_mutated(tree: ast.Module) -> list[str]:
+    """Return functions and methods that mutmut leaves alone for their decorators."""
+    functions = [("", node) for node in tree.body]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            functions += [(f"{node.name}.", inside) for inside in node.body]
+    return [
+        f"{owner}{node.name}"
+        for owner, node in functions
+        if isinstance(node, ast.FunctionDef)
+        and list(map(_name_of, node.decorator_list)) not in MUTATED_DECORATORS
+    ]
+
+
+class _Places:
+    """Lines, texts and kinds of the mutations of one module."""
+
+    def __init__(self, wrapper: metadata.MetadataWrapper, source: str) -> None:
+        self._module = wrapper.module
+        self._lines = source.splitlines()
+        self._positions = wrapper.resolve(metadata.PositionProvider)
+        self._whole_positions = wrapper.resolve(metadata.WhitespaceInclusivePositionProvider)
+        self._parents = wrapper.resolve(metadata.ParentNodeProvider)
+        self._texts = text_functions(ast.parse(source))
+
+    def line(self, mutation: file_mutation.Mutation) -> int:
+        """Return the line of what differs, which may be below that of the whole call."""
+        node = mutation.original_node
+        remaining = {id(child) for child in mutation.mutated_node.children}
+        gone = [child for child in node.children if id(child) not in remaining]
+        for place in (*gone[:1], node):
+            if (found := self._positions.get(place)) is not None:
+                return found.start.line
+        raise AssertionError(f"{self._module.code_for_node(node)} has no place in its module")
+
+    def change(self, mutation: file_mutation.Mutation) -> str:
+        """Return the lines of the mutated expression, before and after."""
+        node = mutation.original_node
+        before = self._module.code_for_node(node)
+        after = self._module.code_for_node(mutation.mutated_node)
+        if (place := self._whole_positions.get(node)) is not None:
+            lines = self._lines[place.start.line - 1 : place.end.line]
+            start = lines[0][: place.start.column]
+            end = lines[-1][place.end.column :]
+            before, after = (f"{start}{text}{end}" for text in (before, after))
+        return shorten(" ".join(before.split()), " ".join(after.split()))
+
+    def kind(self, mutation: file_mutation.Mutation) -> str | None:
+        """Return a key of `KINDS` in mutants.py if a rule gives one."""
+        if self._changes_only_strict(mutation):
+            return "guard"
+        node: cst.CSTNode | None = mutation.original_node
+        while node is not None:
+            if _is_message(node, self._texts):
+                return "message"
+            node = self._parents.get(node)
+        return None
+
+    def _changes_only_strict(self, mutation: file_mutation.Mutation) -> bool:
+        """Return whether a call of `zip` differs in nothing but `strict`."""
+        node = mutation.original_node
+        if isinstance(node, cst.Call) and _callee(node) == "zip":
+            before = self._positional(node)
+            after = self._positional(mutation.mutated_node)
+            return before == after
+        parent = self._parents.get(node)
+        if not isinstance(parent, cst.Arg) or parent.keyword is None:
+            return False
+        return parent.keyword.value == "strict" and _callee(self._parents[parent]) == "zip"
+
+    def _positional(self, call: cst.CSTNode) -> list[str]:
+        return [self._module.code_for_node(arg) for arg in call.args if not arg.keyword]
+
+
+def _callee(node: cst.CSTNode) -> str:
+    function = getattr(node, "func", None)
+    name = function.attr if isinstance(function, cst.Attribute) else function
+    return name.value if isinstance(name, cst.Name) else ""
+
+
+def _is_message(node: cst.CSTNode, texts: set[str]) -> bool:
+    """Return whether all that is inside a node ends in the text of an error or warning."""
+    if isinstance(node, cst.Raise):
+        return True
+    if isinstance(node, cst.Call):
+        return _callee(node) == "warn"
+    return isinstance(node, cst.FunctionDef) and node.name.value in texts
+
+
+def text_functions(tree: ast.Module) -> set[str]:
+    """Return functions that return text and are called only inside `raise` or `warn`."""
+    candidates = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("_")
+        and isinstance(node.returns, ast.Name)
+        and node.returns.id == "str"
+    }
+    inside = {
+        id(name) for error in ast.walk(tree) if _ends_in_text(error) for name in _names(error)
+    }
+    for name in list(candidates):
+        used = [node for node in _names(tree) if _name_of(node) == name]
+        if not used or any(id(node) not in inside for node in used):
+            candidates.discard(name)
+    return candidates
+
+
+def _ends_in_text(node: ast.AST) -> bool:
+    is_warning = isinstance(node, ast.Call) and _name_of(node.func) == "warn"
+    return isinstance(node, ast.Raise) or is_warning
+
+
+def _names(tree: ast.AST) -> list[ast.AST]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+
+
+def _name_of(node: ast.AST) -> str:
+    return getattr(node, "id", getattr(node, "attr", ""))
+
+
+def shorten(before: str, after: str, *, around: int = 30) -> str:
+    """Return `before -> after` with what is equal at both ends cut to a few words."""
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    blocks = [block for block in matcher.get_opcodes() if block[0] != "equal"]
+    start = max(0, blocks[0][1] - around) if blocks else 0
+    tail = min(len(before), blocks[-1][2] + around) if blocks else len(before)
+    cut = len(before) - tail
+    left, right = (text[start : len(text) - cut] for text in (before, after))
+    return f"{'...' if start else ''}{left} -> {right}{'...' if cut else ''}"
+
+
+def function_hashes(source: str) -> dict[str, str]:
+    """Return a hash of each function and method, by its name as written."""
+    return {
+        written_name(key): text
+        for key, text in file_mutation.compute_function_hashes(source).items()
+    }
+
+
+KINDS_OF_CHECKS = ("gates", "tests")
+
+# A fork may take this much longer than the gates or tests that it runs took without a mutant.
+TIMES_LONGER = 5
+MORE_SECONDS = 20
+
+# Of the time that remains, what the gates take without a mutant, and then the tests.
+SHARE_OF_FIRST_RUN = 0.3
+
+# What a test that starts processes calls in them is not seen.
+STARTS_A_PROCESS = {"os.fork", "os.posix_spawn", "subprocess.Popen"}
+
+
+@dataclass
+class Check:
+    """A gate on a model, or a test: what it called and took without a mutant."""
+
+    name: str
+    run: Callable[[], str | None]  # returns why it fails
+    seconds: float = 0.0
+    called: frozenset[str] = frozenset()
+    starts_processes: bool = False
+    failure: str | None = None
+
+    def reaches(self, function: str) -> bool:
+        return not self.failure and (self.starts_processes or function in self.called)
+
+
+class Fork:
+    """A child process that runs a function and answers with JSON, within a time limit."""
+
+    def __init__(self, work: Callable[[], Any], limit: float) -> None:
+        self._answer: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in `ended`
+        self._until = time.monotonic() + limit
+        self._child = os.fork()
+        if self._child == 0:
+            _work_and_exit(work, self._answer)
+
+    def ended(self) -> dict[str, Any] | None:
+        """Return the answer, with the status of a child that gave none; None while it runs."""
+        child, status = os.waitpid(self._child, os.WNOHANG)
+        is_late = time.monotonic() > self._until
+        if not child and not is_late:
+            return None
+        self.kill()
+        if not child:
+            os.waitpid(self._child, 0)
+        self._answer.seek(0)
+        text = self._answer.read()
+        self._answer.close()
+        if is_late and not child:
+            return {"died": "did not end in time"}
+        return json.loads(text) if text else {"died": f"status {os.waitstatus_to_exitcode(status)}"}
+
+    def wait(self) -> dict[str, Any]:
+        while (answer := self.ended()) is None:
+            time.sleep(0.01)
+        return answer
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self._child, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _work_and_exit(work: Callable[[], Any], answer: IO[bytes]) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        os.setsid()
+        answer.write(json.dumps(work()).encode())
+        answer.flush()
+    # Whatever a mutant raises counts, SystemExit too; the parent's stack must not run on.
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(3)
+    os._exit(0)
+
+
+# Gates.
+
+
+def gate_checks(patterns: Sequence[str], models: Sequence[str]) -> list[Check]:
+    """Return the gates of a technique on each model."""
+    from curry_train.gates import discover
+
+    techniques = {pattern.partition("/")[0] for pattern in patterns}
+    gates = [gate for gate in discover(sorted(techniques)) if gate.name.startswith(tuple(patterns))]
+    return [
+        Check(f"{gate.name} on {model}", functools.partial(_run_gate, gate, model))
+        for model in models
+        for gate in gates
+    ]
+
+
+def _run_gate(gate: Any, model: str) -> str | None:
+    verdict = gate.run(_case(model))
+    return None if verdict.passed is not False else f"{verdict.measured}; {verdict.hint}"
+
+
+@functools.cache
+def _case(model: str) -> Any:
+    """Make the case as `validate` does, once in a fork."""
+    from curry_train.core.blocks import NoBlocks
+    from curry_train.workloads.models import load_workload
+    from curry_train.workloads.workload import Case
+
+    case = Case(load_workload(model))
+    try:
+        return case.with_running_blocks()[0]
+    except NoBlocks:
+        return case
+
+
+# Tests.
+
+
+class Reports:
+    """Plugin of pytest that holds the reports of the test that runs."""
+
+    def __init__(self) -> None:
+        self.failed: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report)
+
+
+def test_checks(session: pytest.Session, reports: Reports) -> list[Check]:
+    """Return the collected tests."""
+    return [
+        Check(item.nodeid, functools.partial(_run_test, item, reports)) for item in session.items
+    ]
+
+
+def _run_test(item: pytest.Item, reports: Reports) -> str | None:
+    """Run one test with all of its fixtures; return why it failed."""
+    reports.failed.clear()
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    return next(map(_reason, reports.failed), None)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    text = str(report.longrepr)
+    lines = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
+    return lines[0][:200] if lines else "failed"
+
+
+# The first run, without a mutant.
+
+
+@dataclass
+class Recorder:
+    """Functions that run between two looks, and whether a process was started."""
+
+    called: set[str] = field(default_factory=set)
+    num_started: int = 0
+
+    def install(self) -> None:
+        trampoline.record_trampoline_hit = self._hit
+        trampoline.set_mutant_under_test("stats")
+        os.environ.pop("MUTANT_UNDER_TEST")  # processes that are started run the original
+        sys.addaudithook(self._event)
+
+    def _hit(self, name: str, caller: str | None = None) -> None:
+        self.called.add(name)
+
+    def _event(self, event: str, _: Any) -> None:
+        self.num_started += event in STARTS_A_PROCESS
+
+
+def measure(checks: Sequence[Check], until: float) -> list[dict[str, Any]]:
+    """Run checks without a mutant; return what each called, its seconds and its failure."""
+    recorder = Recorder()
+    recorder.install()
+    found = []
+    for check in checks:
+        if time.time() > until:
+            break
+        _case.cache_clear()
+        recorder.called.clear()
+        before = recorder.num_started
+        started = time.monotonic()
+        failure = check.run()
+        seconds = time.monotonic() - started
+        found.append(
+            {
+                "seconds": seconds,
+                "called": sorted(recorder.called),
+                "starts_processes": recorder.num_started > before,
+                "failure": failure,
+            }
+        )
+    return found
+
+
+# All mutants.
+
+
+def run_checks(checks: Sequence[Check], mutant: str) -> dict[str, Any]:
+    """Run checks on a mutant until one fails; return its name and why it failed."""
+    os.environ["MUTANT_UNDER_TEST"] = mutant  # processes that are started inherit it
+    for check in checks:
+        if failure := check.run():
+            return {"caught_by": check.name, "why": failure}
+    return {"caught_by": None}
+
+
+def in_order(checks: Iterable[Check], function: str) -> list[Check]:
+    """Return the checks that can reach a function, the quickest first."""
+    chosen = [check for check in checks if check.reaches(function)]
+    return sorted(chosen, key=lambda check: (check.starts_processes, check.seconds))
+
+
+def tasks(
+    job: dict[str, Any], kinds: dict[str, list[Check]]
+) -> Iterator[tuple[dict[str, Any], list[Check]]]:
+    for mutant in job["mutants"]:
+        for kind, checks in kinds.items():
+            ordered = in_order(checks, mutant["function"])
+            yield {"mutant": mutant["name"], "kind": kind, "reached_by": len(ordered)}, ordered
+
+
+def run_mutants(
+    job: dict[str, Any], kinds: dict[str, list[Check]], say: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run all mutants, so many at a time, until the time of the job is over."""
+    running: list[tuple[dict[str, Any], float, Fork]] = []
+    waiting = tasks(job, kinds)
+    is_over = False
+    try:
+        while running or not is_over:
+            while len(running) < job["at_once"] and not is_over:
+                row, checks = next(waiting, (None, []))
+                is_over = row is None or time.time() > job["until"]
+                if checks and not is_over:
+                    limit = TIMES_LONGER * sum(check.seconds for check in checks) + MORE_SECONDS
+                    work = functools.partial(run_checks, checks, row["mutant"])
+                    running.append((row, time.monotonic(), Fork(work, limit)))
+                elif row is not None and not is_over:
+                    say(row | {"caught_by": None, "seconds": 0.0})
+            running = [entry for entry in running if not _said(*entry, say)]
+            time.sleep(0.005)
+    finally:
+        for _, _, fork in running:
+            fork.kill()
+
+
+def _said(
+    row: dict[str, Any], started: float, fork: Fork, say: Callable[[dict[str, Any]], None]
+) -> bool:
+    """Print the result of a fork that has ended."""
+    if (answer := fork.ended()) is None:
+        return False
+    if "died" in answer:
+        answer = {"caught_by": answer["died"]}
+    say(row | answer | {"seconds": round(time.monotonic() - started, 2)})
+    return True
+
+
+class Forks:
+    """Plugin of pytest that runs mutants in place of the collected tests."""
+
+    def __init__(
+        self, job: dict[str, Any], say: Callable[[dict[str, Any]], None], reports: Reports
+    ) -> None:
+        self._job = job
+        self._say = say
+        self._reports = reports
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            self._say({"error": f"{session.testsfailed} of the test files can't be imported"})
+            return True
+        kinds = {
+            "gates": gate_checks(self._job["gates"], self._job["models"]),
+            "tests": test_checks(session, self._reports),
+        }
+        gc.collect()
+        gc.freeze()
+        for kind, checks in kinds.items():
+            if not self._measured(kind, checks):
+                return True
+        run_mutants(self._job, kinds, self._say)
+        return True
+
+    def _measured(self, kind: str, checks: list[Check]) -> bool:
+        """Measure the checks without a mutant; those that there is no time for are left out."""
+        now = time.time()
+        until = now + SHARE_OF_FIRST_RUN * (self._job["until"] - now)
+        answer = Fork(lambda: {"rows": measure(checks, until)}, math.inf).wait()
+        if "died" in answer:
+            self._say({"error": f"the {kind} without a mutant: {answer['died']}"})
+            return False
+        del checks[len(answer["rows"]) :]
+        for check, row in zip(checks, answer["rows"], strict=True):
+            vars(check).update(row, called=frozenset(row["called"]))
+        failed = {check.name: check.failure for check in checks if check.failure}
+        seconds = round(sum(check.seconds for check in checks), 1)
+        self._say({"kind": kind, "checks": len(checks), "seconds": seconds, "failed": failed})
+        return True
+
+
+def main() -> None:
+    """Run the mutants of a job; results go to the first standard output, and nothing else."""
+    with open(sys.argv[1], encoding="utf-8") as file:  # noqa: PTH123
+        job = json.load(file)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    answers = os.fdopen(os.dup(1), "w")
+    log = os.open(job["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+    def say(row: dict[str, Any]) -> None:
+        print(json.dumps(row), file=answers, flush=True)
+
+    import warm_python
+
+    for name in warm_python.READY:
+        importlib.import_module(name)
+    warm_python.warm_python()  # ranks of all forks are forks of it
+    from curry_train.gates import fixtures
+
+    fixtures.PYTHON_EXECUTABLE = warm_python.WarmPython()
+    options = ["--numprocesses=0", "-p", "no:cacheprovider", "-q", "--capture=no"]
+    reports = Reports()
+    plugins = [reports, Forks(job, say, reports)]
+    status = pytest.main([*options, *job["tests"]], plugins=plugins)
+    sys.exit(int(status) not in (0, 1))
+
+
+if __name__ == "__main__":
+    main()
