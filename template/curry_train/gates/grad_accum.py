@@ -1,15 +1,17 @@
 """Gates of gradient accumulation: it gives the gradients of the large batch.
 
-Each gate takes the implementation as `train`, so that its tests can plant a wrong one. The model is
-compared in eval mode: dropout and BatchNorm depend on the microbatch, and would differ for the
-right implementation too.
+Each gate takes the implementation as `train`, so that its tests can plant a wrong one. A large
+batch is compared in eval mode: dropout and BatchNorm depend on the microbatch, and would differ for
+the right implementation too.
 
 Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.parity import Parity, StepRecord, check_comparable, compare, record
+from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, batch_size
@@ -52,6 +55,11 @@ ROUNDING_FACTOR = 4
 # Where a model does not run in float64, a difference above this is no rounding.
 COUPLED_DIFFERENCE = 1e-3
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
+# Of the gradient's own norm, so that every model is clipped.
+CLIPPED_SHARE = 0.5
+# The scale of the losses under a scaler, and one under which every gradient overflows.
+LOSS_SCALE = 2.0**10
+OVERFLOWING_SCALE = 2.0**127
 Train = Callable[..., Any]
 Windows = Callable[[Any, int, Callable[[Any], int]], Any]  # of microbatches, steps and count
 
@@ -104,7 +112,7 @@ def once_per_window(
         sizes=[2] * 8,
         masked=True,
         steps=4,
-        clip=0.5,
+        clip_share=CLIPPED_SHARE,
         train=train,
         windows=windows,
         counted=steps,
@@ -119,10 +127,154 @@ def once_per_window(
     return Verdict("grad-accum/once", held, measured, required, hint)
 
 
+def scaled_window(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
+    """Compare a window under a gradient scaler, clipped, with one trained by hand without it.
+
+    A gradient that overflows must skip the step and the schedule.
+    """
+    gate = "grad-accum/scaled"
+    if not _takes(train, "scaler"):
+        return not_applicable(
+            gate, required="a scaler", why="the implementation takes no gradient scaler"
+        )
+    options: dict[str, Any] = {"train": train, "windows": windows}
+    sizes = [2] * 4
+    parity, tolerance = _parity(
+        case, sizes=sizes, clip_share=CLIPPED_SHARE, scale=LOSS_SCALE, **options
+    )
+
+    module = case.build().eval()
+    before = copy.deepcopy(module.state_dict())
+    optimizer, scheduler = _optimizer(module)
+    microbatches = case.split(case.batch(sum(sizes)), sizes)
+    (window,) = windows(microbatches, len(sizes), case.workload.count)
+    scaler = torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE)
+    overflowing = _overflowing(case)
+    train(module, window, overflowing, optimizer, scheduler=scheduler, scaler=scaler)
+    changed = _changed(module, before)
+    steps = scheduler.last_epoch
+
+    measured = f"{parity.describe()}; overflow: {changed} weights changed, {steps} schedule steps"
+    required = f"clipped gradients within {tolerance:.1e}; overflow: nothing changed"
+    hint = ""
+    if not parity.holds:
+        hint = "unscale once per window, after the last backward and before clipping"
+    elif changed or steps:
+        hint = "step through the scaler, and the schedule only if the scaler stepped"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _overflowing(case: Case) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Return the loss, large enough that its scaled gradient overflows."""
+    most = 2.0**100 if case.dtype is not torch.float16 else 2.0**10
+    return lambda module, microbatch: case.workload.loss(module, microbatch) * most
+
+
+def _takes(train: Train, option: str) -> bool:
+    """Return whether an implementation takes a keyword argument."""
+    try:
+        parameters = inspect.signature(train).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return True
+    return any(one.name == option or one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _changed(module: nn.Module, before: Mapping[str, Any]) -> int:
+    return sum(
+        not torch.equal(value, before[name])
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def random_numbers(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
+    """Compare a window in training mode with a loop by hand on the same random numbers.
+
+    A number drawn beside each loss shows whether each microbatch draws its own.
+    """
+    gate = "grad-accum/random"
+    sizes = [case.batch_size] * 3
+    microbatches = case.split(case.batch(sum(sizes)), sizes)
+    (window,) = windows(microbatches, len(sizes), case.workload.count)
+    runs = []
+    for is_by_hand in (True, True, False):
+        module = case.build()
+        draws: list[float] = []
+
+        def loss(model: nn.Module, microbatch: Any, draws: list[float] = draws) -> torch.Tensor:
+            draws.append(torch.rand(()).item())
+            return case.workload.loss(model, microbatch)
+
+        with seeded(case.seed):
+            if is_by_hand:
+                total = _accumulate_by_hand(module, microbatches, loss, case.workload.count)
+            else:
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+                total = torch.tensor(train(module, window, loss, optimizer).loss)
+            runs.append((record(module, total), draws))
+    (first, expected), (second, _), (ours, found) = runs
+    required = f"as by hand within {GRADIENT_TOLERANCES[case.dtype]:.0e}, random numbers equal"
+    if not compare(first, second).bit_equal:
+        why = "a loop by hand in training mode does not repeat itself bit for bit"
+        return not_applicable(gate, required=required, why=why)
+
+    ours = replace(ours, loss=ours.loss.to(first.loss))
+    found_parity = compare(first, ours, tolerance=GRADIENT_TOLERANCES[case.dtype])
+    num_own = len(set(found))
+    measured = (
+        f"{found_parity.describe()}; {num_own} of {len(expected)} microbatches draw their own"
+    )
+    hint = ""
+    if found != expected:
+        hint = "draw on from microbatch to microbatch: do not seed inside the window"
+    elif not found_parity.holds:
+        hint = "run each microbatch once, in order, in the mode that the module has"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _accumulate_by_hand(
+    module: nn.Module, microbatches: Sequence[Any], loss: Any, count: Callable[[Any], int]
+) -> torch.Tensor:
+    """Run forward and backward of each microbatch; return the mean loss of the window."""
+    terms = sum(map(count, microbatches))
+    total = torch.zeros(())
+    for microbatch in microbatches:
+        value = loss(module, microbatch) / terms
+        value.backward()
+        total = total.to(value) + value.detach()
+    return total
+
+
 def non_finite(
     case: Case, *, train: Train = train_window, windows: Windows = _our_windows
 ) -> Verdict:
-    """Check that a NaN loss in one microbatch stops the window before the weights change."""
+    """Check that a NaN in one microbatch stops the window before the weights change.
+
+    The NaN is the loss in one window, and in another the gradient of a loss that is finite.
+    """
+    loss_report, loss_held = _poisoned_window(case, _nan_loss, train, windows)
+    gradient_report, gradient_held = _poisoned_window(case, _nan_gradient, train, windows)
+    loss_held = loss_held and loss_report.startswith("names microbatch 2;")
+    hint = ""
+    if not loss_held:
+        hint = "check loss and gradient norm before optimizer.step, on every rank"
+    elif not gradient_held:
+        hint = "check the gradient norm as well: the gradient of a finite loss may be NaN"
+    return Verdict(
+        "grad-accum/non-finite",
+        not hint,
+        f"{loss_report}; NaN gradient: {gradient_report}",
+        "names microbatch 2; 0 weights, 0 states changed; the same for a gradient",
+        hint,
+    )
+
+
+def _poisoned_window(case: Case, poison: Any, train: Train, windows: Windows) -> tuple[str, bool]:
+    """Train a window whose microbatch 2 is poisoned; return a report, and if it was stopped."""
     module = case.build().eval()
     workload = case.workload
     before = copy.deepcopy(module.state_dict())
@@ -130,26 +282,30 @@ def non_finite(
     microbatches = list(enumerate(case.split(case.batch(4), [1] * 4)))
 
     def poisoned(model: nn.Module, numbered: tuple[int, Any]) -> torch.Tensor:
-        return workload.loss(model, numbered[1]) * (float("nan") if numbered[0] == 2 else 1.0)
+        loss = workload.loss(model, numbered[1])
+        return poison(loss, model) if numbered[0] == 2 else loss
 
     (window,) = windows(microbatches, 4, lambda numbered: workload.count(numbered[1]))
     try:
         train(module, window, poisoned, optimizer)
         report = "no error"
     except NonFiniteWindow as error:
-        report = "names microbatch 2" if "microbatch 2 " in str(error) else f"wrong place: {error}"
+        report = "names microbatch 2" if "microbatch 2 " in str(error) else "stopped"
+    changed = _changed(module, before)
+    held = report != "no error" and not changed and not optimizer.state
+    return f"{report}; {changed} weights, {len(optimizer.state)} states changed", held
 
-    changed = [
-        name for name, value in module.state_dict().items() if not torch.equal(value, before[name])
-    ]
-    held = report == "names microbatch 2" and not changed and not optimizer.state
-    return Verdict(
-        "grad-accum/non-finite",
-        held,
-        f"{report}; {len(changed)} weights, {len(optimizer.state)} states changed",
-        "names microbatch 2; 0 weights, 0 states changed",
-        "" if held else "check loss and gradient norm before optimizer.step, on every rank",
-    )
+
+def _nan_loss(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    return loss * float("nan")
+
+
+def _nan_gradient(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Add a term of 0 whose derivative is not finite."""
+    trained = [one for one in model.parameters() if one.requires_grad and one.is_floating_point()]
+    if not trained:
+        return loss * float("nan")
+    return loss + (trained[0].sum() * 0).abs().sqrt().to(loss)
 
 
 def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
@@ -227,6 +383,8 @@ GATES = (
     Gate("grad-accum/uneven", uneven_windows, TRAIN_TAKES),
     Gate("grad-accum/short-window", short_window, TRAIN_TAKES),
     Gate("grad-accum/once", once_per_window, TRAIN_TAKES),
+    Gate("grad-accum/scaled", scaled_window, TRAIN_TAKES),
+    Gate("grad-accum/random", random_numbers, TRAIN_TAKES),
     Gate("grad-accum/non-finite", non_finite, TRAIN_TAKES),
     Gate("grad-accum/two-ranks", two_ranks, TRAIN_BY_NAME),
 )
@@ -240,12 +398,14 @@ def _parity(
     windows: Windows,
     masked: bool = False,
     steps: int | None = None,
-    clip: float | None = None,
+    clip_share: float | None = None,
+    scale: float | None = None,
     counted: dict[str, int] | None = None,
 ) -> tuple[Parity, float]:
     """Compare accumulated gradients after the last window with large batches trained by hand.
 
-    Returns the comparison and its tolerance.
+    `clip_share` clips to this share of the first window's gradient norm, and `scale` scales the
+    losses. Returns the comparison and its tolerance.
     """
     workload = case.workload
     steps = steps or len(sizes)
@@ -257,16 +417,17 @@ def _parity(
     candidate = case.build().eval()
     _same_twice(case, candidate)
     starts = range(0, len(sizes), steps)
-    reference, tolerance = _reference(
-        case, [microbatches[start : start + steps] for start in starts], batch, clip=clip
-    )
+    by_hand = [microbatches[start : start + steps] for start in starts]
+    clip = None if clip_share is None else clip_share * _gradient_norm(case, by_hand[0])
+    reference, tolerance = _reference(case, by_hand, batch, clip=clip)
     optimizer, scheduler = _optimizer(candidate)
+    options: dict[str, Any] = {"clip_norm": clip, "scheduler": scheduler}
+    if scale is not None:
+        options["scaler"] = torch.amp.GradScaler(case.device.type, init_scale=scale)
     if counted is not None:
         optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
     for window in windows(microbatches, steps, workload.count):
-        loss = train(
-            candidate, window, workload.loss, optimizer, clip_norm=clip, scheduler=scheduler
-        ).loss
+        loss = train(candidate, window, workload.loss, optimizer, **options).loss
     if counted is not None:
         counted["schedule steps"] = scheduler.last_epoch
 
@@ -344,6 +505,11 @@ def _by_hand(case: Case, windows: Sequence[Sequence[Any]], *, clip: float | None
         optimizer.step()
         scheduler.step()
     return record(module, total)
+
+
+def _gradient_norm(case: Case, window: Sequence[Any]) -> float:
+    gradients = _by_hand(case, [window], clip=None).gradients.values()
+    return math.hypot(*(one.norm().item() for one in gradients if one is not None))
 
 
 def _optimizer(

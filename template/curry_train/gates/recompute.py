@@ -114,10 +114,14 @@ def _peak_under_torch(case: Case) -> int:
 def recompute_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
     """Compare loss, gradients, buffers and generators of one step with and without recompute."""
     gate = f"recompute/parity-{strategy}"
-    # The segments of `sequential` also free the tensors between blocks.
-    by_block = strategy != "sequential"
     return same_training(
-        gate, case, apply or STRATEGIES[strategy].apply, alone=APPLY_FULL, by_block=by_block
+        gate,
+        case,
+        apply or STRATEGIES[strategy].apply,
+        alone=APPLY_FULL,
+        # The segments of `sequential` also free the tensors between blocks.
+        by_block=strategy != "sequential",
+        every_block=True,
     )
 
 

@@ -1,16 +1,24 @@
-"""Compare a step with a technique to a plain step, and name the blocks that differ.
+"""Compare a short training with a technique to the plain one, and name the blocks that differ.
 
     same_training("sac/parity", case, STRATEGIES["sac"].apply)
 
-Proof: `python -m pytest tests/gates/test_recompute.py`.
+The training has several optimizer steps, with another microbatch in each call, so that a technique
+that is right once and stale later is found. One step runs both forwards before their backward, and
+one runs under autocast.
+
+Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_same_training.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -21,12 +29,26 @@ from ..core.parity import (
     StepRecord,
     check_comparable,
     compare,
-    record_step,
+    record,
 )
 from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
-from ..workloads.workload import Case
+from ..workloads.workload import Case, IndivisibleBatch, batch_size, take
 from .verdict import Implementation, Verdict, as_ours, not_applicable
+
+# Microbatches of each step.
+STEP_MICROBATCHES = (1, 2, 2)
+# Of AdamW, whose first steps move each weight by about this much.
+LEARNING_RATES = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
+LEARNING_RATE = 1e-3
+# The step that runs all its forwards before one backward, and the one under autocast.
+JOINT_STEP = 1
+AUTOCAST_STEP = 2
+# Calls after which no more bytes may stay alive than before; what the first ones allocate may stay.
+NUM_LEAK_CALLS = 2
+MOST_LEAK_CALLS = 4
+# What a model may raise where it can't run in one of these ways.
+REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError)
 
 
 def sample_of(case: Case) -> Sample:
@@ -41,42 +63,47 @@ def same_training(
     *,
     alone: Apply | None = None,
     by_block: bool = False,
+    every_block: bool = False,
     can_leave_out: bool = True,
 ) -> Verdict:
-    """Check that a technique keeps loss, gradients, buffers and random generators of a step.
+    """Check that a technique keeps losses, gradients, buffers and generators of a short training.
 
-    They must be equal bit for bit if the plain step repeats bit for bit. To find the blocks that
-    break parity, `alone` is applied to one block at a time, or `apply` if it works on a single
-    block. `by_block`: the technique recomputes each block by itself, so it may do nothing where
-    torch's own checkpoint would do nothing. `can_leave_out`: `--blocks` can leave out a block that
-    breaks parity, which the hint then says.
+    They must be equal bit for bit in every step if the plain training repeats bit for bit; else
+    the weights stay as they are, so that each step is within the bound of one step. To find the
+    blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
+    a single block. `by_block`: the technique recomputes each block by itself, so it may do nothing
+    where torch's own checkpoint would do nothing. `every_block`: each block that it names has to
+    run again. `can_leave_out`: `--blocks` can leave out a block that breaks parity, which the hint
+    then says.
     """
     otherwise = "; or leave it out with --blocks" if can_leave_out else ""
-    reference, plain, _ = _step(case, lambda module, sample: [])
-    check_comparable(reference)
-    again, _, _ = _step(case, lambda module, sample: [])
-    repeats = compare(reference, again).bit_equal
-    tolerance = 0.0 if repeats else OUTER_BOUND[case.dtype]
+    course, reference, plain = _plain(case)
+    tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
     required = (
         "bit-equal"
-        if repeats
+        if course.trains
         else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
     )
     try:
-        candidate, ours, names = _step(case, apply)
+        candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
         hint = _where(case, alone or apply, "computes other tensors the second time") + otherwise
         return Verdict(gate, False, measured, required, hint)
 
-    found = compare(reference, candidate, tolerance=tolerance)
+    step, found = _first_difference(reference, candidate, tolerance)
     if not names:
         return not_applicable(
             gate, required=required, why="the strategy finds nothing worth changing"
         )
-    hint = "" if found.holds else _where(case, alone or apply, _cause(found)) + otherwise
-    if not hint and not ours.differs_from(plain):
-        if by_block and not _torch_does_something(case, plain):
+    hint = ""
+    if not found.holds:
+        hint = _where(case, alone or apply, _cause(found), num_steps=step + 1) + otherwise
+    measured = f"{found.describe()}; {len(names)} modules, {course.describe()}"
+    if not found.holds:
+        measured = f"step {step + 1} of {course.num_steps}: {measured}"
+    elif not ours.differs_from(plain):
+        if by_block and not _torch_reruns(case, plain, course):
             why = (
                 "torch's own checkpoint of each block frees nothing and runs nothing again, "
                 "as with lone layers: name larger blocks"
@@ -86,7 +113,13 @@ def same_training(
             f"nothing ran twice or was freed, though {len(names)} modules changed: "
             "is the wrapper in the forward?"
         )
-    return Verdict(gate, not hint, f"{found.describe()}; {len(names)} modules", required, hint)
+    elif ours.growth > 0 and ours.growth > plain.growth:
+        measured += f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
+        hint = "inputs or activations are kept after backward: drop them with the graph"
+    elif every_block and (idle := _idle_blocks(case, ours, plain, names, course)):
+        measured += f"; {len(idle)} run as plain"
+        hint = f"{', '.join(idle[:4])} did not run again: wrap every block that is named"
+    return Verdict(gate, not hint, measured, required, hint)
 
 
 def in_place(*arguments: Any, errors: Sequence[type[Exception]] = ()) -> Callable[..., Apply]:
@@ -112,15 +145,33 @@ def in_place(*arguments: Any, errors: Sequence[type[Exception]] = ()) -> Callabl
 @contextmanager
 def calls_counted(module: nn.Module) -> Iterator[list[int]]:
     """Count the calls of all leaf modules, inside the blocks and outside."""
-    counted = [0]
+    with calls_by_module(module) as calls:
+        counted = [0]
+        try:
+            yield counted
+        finally:
+            counted[0] = sum(calls.values())
 
-    def count(*_: Any) -> None:
-        counted[0] += 1
 
-    leaves = [layer for layer in module.modules() if next(layer.children(), None) is None]
-    handles = [layer.register_forward_pre_hook(count) for layer in leaves]
+@contextmanager
+def calls_by_module(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Count the calls of each leaf module, by its name."""
+    leaves = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if next(layer.children(), None) is None
+    ]
+    calls = {name: 0 for name, _ in leaves}
+
+    def counter(name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            calls[name] += 1
+
+        return count
+
+    handles = [layer.register_forward_pre_hook(counter(name)) for name, layer in leaves]
     try:
-        yield counted
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
@@ -128,32 +179,169 @@ def calls_counted(module: nn.Module) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Activity:
-    """Evidence that a technique has an effect on a step."""
+    """Evidence that a technique has an effect on a training, and leaves nothing behind."""
 
-    calls: int  # of leaf modules
-    held_bytes: int  # after forward
+    calls: Mapping[str, int]  # of each leaf module
+    # Measures the bytes held after forward, and those that stay alive after one call more.
+    measure: Callable[[], tuple[int, int]]
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        return self._measured[0]
+
+    @functools.cached_property
+    def growth(self) -> int:
+        return self._measured[1]
+
+    @functools.cached_property
+    def _measured(self) -> tuple[int, int]:
+        return self.measure()
 
     def differs_from(self, plain: "Activity") -> bool:
-        return self.calls > plain.calls or self.held_bytes < plain.held_bytes
+        more_calls = sum(self.calls.values()) > sum(plain.calls.values())
+        return more_calls or self.held_bytes < plain.held_bytes
+
+    def calls_in(self, block: str) -> int:
+        """Sum the calls inside a block, or of a block that is a leaf."""
+        inside = f"{block}." if block else ""
+        return sum(
+            calls for name, calls in self.calls.items() if name == block or name.startswith(inside)
+        )
 
 
-def _step(case: Case, apply: Apply) -> tuple[StepRecord, Activity, list[str]]:
-    """Run one step with a strategy; return its results, its activity and the changed modules."""
+@dataclass(frozen=True)
+class Course:
+    """The steps of the training that is compared, and what the plain model can't do in them."""
+
+    # Whether the weights change; they do not if the plain step does not repeat itself.
+    trains: bool = True
+    # Whether the forwards of one step run before one backward.
+    joint: bool = True
+    # Whether one step runs under autocast.
+    autocast: bool = True
+    num_steps: int = len(STEP_MICROBATCHES)
+    # The reasons for what is left out.
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+
+    def describe(self) -> str:
+        return "; ".join([f"{self.num_steps} steps", *self.left_out])
+
+
+# The last plain training: all gates of a case compare with the same one.
+_last_plain: list[Any] = []
+
+
+def _plain(case: Case) -> tuple[Course, list[StepRecord], Activity]:
+    """Train the plain model twice, and choose the course that it can follow."""
+    if _last_plain and _last_plain[0] == case:
+        course, reference, activity = _last_plain[1:]
+        return course, reference, activity
+    _last_plain.clear()
+    course = Course(autocast=case.dtype is torch.float32)
+    course, (reference, activity, _) = _possible(case, course)
+    check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
+    # What does not repeat itself shows it in the first step.
+    again, _, _ = _train(case, _nothing, replace(course, num_steps=1))
+    if not _first_difference(reference[:1], again, 0.0)[1].bit_equal:
+        course = replace(course, trains=False)
+        reference, activity, _ = _train(case, _nothing, course)
+    _last_plain[:] = [case, course, reference, activity]
+    return course, reference, activity
+
+
+def _possible(case: Case, course: Course) -> tuple[Course, Any]:
+    """Train the plain model, without the ways in which it does not run."""
+    for autocast in (course.autocast, False):
+        for joint in (True, False):
+            tried = replace(course, joint=joint, autocast=autocast, left_out=course.left_out)
+            try:
+                return tried, _train(case, _nothing, tried)
+            except REFUSALS as error:
+                if not autocast and not joint:
+                    raise
+                course = replace(course, left_out=_without(tried, error))
+    raise AssertionError("the last way returns or raises")
+
+
+def _without(course: Course, error: Exception) -> tuple[str, ...]:
+    what = "one backward of two forwards" if course.joint else "autocast"
+    note = f"without {what}: the plain model raises {type(error).__name__}"
+    return tuple(dict.fromkeys((*course.left_out, note)))
+
+
+def _nothing(module: nn.Module, sample: Sample) -> list[str]:
+    return []
+
+
+def microbatch(case: Case, index: int) -> Any:
+    """Make one of many microbatches; where the workload has one batch, its samples are reversed."""
+    with seeded(case.seed + 1 + index):
+        batch = case.place(case.workload.batch(case.batch_size))
+    if index % 2 == 0 or not case.workload.is_divisible:
+        return batch
+    try:
+        return take(batch, list(range(batch_size(batch)))[::-1])
+    except IndivisibleBatch:
+        return batch
+
+
+def _train(
+    case: Case, apply: Apply, course: Course
+) -> tuple[list[StepRecord], Activity, list[str]]:
+    """Train with a strategy; return a record of each step, its activity and the changed modules."""
     module = case.build()
-    batch = case.batch()
-    loss = case.workload.mean_loss
     names = apply(module, sample_of(case))
-    with seeded(case.seed), calls_counted(module) as calls:
-        step = record_step(module, batch, loss)
-    return step, Activity(calls[0], _held_bytes(module, batch, loss)), names
+    rate = LEARNING_RATES.get(case.dtype, LEARNING_RATE) if course.trains else 0.0
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, foreach=False) if trained else None
+    records = []
+    with seeded(case.seed), calls_by_module(module) as calls:
+        for step in range(course.num_steps):
+            module.zero_grad(set_to_none=True)
+            losses = _accumulated(case, module, step, course)
+            records.append(record(module, losses))
+            if optimizer is not None and course.trains:
+                optimizer.step()
+    del optimizer
+    measure = partial(_held_and_growth, module, case.batch(), case.workload.mean_loss)
+    return records, Activity(calls, measure), names
 
 
-def _torch_does_something(case: Case, plain: Activity) -> bool:
-    """Check whether torch's own checkpoint of each block has an effect, or cannot be tested.
+def _accumulated(case: Case, module: nn.Module, step: int, course: Course) -> Tensor:
+    """Run forward and backward of the microbatches of one step, and return their losses."""
+    precision: Any = nullcontext()
+    if course.autocast and step == AUTOCAST_STEP:
+        precision = torch.autocast(case.device.type, torch.bfloat16)
+    values = []
+    for index in range(STEP_MICROBATCHES[step]):
+        batch = microbatch(case, sum(STEP_MICROBATCHES[:step]) + index)
+        with precision:
+            value = case.workload.mean_loss(module, batch)
+        values.append(value)
+        # A faulty technique may cut off every gradient; they are recorded as None then.
+        if value.requires_grad and not (course.joint and step == JOINT_STEP):
+            value.backward()
+    if course.joint and step == JOINT_STEP and (total := torch.stack(values).sum()).requires_grad:
+        total.backward()
+    return torch.stack([value.detach() for value in values])
 
-    It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
-    """
-    running: set[str] = set()
+
+def _first_difference(
+    reference: Sequence[StepRecord], candidate: Sequence[StepRecord], tolerance: float
+) -> tuple[int, Parity]:
+    """Return the first step that differs with its comparison, or the worst that holds."""
+    found = [
+        compare(one, other, tolerance=tolerance)
+        for one, other in zip(reference, candidate, strict=True)
+    ]
+    for step, parity in enumerate(found):
+        if not parity.holds:
+            return step, parity
+    return len(found) - 1, max(found, key=lambda parity: parity.worst)
+
+
+def _torch_checkpoint(running: set[str]) -> Apply:
+    """Return a strategy that puts torch's own checkpoint around each block, and notes which run."""
 
     def around(module: nn.Module, sample: Sample) -> list[str]:
         blocks = find_blocks(module, sample.blocks)
@@ -168,18 +356,61 @@ def _torch_does_something(case: Case, plain: Activity) -> bool:
             block.forward = forward
         return list(blocks)
 
+    return around
+
+
+def _torch_reruns(case: Case, plain: Activity, course: Course) -> bool:
+    """Check whether torch's own checkpoint of each block has an effect, or cannot be tested.
+
+    It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
+    """
+    running: set[str] = set()
     try:
-        _, theirs, names = _step(case, around)
+        _, theirs, names = _train(case, _torch_checkpoint(running), course)
     except (NoBlocks, CheckpointError):
         return True
     return theirs.differs_from(plain) or running != set(names)
 
 
-def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    """Return the bytes held after forward; a technique that detaches all inputs has no backward."""
+def _idle_blocks(
+    case: Case, ours: Activity, plain: Activity, names: Sequence[str], course: Course
+) -> list[str]:
+    """Return the named blocks that did not run again, but do under torch's own checkpoint."""
+    idle = [name for name in names if ours.calls_in(name) <= plain.calls_in(name)]
+    if not idle:
+        return []
+    try:
+        _, theirs, _ = _train(replace(case, blocks=list(idle)), _torch_checkpoint(set()), course)
+    except (NoBlocks, *REFUSALS):
+        return []
+    return [name for name in idle if theirs.calls_in(name) > plain.calls_in(name)]
+
+
+def _held_and_growth(module: nn.Module, batch: Any, loss: Loss) -> tuple[int, int]:
+    """Return the bytes held after forward, and those that stay alive after each further call.
+
+    A technique that detaches all inputs has no backward, and holds nothing.
+    """
+    held: list[int] = []
+    left: list[int] = []
     with untouched(module), LiveStorages() as storages:
-        value = loss(module, batch)
-        return storages.bytes_alive if value.requires_grad else 0
+        while len(left) < NUM_LEAK_CALLS or _grows(left):
+            before = storages.bytes_alive
+            value = loss(module, batch)
+            held.append(storages.bytes_alive - before if value.requires_grad else 0)
+            if value.requires_grad:
+                value.backward()
+            del value
+            module.zero_grad(set_to_none=True)
+            if len(left) >= NUM_LEAK_CALLS:
+                gc.collect()
+            storages.settle()
+            left.append(storages.bytes_alive)
+    return held[0], left[-1] - left[-2]
+
+
+def _grows(left: list[int]) -> bool:
+    return left[-1] > left[-2] and len(left) < MOST_LEAK_CALLS
 
 
 def _cause(found: Parity) -> str:
@@ -208,9 +439,12 @@ def _cause(found: Parity) -> str:
     )
 
 
-def _where(case: Case, apply: Apply, cause: str) -> str:
-    """Name the blocks that break parity on their own, with the cause."""
-    reference, _, _ = _step(case, lambda module, sample: [])
+def _where(case: Case, apply: Apply, cause: str, *, num_steps: int | None = None) -> str:
+    """Name the blocks that break parity on their own within some steps, with the cause."""
+    course, reference, _ = _plain(case)
+    if num_steps is not None:
+        course = replace(course, num_steps=num_steps)
+        reference = reference[:num_steps]
     guilty = []
     try:
         names = list(find_blocks(case.build(), case.blocks))
@@ -218,8 +452,8 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
         names = []
     for name in names:
         try:
-            alone, _, _ = _step(replace(case, blocks=name), apply)
-            if not compare(reference, alone, tolerance=OUTER_BOUND[case.dtype]).holds:
+            alone, _, _ = _train(replace(case, blocks=name), apply, course)
+            if not _first_difference(reference, alone, OUTER_BOUND[case.dtype])[1].holds:
                 guilty.append(name)
         except CheckpointError:
             guilty.append(name)
