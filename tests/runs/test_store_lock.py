@@ -126,15 +126,6 @@ def test_two_stores_of_one_process_are_two_writers(tmp_path):
         pass  # the lock was released
 
 
-def test_a_writer_on_another_host_is_assumed_to_be_alive(tmp_path):
-    holder = {"pid": 1, "host": "elsewhere", "since": "2026-01-01", "started": "1"}
-    (tmp_path / "writer.lock").write_text(json.dumps(holder))
-    with pytest.raises(
-        LockedRun, match=r"process 1 on elsewhere .* can't be seen from here: if it is dead, delete"
-    ):
-        Store(tmp_path).open()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1'])
 def test_a_torn_lock_file_of_a_dead_writer_is_ignored(tmp_path, text):
     (tmp_path / "writer.lock").write_text(text)

@@ -9,11 +9,13 @@ Proof: `python -m pytest tests/runs/test_store_background.py`.
 """
 
 import atexit
+import contextlib
+import json
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any
@@ -21,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .format import SavableState
+from .format import RankFiles, SavableState
+from .heartbeat import Heartbeat, Listener
 from .layout import SavedCheckpoint
+from .lock import is_alive
 from .ranks import Ranks, SaveError
 from .store import Store, Writing
 
@@ -110,6 +114,103 @@ def _fits(buffer: Tensor, source: Tensor) -> bool:
 
 def _buffer(source: Tensor) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+
+
+# Pass the parts of the ranks on to the first rank, and wait for them.
+
+POLL_SECONDS = 0.05
+# Silence after which rank 0 gives up on the part of another rank; a network file system may show
+# its beats a minute late.
+PART_SILENCE_SECONDS = 180.0
+
+
+class PartNotes:
+    """Notes about the parts of a save, files in its folder.
+
+    They replace a collective call, because only the training threads of the ranks can make one.
+    """
+
+    def __init__(self, writing: Writing, *, timeout: float) -> None:
+        self._files = writing.files
+        self._folder = writing.folder
+        self._writing = writing
+        self._ranks = writing.ranks
+        self._timeout = timeout
+
+    @contextlib.contextmanager
+    def showing_life(self) -> Iterator[None]:
+        """Show the first rank that this one is alive."""
+        if self._ranks.first:
+            yield
+            return
+        heartbeat = Heartbeat(self._files, self._beat(self._ranks.rank))
+        heartbeat.start()
+        try:
+            yield
+        finally:
+            heartbeat.stop()
+
+    def leave(self, part: RankFiles | None, error: str = "") -> None:
+        """Leave this rank's part for the first rank."""
+        text = json.dumps({"error": error, "part": part.to_json() if part else None})
+        try:
+            self._files.write(self._note(self._ranks.rank), text.encode())
+        except FileNotFoundError as missing:
+            raise SaveError("the first rank abandoned this save: see its error") from missing
+
+    def collect(self, own: RankFiles) -> list[RankFiles]:
+        """Wait for the parts of all ranks, and return them.
+
+        Raises SaveError if a rank ended, falls silent, or exceeds the timeout.
+        """
+        parts = [own]
+        deadline = time.monotonic() + self._timeout
+        for rank in range(1, self._ranks.size):
+            listener = Listener(self._files, self._beat(rank))
+            while (ended := self._why_ended(rank, listener, deadline)) is not None:
+                if ended:
+                    raise SaveError(f"{self._writing.final} has no part of rank {rank}: {ended}")
+                time.sleep(POLL_SECONDS)
+            parts.append(self._part_of(rank, deadline))
+        return parts
+
+    def _why_ended(self, rank: int, listener: Listener, deadline: float) -> str | None:
+        """Return why a rank will not write its part, "" if it still may, and None if it has."""
+        process = self._writing.processes[rank]
+        is_dead = is_alive(process) is False
+        silent = listener.silent_seconds()
+        # A rank may have left its note between the looks above and this one.
+        note = self._note(rank)
+        if self._files.kind(note) is not None and self._files.size(note):
+            return None
+        if is_dead:
+            return f"its process {process['pid']} ended; read its error first"
+        if silent > PART_SILENCE_SECONDS:
+            return f"it has shown no sign of life for {silent:.0f} s; read its error first"
+        if time.monotonic() > deadline:
+            return f"it was not written within {self._timeout:.0f} s"
+        return ""
+
+    def _part_of(self, rank: int, deadline: float) -> RankFiles:
+        while True:
+            try:
+                content = json.loads(self._files.read(self._note(rank)))
+                break
+            except ValueError:
+                # The rank is still writing its note.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+        if content["error"]:
+            raise SaveError(f"rank {rank}: {content['error']}")
+        self._files.remove_file(self._note(rank))
+        return RankFiles.from_json(content["part"])
+
+    def _note(self, rank: int) -> str:
+        return f"{self._folder}/rank-{rank}.part"
+
+    def _beat(self, rank: int) -> str:
+        return f"{self._folder}/rank-{rank}.beat"
 
 
 # Save checkpoints on a background thread while training continues.
@@ -237,20 +338,21 @@ class BackgroundSaver:
     def _run(self, writing: Writing) -> None:
         """Write and commit; runs on the background thread.
 
-        Only rank 0 waits for other ranks: it reads the parts that they left in the folder.
+        Only rank 0 waits for other ranks: it reads the notes that they left in the folder.
         """
+        notes = PartNotes(writing, timeout=self.timeout)
         try:
             try:
-                part = writing.write(self._staging.copy())
+                with notes.showing_life():
+                    part = writing.write(self._staging.copy())
             except Exception as error:
                 if not writing.ranks.first:
-                    writing.leave_part(None, f"{type(error).__name__}: {error}")
+                    notes.leave(None, f"{type(error).__name__}: {error}")
                 raise
             if writing.ranks.first:
-                parts = writing.collect_parts(part, timeout=self.timeout)
-                self._saved = self.store.commit(writing, parts)
+                self._saved = self.store.commit(writing, notes.collect(part))
             else:
-                writing.leave_part(part)
+                notes.leave(part)
         except Exception as error:  # noqa: BLE001 - it is raised on the training thread
             self._error = self.store.failed(writing, error)
             self._error.__cause__ = error

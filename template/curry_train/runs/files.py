@@ -79,6 +79,10 @@ class Files(ABC):
     def pointed(self, key: str) -> str | None:
         """Return the folder that a name points to, or None."""
 
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> None:
+        """Replace a small file that need not survive a crash of the machine."""
+
     def free_bytes(self) -> int | None:
         """Return the free bytes of the storage, or None where that is unknown."""
         return None
@@ -146,6 +150,12 @@ class LocalFiles(Files):
         self.path(new).unlink(missing_ok=True)
         super().write(new, data)
         self.path(new).replace(self.path(key))
+
+    def put(self, key: str, data: bytes) -> None:
+        folder, _, name = key.rpartition("/")
+        new = self.path(f"{folder}/.{name}.put".lstrip("/"))
+        new.write_bytes(data)
+        new.replace(self.path(key))
 
     def sync_folder(self, key: str) -> None:
         descriptor = os.open(self.path(key), os.O_RDONLY)
@@ -296,8 +306,11 @@ class ObjectFiles(Files):
         return stream
 
     def point(self, key: str, target: str) -> None:
+        self.put(key, f"{target}\n".encode())
+
+    def put(self, key: str, data: bytes) -> None:
         with self._files.open(self._path(key), "wb") as stream:
-            stream.write(f"{target}\n".encode())
+            stream.write(data)
 
     def pointed(self, key: str) -> str | None:
         return self.read(key).decode("utf-8").strip() if self.kind(key) == "file" else None

@@ -54,13 +54,12 @@ from .layout import (
     step_of,
     verify_files,
 )
-from .lock import RunLock, reading
+from .lock import RunLock, reading, this_process
 from .ranks import DamagedCheckpoint, LockedRun, OtherRank, Ranks, SaveError, StepExists
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
 STATE_FILE_NAME = "state.json"
-POLL_SECONDS = 0.05
 
 
 class Writing:
@@ -89,9 +88,11 @@ class Writing:
         self._new = HashingFolder(files, self.folder, algorithm)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
-        self._values = ranks.exchange(
-            lambda: snapshot.rank_values, lambda gathered: [gathered] * ranks.size
+        of_ranks = ranks.exchange(
+            lambda: (snapshot.rank_values, this_process()), lambda gathered: [gathered] * ranks.size
         )
+        self._values = [values for values, _ in of_ranks]
+        self.processes = [process for _, process in of_ranks]
         self._shared = snapshot.values
         self._ties = snapshot.ties
         self.optimizers = snapshot.optimizers
@@ -114,51 +115,6 @@ class Writing:
                 f"{self.num_bytes:,}: free some space, or keep fewer checkpoints"
             )
         return self._layout.write(self.tensors if tensors is None else tensors)
-
-    def leave_part(self, part: RankFiles | None, error: str = "") -> None:
-        """Leave this rank's part for the first rank as a file in the folder.
-
-        It replaces a collective call where the ranks can't make one.
-        """
-        text = json.dumps({"error": error, "part": part.to_json() if part else None})
-        try:
-            self.files.write(self._note(self.ranks.rank), text.encode())
-        except FileNotFoundError as missing:
-            raise SaveError("the first rank abandoned this save: see its error") from missing
-
-    def collect_parts(self, own: RankFiles, *, timeout: float) -> list[RankFiles]:
-        """Wait for the parts of all ranks, and return them."""
-        parts = [own]
-        deadline = time.monotonic() + timeout
-        for rank in range(1, self.ranks.size):
-            note = self._note(rank)
-            while self.files.kind(note) is None or not self.files.size(note):
-                if time.monotonic() > deadline:
-                    raise SaveError(
-                        f"rank {rank} has not written its part of {self.final} within "
-                        f"{timeout:.0f} s"
-                    )
-                time.sleep(POLL_SECONDS)
-            parts.append(self._part_of(rank, deadline))
-        return parts
-
-    def _part_of(self, rank: int, deadline: float) -> RankFiles:
-        while True:
-            try:
-                content = json.loads(self.files.read(self._note(rank)))
-                break
-            except ValueError:
-                # The rank is still writing its note.
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(POLL_SECONDS)
-        if content["error"]:
-            raise SaveError(f"rank {rank}: {content['error']}")
-        self.files.remove_file(self._note(rank))
-        return RankFiles.from_json(content["part"])
-
-    def _note(self, rank: int) -> str:
-        return f"{self.folder}/rank-{rank}.part"
 
     def commit(self, parts: list[RankFiles]) -> Manifest:
         """Write the manifest and rename the folder; called on the first rank after all parts."""
@@ -424,9 +380,10 @@ class Store(SavedRun):
                 self._lock.acquire()
                 break
             except LockedRun:
-                if time.monotonic() >= until:
+                if time.monotonic() >= until and not self._lock.is_undecided:
                     raise
-            time.sleep(0.25)
+            # Two processes that gave up for each other do not try again at the same time.
+            time.sleep(0.2 + secrets.randbelow(100) / 1000)
         self._sweep()
 
     def close(self) -> None:
@@ -487,6 +444,8 @@ class Store(SavedRun):
     def commit(self, writing: Writing, parts: list[RankFiles]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""
         with self._commits:
+            # After a takeover: the new writer has removed the folder, or this raises.
+            self._lock.require_held()
             manifest = writing.commit(parts)
             self._unfinished.discard(writing.folder)
             if writing.kind in RESUMABLE_KINDS:
@@ -530,6 +489,7 @@ class Store(SavedRun):
 
     def _discard_first(self, folder: str) -> None:
         with self._commits:
+            self._lock.require_held()
             if self.files.kind(folder) is not None:
                 self._remove(folder)
                 self._point()
