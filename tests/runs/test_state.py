@@ -4,6 +4,7 @@ python -m pytest tests/runs/test_state.py
 """
 
 import random
+import re
 
 import numpy
 import pytest
@@ -388,10 +389,29 @@ def test_harmless_differences_are_reported(store):
     torch.set_num_threads(threads + 1)
     try:
         report = store.load(saved, new_state(config={"lr": 0.2, "name": "a"}))
+        assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(threads)
-    assert report.notes[0].startswith(f"saved with {threads} threads, but {threads + 1} are set")
-    assert report.notes[1:] == ["the configuration differs in lr"]
+    assert report.notes == [
+        f"torch computes with {threads} threads, as at the save; {threads + 1} were set",
+        "the configuration differs in lr",
+    ]
+
+
+def test_more_threads_than_cores_are_not_restored_without_a_word(store, monkeypatch, caplog):
+    state = new_state()
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 640)
+    saved = store.save("rollback", 1, state)
+    monkeypatch.undo()
+    report = store.load(saved, new_state())
+    assert torch.get_num_threads() == before
+    assert re.match(
+        rf"saved with 640 threads, but {before} are set, and this process has \d+ cores: the last "
+        r"bits of sums on the CPU will differ; call torch.set_num_threads\(640\)",
+        report.notes[0],
+    )
+    assert report.notes[0] in caplog.text
 
 
 def test_state_that_json_can_not_hold_is_named():

@@ -114,6 +114,8 @@ class AttachedJournal:
         if resumed is None and self._journal.empty:
             self._journal.start(facts=facts)
         else:
+            if resumed is not None and resumed.report.notes:
+                facts["notes"] = list(resumed.report.notes)
             self._journal.resume(
                 state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None
             )

@@ -7,7 +7,9 @@ Proof: `python -m pytest tests/runs/test_state_values.py tests/runs/test_state.p
 
 import base64
 import hashlib
+import logging
 import math
+import os
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -111,7 +113,9 @@ def _array(dtype: str, content: Any) -> Any:
     return array if array.ndim else array[()]
 
 
-# Random state of torch, CUDA, Python, numpy and the user's own generators.
+# Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,25 @@ def restore_random_state(
     elif "numpy" in sys.modules:
         notes.append("numpy's generator was not saved: numpy was not imported at the save")
     return notes
+
+
+def restore_threads(saved: int, *, may_restore: bool = True) -> str:
+    """Compute with as many threads as at the save where the machine has them; return a note.
+
+    Sums on the CPU are divided among the threads, so their last bits depend on the number.
+    """
+    current = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if may_restore and 0 < saved <= (cores or 1):
+        torch.set_num_threads(saved)
+        return f"torch computes with {saved} threads, as at the save; {current} were set"
+    note = (
+        f"saved with {saved} threads, but {current} are set, and this process has {cores} cores: "
+        f"the last bits of sums on the CPU will differ; call torch.set_num_threads({saved}) for "
+        f"the same results"
+    )
+    logger.warning("%s", note)
+    return note
 
 
 def seed_new_rank(

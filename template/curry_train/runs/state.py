@@ -21,6 +21,7 @@ from .random_state import (
     decode,
     encode,
     restore_random_state,
+    restore_threads,
     seed_new_rank,
     take_random_state,
 )
@@ -428,11 +429,9 @@ class TrainingState:
                 f"bit-equal"
             )
         if values["threads"] != torch.get_num_threads():
-            notes.append(
-                f"saved with {values['threads']} threads, but {torch.get_num_threads()} are set: "
-                f"the last bits of sums on the CPU will differ; call "
-                f"torch.set_num_threads({values['threads']}) for the same results"
-            )
+            # With other ranks the sums differ anyway, and more threads could crowd the cores.
+            may_restore = values["world_size"] == ranks.size
+            notes.append(restore_threads(values["threads"], may_restore=may_restore))
         saved = decode(values["config"])
         changed = sorted(
             key for key in {*saved, *self.config} if saved.get(key) != self.config.get(key)
