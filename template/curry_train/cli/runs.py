@@ -1,4 +1,4 @@
-"""The runs commands: list, show, verify and estimate.
+"""The runs commands: list, show, verify, export and estimate.
 
 Proof: `python -m pytest tests/cli/test_runs_command.py`.
 """
@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.wording import format_bytes, write_json
+from ..runs.export import export_parameters
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
 from ..runs.policy_config import PolicyConfig
-from ..runs.ranks import DamagedCheckpoint
+from ..runs.ranks import DamagedCheckpoint, RunError
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk, free_bytes
 from ..runs.store import SavedRun
 from ..workloads.models import load_workload
@@ -208,6 +209,10 @@ def _events(history: History, kind: str) -> list[Event]:
 
 JSON_OPTION = json_option()
 IN_MODULES = {
+    "inspect": (
+        "runs_inspect:inspect_command",
+        "Inspect anybody's checkpoint without unpickling it.",
+    ),
     "diff": ("runs_diff:runs_diff_command", "Compare two runs by their journals."),
     "plot": ("runs_plot:runs_plot_command", "Draw runs from their journals."),
     "resume-check": (
@@ -238,7 +243,7 @@ def runs_list_command(folder: str, json_path: str | None) -> None:
     root = Path(folder)
     if not root.is_dir():
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
-    rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if _is_run(path)]
+    rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
     console = console_for(json_path)
     console.print(runs_table(rows) if rows else f"{folder} holds no run")
     end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
@@ -324,23 +329,28 @@ def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
 
 def _open(run: str) -> SavedRun:
     """Open a run given by folder, by URL, or by name in `runs`."""
-    if "://" in run or _is_run(Path(run)):
+    if "://" in run or is_run(Path(run)):
         return SavedRun(run)
-    if _is_run(Path("runs", run)):
+    if is_run(Path("runs", run)):
         return SavedRun(Path("runs", run))
 
     root = Path(run).parent if Path(run).parent.name else Path("runs")
-    names = [path.name for path in root.glob("*/") if _is_run(path)]
+    names = [path.name for path in root.glob("*/") if is_run(path)]
     if names:
         advice = describe_existing_runs(Path(run).name, names, root=root)
     else:
         folders = ", ".join(CHECKPOINT_KINDS)
         advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
-    message = printable(f"{run} is no run: {advice}", longest=1000)
-    raise UnusableInput("\n".join(textwrap.wrap(message, 73, break_on_hyphens=False)))
+    raise UnusableInput(wrapped(f"{run} is no run: {advice}"))
 
 
-def _is_run(path: Path) -> bool:
+def wrapped(message: str) -> str:
+    """Wrap a message with names from a disk behind the word `Error:`."""
+    text = printable(message, longest=1000)
+    return "\n".join(textwrap.wrap(text, 73, break_on_hyphens=False))
+
+
+def is_run(path: Path) -> bool:
     """Return whether a folder is a run; one that has saved nothing yet may have a journal."""
     return (
         any((path / kind).is_dir() for kind in CHECKPOINT_KINDS)
@@ -356,6 +366,50 @@ def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if well else 1)
+
+
+# Command `runs export`: parameters for other tools.
+
+
+@runs_command.command("export", example="run-001 latest --out model")
+@RUN_ARGUMENT
+@click.argument("checkpoint", default="latest")
+@click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")
+@click.option("--config", metavar="FILE", help="A config.json to put beside the parameters.")
+@click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
+@click.option("--shard-bytes", metavar="NUMBER", default="5e9", help="Most bytes of a file.")
+@JSON_OPTION
+def export_command(
+    run: str,
+    checkpoint: str,
+    out: str,
+    config: str | None,
+    strip: str,
+    shard_bytes: str,
+    json_path: str | None,
+) -> None:
+    """Write the parameters of a checkpoint as Hugging Face safetensors.
+
+    CHECKPOINT is latest, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp. Its files are
+    verified. Parameters that share values are written once, under the first name.
+    """
+    saved = _open(run)
+    try:
+        files = export_parameters(
+            saved,
+            checkpoint,
+            Path(out),
+            config=config,
+            strip=strip,
+            shard_bytes=int(float(shard_bytes)),
+        )
+    except (RunError, ValueError, OSError) as error:
+        raise UnusableInput(wrapped(str(error))) from error
+
+    names = {name: len(shard) for name, shard in files.items()}
+    console = console_for(json_path)
+    console.print(f"{sum(names.values())} tensors in {len(names)} files of {out}", markup=False)
+    end(json_path, {"out": out, "files": names}, well=True)
 
 
 # Command `runs estimate`: disk space that a checkpoint policy needs.

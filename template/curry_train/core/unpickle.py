@@ -103,6 +103,7 @@ class PickleReader:
 
     `on_dict` is called with each dict after its first entries were set, at most a thousand; what it
     returns takes the dict's place, so that a caller can store the parts of a large file densely.
+    `named` and `references` collect what the pickles name and refer to.
     """
 
     __slots__ = (
@@ -117,7 +118,9 @@ class PickleReader:
         "_places",
         "_stack",
         "_stopped",
+        "named",
         "position",
+        "references",
     )
 
     def __init__(
@@ -138,6 +141,8 @@ class PickleReader:
         self._on_dict = on_dict
         # Of each dict that is still empty, its place in the memo.
         self._places: dict[int, int] = {}
+        self.named: set[str] = set()
+        self.references: list[Any] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -406,7 +411,10 @@ class PickleReader:
             raise RefusedPickle("a name is no text")
         if not self._names:
             raise RefusedPickle(f"it names {module:.80}.{name:.80}, and no name is allowed here")
-        self._push(Named(module, name))
+        named = Named(module, name)
+        self.named.add(str(named))
+        self._pay(2 * (len(module) + len(name)))
+        self._push(named)
 
     def _line_name(self) -> None:
         module = self._line()
@@ -450,6 +458,7 @@ class PickleReader:
     def _refer(self, reference: Any) -> None:
         if not self._names:
             raise RefusedPickle("it refers to something outside of the pickle")
+        self.references.append(reference)
         self._push(Persistent(reference))
 
     def _unsupported(self) -> None:

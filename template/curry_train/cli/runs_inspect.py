@@ -1,0 +1,549 @@
+"""Inspect anybody's checkpoint: whole or not, its tensors, NaN and inf, and its hashes.
+
+    curry-train runs inspect PATH
+
+A path is a file, or a folder: one of ours, of torch.distributed.checkpoint, torch_checkpointing,
+Hugging Face, its Trainer, Accelerate, or any folder of such files. Nothing is unpickled. Where a
+format can't prove something, the result says that it can't be told.
+
+Proof: `python -m pytest tests/cli/test_inspection.py tests/cli/test_runs_inspect.py`.
+"""
+
+import math
+import os
+import re
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from ..core.unpickle import Built, Named, RefusedPickle
+from ..core.wording import format_bytes
+from ..runs.files import LocalFiles
+from ..runs.format import ALLOWED_GLOBALS
+from ..runs.journal import printable
+from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest, verify_files
+from ..runs.ranks import RunError
+from .options import UnusableInput, json_option
+from .runs import console_for, end, is_run, wrapped
+from .screen import ScreenCommand
+from .tensor_files import (
+    REBUILD_PREFIXES,
+    FileContent,
+    FoundTensor,
+    Region,
+    open_regular,
+    read_index,
+    read_region,
+    read_tensor_file,
+    unpickled,
+)
+
+# The result of an inspection.
+
+# Names that loading a checkpoint of tensors may need; none of them runs what a file contains.
+HARMLESS_NAMES = {
+    "_codecs.encode",
+    *(f"collections.{name}" for name in ("OrderedDict", "defaultdict", "deque", "Counter")),
+    *(f"{module}._reconstructor" for module in ("copyreg", "copy_reg")),
+    *(f"datetime.{name}" for name in ("date", "datetime", "timedelta", "timezone")),
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
+    *("argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO"),
+    *("decimal.Decimal", "fractions.Fraction", "functools.partial", "uuid.UUID"),
+    *("torch.Size", "torch.Tensor", "torch.device", "torch.storage.UntypedStorage"),
+    *(".".join(pair) for pair in ALLOWED_GLOBALS),
+    *("torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"),
+    *("numpy.ndarray", "numpy.dtype"),
+    *(
+        f"numpy.{core}.{name}"
+        for core in ("core", "_core")
+        for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+    ),
+    *(
+        f"{module}.{name}"
+        for module in ("builtins", "__builtin__")
+        for name in (
+            *("set", "frozenset", "list", "dict", "tuple", "int", "float", "bool", "str"),
+            *("bytes", "bytearray", "complex", "slice", "range", "object", "unicode", "long"),
+        )
+    ),
+}
+HARMLESS_PREFIXES = (
+    *REBUILD_PREFIXES,
+    "torch.distributed.checkpoint.metadata.",
+    "torch_checkpointing.distributed_metadata.",
+    "torch_checkpointing.tensor_slice.",
+    "torch_checkpointing.checkpoint_layout.",
+)
+# A name with one of these words in it reaches functions that run commands, code or files.
+DANGEROUS_WORDS = {
+    *("os", "posix", "nt", "subprocess", "sys", "shutil", "pty", "commands", "socket", "signal"),
+    *("importlib", "runpy", "code", "codeop", "pickle", "_pickle", "marshal", "ctypes", "inspect"),
+    *("asyncio", "multiprocessing", "webbrowser", "urllib", "http", "requests", "operator"),
+    *("_operator", "builtins", "__builtin__", "__builtins__", "io", "_io", "tempfile", "pydoc"),
+    *("timeit", "pip", "ensurepip", "hub", "jit", "cpp_extension", "eval", "exec", "system"),
+    *("__import__", "__globals__", "__subclasses__", "__class__", "runstring", "_run_code"),
+}
+
+
+@dataclass
+class Inspection:
+    """Findings about one checkpoint."""
+
+    path: str
+    format: str
+    tensors: list[FoundTensor] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    # Damage, and what else speaks against loading it.
+    problems: list[str] = field(default_factory=list)
+    # What can't be told, with the reason.
+    unknown: list[str] = field(default_factory=list)
+    # Classes and functions that loading it would import, other than those of plain checkpoints.
+    imports: list[str] = field(default_factory=list)
+    # Those that run commands, code or files.
+    dangerous: list[str] = field(default_factory=list)
+    # Whether every part is there; None if the format does not list its parts.
+    complete: bool | None = None
+    # Records or files whose hash was compared, by algorithm.
+    hashed: dict[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    @property
+    def well(self) -> bool:
+        return not self.problems and not self.dangerous
+
+    @property
+    def whole(self) -> bool | None:
+        """True if all of it is there, False if something is missing or damaged, None: unknown."""
+        return False if self.problems else self.complete
+
+    @property
+    def num_nan(self) -> int:
+        return sum(one.nan or 0 for one in self.tensors)
+
+    @property
+    def num_inf(self) -> int:
+        return sum(one.inf or 0 for one in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found |= {"whole": self.whole, "nan": self.num_nan, "inf": self.num_inf}
+        return found
+
+    def add(self, content: FileContent, *, prefix: str = "") -> None:
+        """Add what one file holds, its keys behind `prefix`."""
+        for tensor in content.tensors:
+            tensor.name = prefix + tensor.name
+            self.tensors.append(tensor)
+        self.values |= {prefix + key: text for key, text in content.values.items()}
+        self.problems += [prefix + one for one in content.problems]
+        self.unknown += [prefix + one for one in content.unknown]
+        if content.num_hashed:
+            algorithm = content.algorithm
+            self.hashed[algorithm] = self.hashed.get(algorithm, 0) + content.num_hashed
+        self.judge(content.names)
+
+    def judge(self, names: set[str]) -> None:
+        """Sort the names that pickles import into harmless, other and dangerous ones."""
+        for name in sorted(names):
+            if _is_harmless(name):
+                continue
+            target = self.dangerous if _is_dangerous(name) else self.imports
+            if name not in target:
+                target.append(name[:200])
+
+
+def _is_harmless(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    if module == "torch" and not last.startswith("_"):
+        types = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+        if last.endswith("Storage") or isinstance(getattr(torch, last, None), types):
+            return True
+    # A dotted rest could reach anything that the module has imported.
+    has_prefix = any(
+        name.startswith(one) and "." not in name[len(one) :] for one in HARMLESS_PREFIXES
+    )
+    return name in HARMLESS_NAMES or has_prefix
+
+
+def _is_dangerous(name: str) -> bool:
+    return not DANGEROUS_WORDS.isdisjoint(name.split(".")) or name == "torch.load"
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, values: bool = True) -> Inspection:
+    """Inspect a file or a folder; raise FileNotFoundError or OSError if there is none.
+
+    Without `values` the tensors' values are not read, so that NaN and inf are not counted.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = _inspect_folder(path, values=values)
+    else:
+        found = Inspection(str(path), "")
+        content = read_tensor_file(path, values=values)
+        found.format = content.format
+        found.add(content)
+        # These formats list their parts, in an index at one end of the file.
+        listed = content.format != "pickle" and content.format != "unknown"
+        found.complete = True if listed else None
+        found.num_bytes = path.stat().st_size
+    if found.imports:
+        named = ", ".join(found.imports[:3])
+        found.unknown.append(f"loading it imports {named}: whether that runs code can't be told")
+    if found.dangerous:
+        named = ", ".join(found.dangerous[:3])
+        found.problems.append(f"it is hostile: loading it would call {named}")
+    return found
+
+
+# Folders.
+
+TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".ptl")
+MOST_FILES = 10_000
+# A file for each item and rank, as torch_checkpointing writes them.
+RANK_FILE_PATTERN = re.compile(r".+_\d+\.pt")
+SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+def _inspect_folder(path: Path, *, values: bool) -> Inspection:
+    found = Inspection(str(path), "folder")
+    files = {one.name: one for one in sorted(path.iterdir()) if one.is_file()}
+    if len(files) > MOST_FILES:
+        found.problems.append(f"it has {len(files):,} files, which are too many for a checkpoint")
+        return found
+    found.num_bytes = sum(one.stat().st_size for one in files.values())
+    readers: dict[str, Callable[..., None]] = {
+        MANIFEST_FILE_NAME: _read_manifest,
+        ".metadata": _read_distributed,
+        **dict.fromkeys(SHARD_INDEXES, _read_shards),
+        "metadata.pkl": _read_rank_files,
+    }
+    try:
+        for name, reader in readers.items():
+            if name in files:
+                reader(path, files, found, values)
+                break
+        else:
+            _read_each(path, files, found, values)
+    except (RefusedPickle, RunError, OSError, ValueError, zipfile.BadZipFile) as error:
+        found.problems.append(" ".join(str(error).split())[:300])
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        found.problems.append(f"its index can't be read ({type(error).__name__}: {error!s:.200})")
+    return found
+
+
+def _read_each(path: Path, files: Mapping[str, Path], found: Inspection, values: bool) -> None:
+    """Read every file of tensors in a folder whose format lists no files."""
+    names = [name for name in files if name.endswith(TENSOR_SUFFIXES)]
+    found.format = _folder_format(files)
+    only_model = names == ["model.safetensors"]
+    for name in names:
+        content = read_tensor_file(files[name], values=values)
+        found.add(content, prefix="" if only_model else f"{name}: ")
+    for name in files:
+        if name.endswith(".json") and files[name].stat().st_size:
+            try:
+                read_index(files[name])
+            except ValueError as error:
+                found.problems.append(f"{name}: it is no JSON ({error!s:.100})")
+    if not names:
+        found.unknown.append("it holds no file of tensors in a format that is known")
+    elif only_model:
+        found.complete = True
+    else:
+        found.unknown.append("the folder does not list its files: a missing one can't be told")
+
+
+def _folder_format(files: Mapping[str, Path]) -> str:
+    if all(RANK_FILE_PATTERN.fullmatch(name) for name in files) and files:
+        return "torch_checkpointing checkpoint"
+    if "trainer_state.json" in files:
+        return "Hugging Face Trainer checkpoint"
+    if any(name.startswith("random_states_") for name in files):
+        return "Accelerate state"
+    if "config.json" in files:
+        return "Hugging Face folder"
+    return "folder of files"
+
+
+def _read_shards(path: Path, files: Mapping[str, Path], found: Inspection, values: bool) -> None:
+    """Read a model of Hugging Face in several files, by its index."""
+    found.format = "Hugging Face folder"
+    index_name = next(name for name in SHARD_INDEXES if name in files)
+    weights = read_index(files[index_name])["weight_map"]
+    by_file: dict[str, set[str]] = {}
+    for key, file_name in weights.items():
+        by_file.setdefault(str(file_name), set()).add(key)
+    found.complete = True
+    for file_name, keys in sorted(by_file.items()):
+        if file_name not in files:
+            found.problems.append(f"{file_name:.80} is missing, with {len(keys):,} tensors")
+            continue
+        content = read_tensor_file(files[file_name], values=values)
+        missing = keys - {tensor.name for tensor in content.tensors}
+        found.add(content)
+        if missing:
+            found.problems.append(f"{file_name:.80} lacks {min(missing)!r:.80}")
+
+
+def _read_rank_files(
+    path: Path, files: Mapping[str, Path], found: Inspection, values: bool
+) -> None:
+    """Read a folder of torch_checkpointing: a file for each item and rank."""
+    found.format = "torch_checkpointing checkpoint"
+    content = FileContent()
+    unpickled(_bytes_of(files["metadata.pkl"]), content)
+    found.judge(content.names)
+    for name in files:
+        if name.endswith(TENSOR_SUFFIXES) and name != "metadata.pkl":
+            found.add(read_tensor_file(files[name], values=values), prefix=f"{name}: ")
+    found.unknown.append("the folder does not list its files: a missing one can't be told")
+
+
+def _bytes_of(path: Path) -> bytes:
+    with open_regular(path) as stream:
+        return Region(stream, 0, os.fstat(stream.fileno()).st_size).read()
+
+
+def _read_manifest(path: Path, files: Mapping[str, Path], found: Inspection, values: bool) -> None:
+    """Read a checkpoint of ours, or a trainer's folder with our manifest."""
+    manifest = parse_manifest(_bytes_of(files[MANIFEST_FILE_NAME]))
+    found.format = "curry-train checkpoint"
+    unlisted = sorted(set(files) - set(manifest.files) - {MANIFEST_FILE_NAME})
+    missing = sorted(set(manifest.files) - set(files))
+    found.problems += [f"{name} is missing" for name in missing]
+    found.problems += [f"{name} is not in the manifest" for name in unlisted]
+    local = LocalFiles(path.parent)
+    for name in sorted(set(manifest.files) & set(files)):
+        try:
+            verify_files(local, path.name, manifest, [name])
+        except RunError as error:
+            found.problems.append(str(error))
+    found.complete = True
+    found.values |= {"step": str(manifest.step), "kind": manifest.kind}
+    rest = {name: file for name, file in files.items() if name != MANIFEST_FILE_NAME}
+    if ".metadata" in rest:
+        _read_distributed(path, rest, found, values)
+    else:
+        _read_each(path, rest, found, values)
+    # The manifest proves each bit, so that nothing is left that the inner format can't tell.
+    found.format = "curry-train checkpoint"
+    found.complete = True
+    found.unknown = [one for one in found.unknown if "can't be told" not in one or "NaN" in one]
+    found.hashed = {manifest.algorithm: len(manifest.files) - len(missing)}
+
+
+# torch.distributed.checkpoint: an index of tensors, and files that hold pieces of them.
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+def _read_distributed(
+    path: Path, files: Mapping[str, Path], found: Inspection, values: bool
+) -> None:
+    found.format = "torch.distributed.checkpoint"
+    content = FileContent()
+    try:
+        metadata = unpickled(_bytes_of(files[".metadata"]), content)
+    finally:
+        found.judge(content.names)
+    index = _fields(metadata, "Metadata")
+    places = {}
+    for key, place in index["storage_data"].items():
+        identity = _fields(key, "MetadataIndex")
+        offset = identity.get("offset")
+        where = None if offset is None else _size(offset)
+        places[identity["fqn"], where] = _fields(place, "_StorageInfo")
+
+    found.complete = True
+    hashed = FileContent(algorithm="CRC-32")
+    for name, entry in index["state_dict_metadata"].items():
+        if entry.function == Named(_METADATA_MODULE, "BytesStorageMetadata"):
+            place = places.get((name, None))
+            found.values[str(name)] = "a pickled value"
+            _add_piece(files, place, str(name), None, found, hashed, values=False)
+            continue
+        fields = _fields(entry, "TensorStorageMetadata")
+        tensor = FoundTensor(str(name), _size(fields["size"]), _dtype_name(fields["properties"]))
+        found.tensors.append(tensor)
+        _read_pieces(tensor, fields["chunks"], places, files, found, hashed, values)
+    if hashed.num_hashed:
+        found.hashed["CRC-32"] = hashed.num_hashed
+    found.unknown.append(".metadata has no hash: a changed bit in the index can't be told")
+
+
+def _read_pieces(
+    tensor: FoundTensor,
+    chunks: list[Any],
+    places: Mapping[Any, Mapping[str, Any]],
+    files: Mapping[str, Path],
+    found: Inspection,
+    hashed: FileContent,
+    values: bool,
+) -> None:
+    """Read all pieces of a tensor and count what is not finite."""
+    num_elements = 0
+    nan = 0
+    inf = 0
+    for chunk in chunks:
+        fields = _fields(chunk, "ChunkStorageMetadata")
+        sizes = _size(fields["sizes"])
+        num_elements += math.prod(sizes)
+        place = places.get((tensor.name, _size(fields["offsets"])))
+        piece = _add_piece(files, place, tensor.name, sizes, found, hashed, values=values)
+        if piece is None or piece.nan is None:
+            values = False
+        else:
+            nan += piece.nan
+            inf += piece.inf or 0
+    if num_elements != tensor.numel:
+        found.problems.append(
+            f"{tensor.name:.80} has {num_elements:,} of {tensor.numel:,} elements"
+        )
+    if values:
+        tensor.nan = nan
+        tensor.inf = inf
+
+
+def _add_piece(
+    files: Mapping[str, Path],
+    place: Mapping[str, Any] | None,
+    name: str,
+    sizes: tuple[int, ...] | None,
+    found: Inspection,
+    hashed: FileContent,
+    *,
+    values: bool,
+) -> FoundTensor | None:
+    """Read one piece: a part of a file, which torch.save or safetensors wrote."""
+    if place is None:
+        found.problems.append(f"{name:.80} is in the index without a place")
+        return None
+    file = files.get(str(place["relative_path"]))
+    offset = place["offset"]
+    length = place["length"]
+    if file is None:
+        found.problems.append(f"{place['relative_path']!s:.80} is missing, with {name:.80}")
+        return None
+    if place.get("transform_descriptors"):
+        found.unknown.append(f"{name:.80} is compressed: its values can't be told")
+        return None
+    if not 0 <= offset <= offset + length <= file.stat().st_size:
+        found.problems.append(f"{name:.80} lies beyond the end of {file.name}: it is cut off")
+        return None
+
+    with open_regular(file) as stream:
+        content = read_region(Region(stream, offset, length), values=values)
+    found.problems += [f"{name:.80}: {one}" for one in content.problems]
+    found.judge(content.names)
+    hashed.num_hashed += content.num_hashed
+    if content.unknown and sizes is not None:
+        found.unknown += [f"{name:.80}: {one}" for one in content.unknown]
+    if sizes is None or content.problems:
+        return None
+    if len(content.tensors) != 1 or content.tensors[0].shape != sizes:
+        found.problems.append(f"{name:.80}: the file holds another tensor than the index says")
+        return None
+    return content.tensors[0]
+
+
+def _fields(node: Any, name: str) -> dict[str, Any]:
+    """Return the fields of an unbuilt dataclass of torch's index."""
+    if type(node) is not Built or not isinstance(node.function, Named):
+        raise ValueError(f"the index holds a {type(node).__name__} in place of a {name}")
+    if node.function.name != name or type(node.state) is not dict:
+        raise ValueError(f"the index holds {node.function!s:.80} in place of a {name}")
+    fields: dict[str, Any] = node.state
+    return fields
+
+
+def _size(node: Any) -> tuple[int, ...]:
+    given = node.arguments[0] if type(node) is Built else node
+    if type(given) not in (tuple, list) or any(type(one) is not int or one < 0 for one in given):
+        raise ValueError(f"the index holds the size {given!r:.80}")
+    return tuple(given)
+
+
+def _dtype_name(properties: Any) -> str:
+    first = properties.state[0] if type(properties) is Built else None
+    return first.name if isinstance(first, Named) else "unknown"
+
+
+# The command, and how it prints what was found.
+
+MOST_TENSORS_SHOWN = 40
+MOST_LINES_SHOWN = 10
+MOST_VALUES_SHOWN = 4
+
+
+@click.command("inspect", cls=ScreenCommand, example="runs/run-001/latest")
+@click.argument("path", metavar="PATH")
+@click.option("--values/--no-values", default=True, help="Count NaN and inf, which reads all.")
+@json_option()
+def inspect_command(path: str, values: bool, json_path: str | None) -> None:
+    """Inspect anybody's checkpoint without unpickling it.
+
+    PATH is a file of torch.save, safetensors or Lightning, or a folder of
+    torch.distributed.checkpoint, torch_checkpointing, Hugging Face, Accelerate or ours. Exit
+    status: 0 nothing wrong, 1 damaged, not whole or hostile, 2 wrong usage.
+    """
+    if is_run(Path(path)):
+        raise UnusableInput(
+            wrapped(f"{path} is a run: give one of its checkpoints, such as {path}/latest")
+        )
+    try:
+        found = inspect_checkpoint(path, values=values)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UnusableInput(wrapped(f"{path} can't be read ({reason})")) from error
+
+    console = console_for(json_path)
+    if found.tensors:
+        console.print(_tensors_table(found))
+    for line in inspection_lines(found):
+        console.print("\n".join(textwrap.wrap(line, 80, subsequent_indent="  ")), markup=False)
+    end(json_path, found.to_json(), well=found.well)
+
+
+def inspection_lines(found: Inspection) -> Iterator[str]:
+    """Return the result of an inspection, most important lines last."""
+    num_values = sum(one.numel for one in found.tensors)
+    whole = {True: "yes", False: "no", None: "can't be told"}[found.whole]
+    hashes = [f"{number} of {algorithm} match" for algorithm, number in found.hashed.items()]
+    size = format_bytes(found.num_bytes)
+    yield f"{found.format}, {size}: {len(found.tensors)} tensors of {num_values:,} values"
+    if found.values:
+        shown = [printable(f"{key}: {text}") for key, text in found.values.items()]
+        more = f", and {len(shown) - MOST_VALUES_SHOWN} more" if shown[MOST_VALUES_SHOWN:] else ""
+        yield f"other values: {', '.join(shown[:MOST_VALUES_SHOWN])}{more}"
+    yield f"hashes: {', '.join(hashes) or 'none'}"
+    yield f"NaN: {found.num_nan:,}, inf: {found.num_inf:,}"
+    for title, lines in (("unknown", found.unknown), ("wrong", found.problems)):
+        for line in lines[:MOST_LINES_SHOWN]:
+            yield f"{title}: {printable(line, longest=400)}"
+        if lines[MOST_LINES_SHOWN:]:
+            yield f"{title}: {len(lines) - MOST_LINES_SHOWN} more, which --json has"
+    yield f"whole: {whole}"
+
+
+def _tensors_table(found: Inspection) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("tensor", "shape", "dtype", "NaN", "inf"):
+        is_number = column in ("shape", "NaN", "inf")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    # Tensors with values that are not finite come first, and the others in the file's order.
+    tensors = sorted(found.tensors, key=lambda one: not (one.nan or one.inf))
+    for one in tensors[:MOST_TENSORS_SHOWN]:
+        shape = "x".join(map(str, one.shape)) or "scalar"
+        counts = ["?" if number is None else str(number or "") for number in (one.nan, one.inf)]
+        table.add_row(escape(printable(one.name)), shape, one.dtype, *counts)
+    if tensors[MOST_TENSORS_SHOWN:]:
+        table.add_row(f"and {len(tensors) - MOST_TENSORS_SHOWN} more, which --json has")
+    return table

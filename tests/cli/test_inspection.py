@@ -1,0 +1,366 @@
+"""Anybody's checkpoint is inspected without unpickling, and damage is found.
+
+python -m pytest tests/cli/test_inspection.py
+"""
+
+import io
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import struct
+import warnings
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from store_models import new_state, train
+from torch import nn
+
+from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
+from curry_train.runs import Store
+from torture_shapes import calls, opcodes
+
+
+def state():
+    """A state whose NaN and inf are known: two NaN and one inf in each copy of the weights."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 6)
+    weight[1, 2] = weight[3, 5] = math.nan
+    weight[0, 0] = -math.inf
+    return {"model": {"weight": weight, "bias": torch.ones(5, dtype=torch.bfloat16)}, "step": 7}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """One checkpoint of each format."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    torch.save(state(), root / "zip.pt")
+    torch.save(state(), root / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"pytorch-lightning_version": "2.6", "state_dict": state()["model"]}, root / "a.ckpt"
+    )
+    save_file(state()["model"], root / "a.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state(), checkpoint_id=root / "dcp")
+    for name in ("rank_files", "accelerate", "trainer", "sharded"):
+        (root / name).mkdir()
+    torch.save(state()["model"], root / "rank_files/model_0.pt")
+    save_file(state()["model"], root / "accelerate/model.safetensors")
+    torch.save({"random": 1}, root / "accelerate/random_states_0.pkl")
+    shutil.copytree(root / "accelerate", root / "trainer", dirs_exist_ok=True)
+    (root / "trainer/random_states_0.pkl").rename(root / "trainer/rng_state.pth")
+    (root / "trainer/trainer_state.json").write_text("{}")
+    weights = {}
+    for number, (name, tensor) in enumerate(state()["model"].items()):
+        weights[name] = f"model-{number}.safetensors"
+        save_file({name: tensor}, root / "sharded" / weights[name])
+    (root / "sharded/model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+    ours = new_state()
+    train(ours, 1)
+    with Store(root / "run") as store:
+        store.save("rollback", 1, ours)
+        store.save("best-k", 1, ours, metric=("dev_loss", 0.5))
+    return root
+
+
+FORMATS = {
+    "zip.pt": ("torch.save file", True, "CRC-32"),
+    "legacy.pt": ("torch.save file (before torch 1.6)", True, ""),
+    "a.ckpt": ("Lightning checkpoint", True, "CRC-32"),
+    "a.safetensors": ("safetensors", True, ""),
+    "dcp": ("torch.distributed.checkpoint", True, "CRC-32"),
+    "rank_files": ("torch_checkpointing checkpoint", None, "CRC-32"),
+    "accelerate": ("Accelerate state", None, "CRC-32"),
+    "trainer": ("Hugging Face Trainer checkpoint", None, "CRC-32"),
+    "sharded": ("Hugging Face folder", True, ""),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_keys_shapes_dtypes_and_nan_of_each_format(checkpoints, name):
+    format_name, whole, algorithm = FORMATS[name]
+    found = inspect(checkpoints / name)
+    assert found.problems == []
+    assert found.well
+    assert (found.format, found.whole) == (format_name, whole)
+    assert set(found.hashed) == ({algorithm} if algorithm else set())
+    by_name = {one.name.split(": ")[-1].split(".")[-1]: one for one in found.tensors}
+    weight, bias = by_name["weight"], by_name["bias"]
+    assert (weight.shape, weight.dtype, weight.nan, weight.inf) == ((4, 6), "float32", 2, 1)
+    assert (bias.shape, bias.dtype, bias.nan, bias.inf) == ((5,), "bfloat16", 0, 0)
+    assert (found.num_nan, found.num_inf) == (2, 1)
+    # What the format can't prove is said: a flip in a file without a hash, or a missing file.
+    assert (whole is True and bool(algorithm)) or "can't be told" in " ".join(found.unknown)
+
+
+def test_our_checkpoints_are_proven_by_their_manifest(checkpoints):
+    for folder in (checkpoints / "run").glob("*/*.dcp"):
+        found = inspect(folder)
+        assert found.well
+        assert (found.format, found.whole, found.unknown) == ("curry-train checkpoint", True, [])
+        assert sum(found.hashed.values()) >= 2
+        assert any("weight" in one.name for one in found.tensors)
+
+
+def test_values_are_not_read_where_that_is_not_wanted(checkpoints):
+    for name in ("zip.pt", "dcp", "a.safetensors", "legacy.pt"):
+        found = inspect(checkpoints / name, values=False)
+        assert found.well
+        assert {one.nan for one in found.tensors} == {None}
+
+
+class Own(nn.Linear):
+    """A class of the user's, which a pickled model names."""
+
+
+def odd_values():
+    wide = torch.full((3, 4), math.nan)
+    return {
+        "view of a column": (wide[:, 1], 3),
+        "transposed": (wide.t(), 12),
+        "expanded": (torch.full((1,), math.nan).expand(7), 7),
+        "empty": (torch.empty(0, 3), 0),
+        "scalar": (torch.tensor(math.nan), 1),
+        "float8": (torch.tensor([1.0, math.nan]).to(torch.float8_e5m2), 1),
+        "complex": (torch.tensor([complex(math.nan, 1.0), 1j]), 1),
+        "sparse": (torch.tensor([[0.0, math.nan], [0.0, 0.0]]).to_sparse(), 1),
+        "parameter": (nn.Parameter(torch.tensor([math.nan])), 1),
+        "integers": (torch.arange(5), 0),
+    }
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_nan_is_counted_in_views_and_odd_tensors(tmp_path, zipped):
+    values = odd_values()
+    saved = {name: tensor for name, (tensor, _) in values.items()}
+    torch.save(saved, tmp_path / "odd.pt", _use_new_zipfile_serialization=zipped)
+    found = inspect(tmp_path / "odd.pt")
+    assert found.problems == []
+    assert {one.name: one.nan for one in found.tensors} == {
+        name: number for name, (_, number) in values.items()
+    }
+    assert {one.name: one.shape for one in found.tensors} == {
+        name: tuple(tensor.shape) for name, (tensor, _) in values.items()
+    }
+
+
+def test_a_pickled_model_is_listed_without_importing_its_class(tmp_path):
+    torch.save({"model": Own(2, 3)}, tmp_path / "model.pt")
+    found = inspect(tmp_path / "model.pt")
+    assert found.well
+    assert [one.shape for one in found.tensors] == [(3, 2), (3,)]
+    assert found.imports == [f"{Own.__module__}.Own"]
+    assert any("whether that runs code can't be told" in one for one in found.unknown)
+
+
+def flipped(path, place, bit):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def same(first, second):
+    if first.keys() != second.keys() or first["step"] != second["step"]:
+        return False
+    return all(
+        torch.equal(first["model"][name].view(torch.uint8), second["model"][name].view(torch.uint8))
+        for name in second["model"]
+    )
+
+
+def in_the_weight(path):
+    """Return some places in a file that hold values of the weight."""
+    begin = path.read_bytes().index(state()["model"]["weight"].numpy().tobytes())
+    return range(begin, begin + 96, 9)
+
+
+def test_flips_that_torch_load_takes_in_silence_are_found(checkpoints, tmp_path):
+    path = tmp_path / "flipped.pt"
+    generator = random.Random(0)
+    size = (checkpoints / "zip.pt").stat().st_size
+    inside = in_the_weight(checkpoints / "zip.pt")
+    num_silent = 0
+    for place in [*inside, *(generator.randrange(size) for _ in range(60))]:
+        shutil.copy(checkpoints / "zip.pt", path)
+        flipped(path, place, generator.randrange(8))
+        try:
+            silent = not same(torch.load(path), state())
+        except Exception:  # noqa: BLE001 - torch raises whatever the damage leads to
+            continue
+        num_silent += silent
+        assert not (silent and inspect(path).well), place
+    assert num_silent >= len(inside)
+
+
+def test_flips_in_a_distributed_checkpoint_are_found(checkpoints, tmp_path):
+    (path,) = (checkpoints / "dcp").glob("*.distcp")
+    for place in in_the_weight(path):
+        folder = tmp_path / str(place)
+        shutil.copytree(checkpoints / "dcp", folder)
+        flipped(folder / path.name, place, 3)
+        target = {"model": {name: one * 0 for name, one in state()["model"].items()}, "step": 0}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(target, checkpoint_id=folder)
+        assert not same(target, state())
+        assert any("another CRC-32" in one for one in inspect(folder).problems)
+
+
+@pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "a.safetensors", "a.ckpt"])
+def test_a_file_that_is_cut_off_is_not_whole(checkpoints, tmp_path, name):
+    data = (checkpoints / name).read_bytes()
+    for length in [*range(1, len(data), max(1, len(data) // 40)), len(data) - 1]:
+        (tmp_path / name).write_bytes(data[:length])
+        found = inspect(tmp_path / name)
+        assert found.whole is not True, length
+        assert found.problems or found.unknown
+
+
+def test_missing_and_cut_files_of_folders_are_named(checkpoints, tmp_path):
+    for name in ("dcp", "sharded", "run/rollback/step-00000001.dcp"):
+        folder = tmp_path / name.replace("/", "-")
+        shutil.copytree(checkpoints / name, folder)
+        (victim, *_) = sorted([*folder.glob("*.distcp"), *folder.glob("model-0*")])
+        victim.write_bytes(victim.read_bytes()[:-20])
+        found = inspect(folder)
+        assert found.whole is False
+        victim.unlink()
+        found = inspect(folder)
+        assert found.whole is False
+        assert any(f"{victim.name} is missing" in one for one in found.problems)
+
+
+def test_a_flip_in_our_checkpoint_is_found(checkpoints, tmp_path):
+    folder = tmp_path / "step-00000001.dcp"
+    for name in ("state.json", ".metadata", "manifest.json", "__0_0.distcp"):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(checkpoints / "run/rollback/step-00000001.dcp", folder)
+        flipped(folder / name, 100, 2)
+        assert inspect(folder).whole is False
+
+
+def hostile_files(tmp_path):
+    """Yield a title and a hostile file, or folder, of each kind."""
+    canary = str(tmp_path / "canary")
+    for title, call in calls(canary).items():
+        stream = io.BytesIO()
+        torch.save({"model": torch.ones(2), "x": call}, stream)
+        yield f"{title} in a zip", stream.getvalue()
+        stream = io.BytesIO()
+        torch.save({"x": [call]}, stream, _use_new_zipfile_serialization=False)
+        yield f"{title} in a legacy file", stream.getvalue()
+        yield f"{title} in a pickle", pickle.dumps(call, 2)
+    for title, data in opcodes(canary).items():
+        if not data.startswith(b"\x80"):
+            continue
+        yield title, data
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as archive:
+            archive.writestr("archive/data.pkl", data)
+        yield f"{title} in a zip", stream.getvalue()
+
+
+def test_hostile_files_run_nothing_and_are_not_called_well(tmp_path):
+    path = tmp_path / "hostile.pt"
+    num_files = 0
+    for title, data in hostile_files(tmp_path):
+        path.write_bytes(data)
+        found = inspect(path)
+        assert not os.path.lexists(tmp_path / "canary"), title
+        assert not found.well or found.imports or "what is allowed" in title, title
+        assert all("\n" not in one and len(one) < 600 for one in found.problems)
+        folder = tmp_path / "folder"
+        folder.mkdir(exist_ok=True)
+        (folder / ".metadata").write_bytes(data)
+        assert not inspect(folder).well, title
+        assert not os.path.lexists(tmp_path / "canary"), title
+        num_files += 1
+    assert num_files >= 30
+
+
+def safetensors(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def deflated(name):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, b"\0" * 10_000_000)
+    return stream.getvalue()
+
+
+BOMBS = {
+    "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{" + b" " * 100,
+    "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000),
+    "a header that is a list": safetensors(b"{]"),
+    "a negative shape": safetensors({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}),
+    "a shape of 2**61": safetensors(
+        {"a": {"dtype": "F32", "shape": [2**61], "data_offsets": [0, 2**63]}}
+    ),
+    "tensors that overlap": safetensors(
+        {
+            "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+            "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
+        },
+        b"123456",
+    ),
+    "a compressed record": deflated("archive/data.pkl"),
+    "a list that contains itself": pickle.dumps((lambda one: one.append([one, 1]) or one)([])),
+    "lists that contain each other often": b"\x80\x02]" + b"q\x00]h\x00a(h\x00h\x00]e" * 3 + b".",
+}
+
+
+@pytest.mark.parametrize("title", BOMBS)
+def test_a_bomb_is_refused_in_a_line_and_in_bounded_memory(tmp_path, title):
+    path = tmp_path / "bomb"
+    path.write_bytes(BOMBS[title])
+    found = inspect(path)
+    assert not found.well
+    assert all("\n" not in one and len(one) < 600 for one in found.problems)
+
+
+def test_a_forged_storage_reads_nothing_outside_of_the_file(tmp_path):
+    """A tensor whose shape or stride needs more than its storage has is a problem."""
+    torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        records = {one: archive.read(one) for one in archive.namelist()}
+    (name,) = [one for one in records if one.endswith("data.pkl")]
+    shape = b"K\x04\x85"
+    assert records[name].count(shape) == 1
+    for forged in (b"J\xff\xff\xff\x7f\x85", b"J\xff\xff\xff\xff\x85", b"K\x05\x85"):
+        with zipfile.ZipFile(tmp_path / "forged.pt", "w") as archive:
+            for one, data in records.items():
+                archive.writestr(one, data.replace(shape, forged) if one == name else data)
+        found = inspect(tmp_path / "forged.pt")
+        assert not found.well
+        assert found.num_nan == 0
+
+
+def test_links_pipes_and_paths_out_of_the_folder_are_not_followed(checkpoints, tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(OSError, match="no regular file"):
+        inspect(tmp_path / "pipe.pt")
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    weights = {"weight_map": {"weight": "../zip.pt", "bias": "/etc/hostname"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+    found = inspect(folder)
+    assert found.whole is False
+    assert found.tensors == []
+
+
+def test_unknown_files_can_not_be_told(tmp_path):
+    (tmp_path / "text").write_text("hello, this is no checkpoint at all")
+    found = inspect(tmp_path / "text")
+    assert found.whole is None
+    assert found.tensors == []
+    (tmp_path / "empty").mkdir()
+    assert inspect(tmp_path / "empty").whole is None

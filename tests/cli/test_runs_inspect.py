@@ -1,0 +1,93 @@
+"""The commands `runs inspect` and `runs export`: text, JSON and exit status.
+
+python -m pytest tests/cli/test_runs_inspect.py
+"""
+
+import json
+import math
+import os
+
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from store_models import new_state
+
+from curry_train.cli.main import main
+from curry_train.runs import Store
+
+
+def call(*words):
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    assert all(len(line) <= 80 for line in done.output.splitlines()), done.output
+    return done.exit_code, done.output
+
+
+def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
+    values = torch.tensor([[1.0, math.nan]])
+    torch.save({"a": torch.ones(3), "b": values, "epoch": 3}, tmp_path / "a.pt")
+    status, text = call("inspect", tmp_path / "a.pt")
+    assert status == 0
+    # Tensors with NaN come first.
+    assert text.splitlines()[1].split() == ["b", "1x2", "float32", "1"]
+    assert "other values: epoch: 3" in text
+    assert "NaN: 1, inf: 0" in text
+    assert "CRC-32 match" in text
+    assert text.splitlines()[-1] == "whole: yes"
+
+    status, text = call("inspect", tmp_path / "a.pt", "--no-values", "--json", "-")
+    assert status == 0
+    found = json.loads(text[text.index("\n{") :])
+    assert (found["whole"], found["format"]) == (True, "torch.save file")
+    assert [one["nan"] for one in found["tensors"]] == [None, None]
+
+
+def test_a_damaged_file_ends_with_1_and_a_missing_one_with_2(tmp_path):
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    data = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(data[:-30])
+    status, text = call("inspect", tmp_path / "a.pt")
+    assert (status, text.splitlines()[-1]) == (1, "whole: no")
+    assert "wrong: " in text
+    status, text = call("inspect", tmp_path / "none.pt")
+    assert status == 2
+    assert "can't be read" in " ".join(text.split())
+
+
+class Calls:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+def test_a_hostile_file_ends_with_1_and_runs_nothing(tmp_path):
+    names = "\x1b[2J\n" * 3
+    torch.save({names: Calls(os.mkdir, str(tmp_path / "canary"))}, tmp_path / "a.pt")
+    status, text = call("inspect", tmp_path / "a.pt")
+    assert status == 1
+    assert "wrong: it is hostile: loading it would call posix.mkdir" in text
+    assert "\x1b" not in text
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_run_is_inspected_by_checkpoint_and_exported(tmp_path):
+    state = new_state()
+    with Store(tmp_path / "runs/first-001") as store:
+        store.save("rollback", 1, state)
+    run = tmp_path / "runs/first-001"
+    status, text = call("inspect", run)
+    assert status == 2
+    assert "give one of its checkpoints" in " ".join(text.split())
+    status, text = call("inspect", run / "latest")
+    assert (status, text.splitlines()[-1]) == (0, "whole: yes")
+
+    out = tmp_path / "model"
+    status, text = call("export", run, "latest", "--out", out, "--json", tmp_path / "out.json")
+    assert status == 0
+    assert set(load_file(out / "model.safetensors")) == set(state.model.state_dict())
+    assert list(json.loads((tmp_path / "out.json").read_text())["files"]) == ["model.safetensors"]
+    status, text = call("export", run, "--out", out)
+    assert status == 2
+    assert "give a new folder" in " ".join(text.split())

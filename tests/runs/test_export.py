@@ -1,0 +1,101 @@
+"""Parameters of a checkpoint become safetensors that other libraries load.
+
+python -m pytest tests/runs/test_export.py
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from store_models import new_state, train
+
+from curry_train.runs import DamagedCheckpoint, SavedRun, StateMismatch, Store
+from curry_train.runs.export import export_parameters
+
+
+def transformer():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    size = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    state = new_state()
+    train(state, 1)
+    with Store(tmp_path / "run") as store:
+        store.save("rollback", 1, state)
+        store.save("best-k", 1, state, metric=("dev_loss", 0.5))
+    return SavedRun(tmp_path / "run"), state.model
+
+
+@pytest.mark.parametrize("kind", ["latest", "best-k"])
+def test_exported_parameters_are_the_saved_ones(saved, tmp_path, kind):
+    run, model = saved
+    checkpoint = kind if kind == "latest" else run.committed("best-k")[0].folder
+    files = export_parameters(run, checkpoint, tmp_path / "out")
+    assert list(files) == ["model.safetensors"]
+    found = load_file(tmp_path / "out/model.safetensors")
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_large_model_is_written_in_several_files_with_an_index(saved, tmp_path):
+    run, model = saved
+    files = export_parameters(run, "latest", tmp_path / "out", shard_bytes=300)
+    assert len(files) >= 3
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    found = {}
+    for name in files:
+        found |= load_file(tmp_path / "out" / name)
+    expected = model.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in expected.values())
+
+
+def test_only_names_behind_a_prefix_are_exported_without_it(saved, tmp_path):
+    run, model = saved
+    export_parameters(run, "latest", tmp_path / "out", strip="0.")
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert set(found) == {"weight", "bias"}
+    assert torch.equal(found["weight"], model[0].weight)
+    with pytest.raises(StateMismatch, match="no parameter's name begins with 'nothing'"):
+        export_parameters(run, "latest", tmp_path / "other", strip="nothing")
+    assert [one.name for one in tmp_path.glob("*other*")] == []
+
+
+def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
+    run, _ = saved
+    (path,) = (tmp_path / "run/rollback").glob("*/*.distcp")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="another hash"):
+        export_parameters(run, "latest", tmp_path / "out")
+    assert [one.name for one in tmp_path.glob("*out*")] == []
+    (tmp_path / "out").mkdir()
+    with pytest.raises(FileExistsError, match="give a new folder"):
+        export_parameters(run, "latest", tmp_path / "out")
+
+
+def test_from_pretrained_loads_what_was_exported(tmp_path):
+    """Tied parameters are written once, and tied again by transformers."""
+    state = new_state(build=transformer)
+    model = state.model
+    with Store(tmp_path / "run") as store:
+        store.save("rollback", 1, state)
+    model.config.save_pretrained(tmp_path / "config")
+    config = str(tmp_path / "config/config.json")
+    run = SavedRun(tmp_path / "run")
+    export_parameters(run, "latest", tmp_path / "out", config=config, shard_bytes=2000)
+
+    loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    expected = model.state_dict()
+    assert all(torch.equal(one, expected[name]) for name, one in loaded.state_dict().items())
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
