@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.cli import memory
 from curry_train.cli.main import main
-from curry_train.cli.memory import plot_timeline
+from curry_train.cli.memory_page import GROUP_COLOURS, course_of_timeline, plot_course
 from curry_train.core.measure import REST_LAYER, measure_memory
 from curry_train.plan import profiler
 from curry_train.plan import timeline as step_lives
@@ -347,18 +347,18 @@ def read_size(path):
 
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_plot_is_a_picture(tmp_path, name):
-    plot_timeline(measure_timeline(*case_of(name)), tmp_path / "step.png")
+    plot_course(course_of_timeline(measure_timeline(*case_of(name))), tmp_path / "step.png")
     assert read_size(tmp_path / "step.png") == (1650, 690)
 
 
 def test_plot_colours_every_owner():
-    assert set(memory.GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
+    assert set(GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
 
 
 def test_plot_without_matplotlib_names_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install 'matplotlib>=3\.8'"):
-        plot_timeline(small_step(), tmp_path / "step.png")
+        plot_course(course_of_timeline(small_step()), tmp_path / "step.png")
     ended = run("--model", "mlp", "--plot", str(tmp_path / "step.png"))
     assert ended.exit_code == 2
     assert "pip install 'matplotlib" in ended.output
@@ -405,7 +405,7 @@ def test_memory_writes_json_with_its_origin():
             ["--model", "mlp", "--plot", "/absent/step.png"],
             "the folder of '/absent/step.png' does not exist",
         ),
-        ([], "Missing option '--model'"),
+        ([], "give either --model or --snapshot"),
     ],
 )
 def test_memory_reports_wrong_usage_in_one_line(arguments, message):

@@ -1,26 +1,43 @@
 """The memory command: bytes that each layer holds, owners of the peak, and the timeline.
 
-Proof: `python -m pytest tests/plan/test_timeline.py`.
+With `--snapshot` it reads what a CUDA training recorded in place of running a model.
+
+Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snapshot.py`.
 """
 
 import contextlib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
+from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.wording import format_mebibytes, provenance, write_json
-from ..plan.profiler import BYTES_PER_MIB, STEP_PHASES, MemoryProfiler, Timeline
-from ..plan.timeline import measure_timeline
+from ..core.wording import format_bytes, provenance, write_json
+from ..plan.owners import ALL_OWNERS, FREE_OWNER, OwnedBlocks, SnapshotLever, levers
+from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
+from ..plan.snapshot import (
+    BlockHistory,
+    MemorySnapshot,
+    UnusableSnapshot,
+    read_snapshot,
+)
+from ..plan.timeline import record_step_storages, timeline_of
+from ..runs.journal import printable
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
+from .memory_page import course_of_blocks, course_of_timeline, plot_course, write_page
 from .options import (
     DTYPES,
     UnusableInput,
     blocks_text,
     choose_device,
     model_option,
+    output_option,
     plot_option,
     require_matplotlib,
     run_options,
@@ -29,132 +46,330 @@ from .options import (
 )
 from .screen import ScreenCommand
 
-# From Paul Tol's palette for colour-blind readers. Bytes that live through the whole step are at
-# the bottom, in grey or blue.
-GROUP_COLOURS = {
-    "parameters": "#BBBBBB",
-    "buffers and batch": "#DDDDDD",
-    "optimizer state": "#77AADD",
-    "gradients": "#44BB99",
-    "activations": "#EE8866",
-    "temporaries": "#EEDD88",
-    "allocator": "#FFAABB",
-}
+# Lines of code that a report lists for each owner.
+MOST_LINES = 5
+MOST_STEPS = 12
+NAME_WIDTH = 56
+# Options of a measured model, which a snapshot has no use for.
+MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed")
 
 
-PHASE_SHADES = {"forward": "#F4F4F4", "backward": "#FFFFFF", "step": "#F4F4F4"}
+# The report of a snapshot.
 
 
-def plot_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write a PNG: bytes alive by owner over the operations of a step, and at its peak."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+class DeviceReport:
+    """Owners of the peak of one device of a snapshot, as text and as JSON."""
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    course_axes, owner_axes = figure.subplots(1, 2, width_ratios=(2.7, 1))
-    figure.suptitle(
-        f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}",
-        x=0.01,
-        ha="left",
-    )
-    _draw_course(course_axes, timeline)
-    _draw_owners(owner_axes, timeline)
-    figure.savefig(path, format="png", dpi=150)
+    def __init__(self, owned: OwnedBlocks, *, name: str) -> None:
+        self.name = name
+        self.owned = owned
+        self.history = owned.history
+        self.levers = levers(owned)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Yield what the record lacks."""
+        history = self.history
+        if not history.record.events:
+            yield (
+                "no events were recorded, so this is the moment of the snapshot and not the peak: "
+                "call torch.cuda.memory._record_memory_history() first"
+            )
+        elif not self.owned.has_stacks:
+            yield "the events have no stacks, so only sizes tell owners apart: record context='all'"
+        if history.is_cut:
+            missing = [life for life in history.lives if life.born < 0 and life.stack]
+            yield (
+                f"the record holds the last {len(history.record.events):,} events only: older ones "
+                f"were dropped, and {len(missing):,} blocks have no time. A larger max_entries of "
+                "_record_memory_history keeps them"
+            )
+        if history.contradictions:
+            yield f"{history.contradictions:,} blocks were allocated twice without a release"
+
+    def text(self) -> str:
+        """Format the report in 80 columns."""
+        history = self.history
+        lines = [
+            f"{self.name}: {len(history.record.events):,} events, "
+            f"{len(self.owned.steps())} steps or parts of one",
+            f"  allocated peak {format_bytes(history.peak_allocated)} in {self.owned.peak_phase}, "
+            f"event {history.peak_index:,}",
+            f"  reserved {format_bytes(history.reserved_at_peak)} at that moment, at most "
+            f"{format_bytes(history.peak_reserved)}",
+        ]
+        lines += self._errors()
+        for note in (*self.notes,):
+            lines += textwrap.wrap(note, 80, initial_indent="  ", subsequent_indent="  ")
+        lines += ["", f"{'owner at the peak':<{NAME_WIDTH}} {'MiB':>12} {'share':>8}"]
+        lines += self._owner_rows()
+        lines += ["", *self._step_rows(), "", *self._lever_rows()]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _errors(self) -> Iterator[str]:
+        for index, event in self.history.out_of_memory():
+            free = self.history.reserved[index + 1] - self.history.allocated[index + 1]
+            yield (
+                f"  out of memory at event {index:,}: {format_bytes(event.num_bytes)} asked for,"
+            )
+            yield (
+                f"    {format_bytes(event.address)} of the device free, {format_bytes(free)} "
+                "reserved but unallocated"
+            )
+
+    def _owner_rows(self) -> Iterator[str]:
+        whole = self.history.peak_allocated
+        rows = self.owned.lines()
+        for owner, size in self.owned.owners.items():
+            yield _row(owner, size, whole)
+            own = [line for line in rows if line.owner == owner]
+            for line in own[:MOST_LINES]:
+                blocks = "" if line.num_blocks == 1 else f" ({line.num_blocks} blocks)"
+                room = NAME_WIDTH - 2 - len(blocks)
+                yield _row(f"  {printable(line.line, longest=room)}{blocks}", line.num_bytes, whole)
+        free = self.history.reserved_at_peak - whole
+        yield f"{FREE_OWNER + ' (reserved, not allocated)':<{NAME_WIDTH}} {_mib(free):>12}"
+
+    def _step_rows(self) -> Iterator[str]:
+        yield f"{'step, by events':<{NAME_WIDTH - 13}} {'allocated':>12} {'reserved MiB':>12}"
+        steps = self._steps()
+        for start, end, allocated, reserved in steps[:MOST_STEPS]:
+            name = f"{start:,} to {end:,}"
+            yield f"{name:<{NAME_WIDTH - 13}} {_mib(allocated):>12} {_mib(reserved):>12}"
+        if len(steps) > MOST_STEPS:
+            yield f"{len(steps) - MOST_STEPS} more"
+
+    def _steps(self) -> list[tuple[int, int, int, int]]:
+        """Return the events of each step, and its most allocated and reserved bytes."""
+        history = self.history
+        rows = []
+        for start, end in self.owned.steps():
+            during = slice(start + 1, max(end, start) + 2)
+            allocated = max(history.allocated[during], default=history.allocated[-1])
+            reserved = max(history.reserved[during], default=history.reserved[-1])
+            rows.append((start, end, allocated, reserved))
+        return rows
+
+    def _lever_rows(self) -> Iterator[str]:
+        largest = self.largest_owner
+        title = f"{'what lowers the peak, by replay':<{NAME_WIDTH - 1}}"
+        yield f"{title} {'allocated':>11} reserved MiB"
+        if not self.levers:
+            yield "  nothing that is known here takes off 0.5%"
+        for lever in self.levers:
+            marked = " *" if lever.owner == largest else ""
+            first, *more = textwrap.wrap(lever.change + marked, NAME_WIDTH - 4)
+            saved = f"{_mib(lever.allocated_saved):>11} {_mib(lever.reserved_saved):>12}"
+            yield f"  {first:<{NAME_WIDTH - 3}} {saved}"
+            yield from (f"    {line}" for line in more)
+        if any(lever.owner == largest for lever in self.levers):
+            yield f"  * for the largest owner, {largest}"
+
+    @property
+    def largest_owner(self) -> str:
+        return next(iter(self.owned.owners), "")
+
+    def to_json(self) -> dict[str, Any]:
+        history = self.history
+        owners = list(self.owned.owners.items())
+        free = history.reserved_at_peak - history.peak_allocated
+        steps = self._steps()
+        return {
+            "device": history.record.device,
+            "events": len(history.record.events),
+            "peak_allocated_bytes": history.peak_allocated,
+            "peak_reserved_bytes": history.peak_reserved,
+            "reserved_at_peak_bytes": history.reserved_at_peak,
+            "peak_event": history.peak_index,
+            "peak_phase": self.owned.peak_phase,
+            # They add up to the allocated peak, and with the free blocks to what is reserved then.
+            "owners": owners,
+            "owners_of_reserved": [*owners, (FREE_OWNER, free)],
+            "lines": [
+                {"owner": line.owner, "line": line.line, "bytes": line.num_bytes}
+                | {"blocks": line.num_blocks}
+                for line in self.owned.lines()[:100]
+            ],
+            "steps": [
+                dict(zip(("first_event", "last_event", "allocated", "reserved"), row, strict=True))
+                for row in steps
+            ],
+            "levers": [_lever_json(lever) for lever in self.levers],
+            "out_of_memory": [
+                {"event": index, "requested_bytes": event.num_bytes}
+                | {"device_free_bytes": event.address}
+                for index, event in history.out_of_memory()
+            ],
+            "notes": list(self.notes),
+        }
 
 
-def _draw_course(axes: Any, timeline: Timeline) -> None:
-    places = [point.index for point in timeline.points]
-    shown = [group for group in GROUP_COLOURS if any(timeline.owners.get(group, ()))]
-    layers = []
-    for group in shown:
-        layers.append([owned / BYTES_PER_MIB for owned in timeline.owners[group]])
-    peak = timeline.peak
-    highest = peak.bytes_alive / BYTES_PER_MIB
-    axes.stackplot(
-        places,
-        layers,
-        colors=[GROUP_COLOURS[group] for group in shown],
-        step="post",
-        linewidth=0,
-        zorder=2,
-    )
-    axes.set_xlim(0, timeline.num_operations - 1)
-    axes.set_ylim(0, highest * 1.22)
-
-    start = 0
-    for phase in STEP_PHASES:
-        end = max(point.index for point in timeline.points if point.phase == phase)
-        axes.axvspan(start, end, color=PHASE_SHADES[phase], zorder=0)
-        axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
-        axes.text(
-            (start + end) / 2,
-            highest * 1.19,
-            phase,
-            ha="center",
-            va="top",
-            fontsize=9,
-            color="#333333",
-        )
-        start = end
-
-    left = peak.index < timeline.num_operations / 2
-    axes.plot(
-        [peak.index], [highest], marker="v", color="black", markersize=6, zorder=4, clip_on=False
-    )
-    axes.annotate(
-        f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
-        (peak.index, highest),
-        xytext=(8 if left else -8, 4),
-        textcoords="offset points",
-        ha="left" if left else "right",
-        va="bottom",
-        fontsize=9,
-        fontweight="bold",
-    )
-    axes.set_xlabel("operation")
-    axes.set_ylabel("MiB alive")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_owners(axes: Any, timeline: Timeline) -> None:
-    """Draw a bar for each owner, in the stacking order of the course."""
-    owned = {
-        group: timeline.peak.owners[group]
-        for group in GROUP_COLOURS
-        if any(timeline.owners.get(group, ()))
+def _lever_json(lever: SnapshotLever) -> dict[str, Any]:
+    return {
+        "owner": lever.owner,
+        "change": lever.change,
+        "allocated_saved_bytes": lever.allocated_saved,
+        "reserved_saved_bytes": lever.reserved_saved,
     }
-    widths = [held / BYTES_PER_MIB for held in owned.values()]
-    longest = max(widths)
-    colours = [GROUP_COLOURS[group] for group in owned]
 
-    # A colour key at the left, for owners whose bar is too short to show its colour.
-    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours)
-    bars = axes.barh(list(owned), widths, color=colours)
-    whole = timeline.peak.bytes_alive
-    labels = [f"{format_mebibytes(held)}  ({held / whole:.0%})" for held in owned.values()]
-    axes.bar_label(bars, labels, padding=3, fontsize=9)
-    axes.set_xlim(-0.1 * longest, 1.55 * longest)
-    axes.set_title("MiB at the peak, by owner", fontsize=10, loc="left")
-    axes.set_xticks([])
-    axes.tick_params(left=False)
-    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / BYTES_PER_MIB:,.3f}"
+
+
+def _row(name: str, size: int, whole: int) -> str:
+    return f"{name:<{NAME_WIDTH}} {_mib(size):>12} {size / max(whole, 1):>8.1%}"
+
+
+# Compare a snapshot with another one, or with a plan.
+
+
+def figures_of(path: str) -> dict[str, int]:
+    """Return the bytes of a snapshot or a plan by owner, with `allocated` and `reserved`."""
+    if not _is_json(path):
+        owned = OwnedBlocks(_fullest(read_snapshot(path)))
+        history = owned.history
+        totals = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
+        return owned.owners | totals
+    try:
+        data = json.loads(Path(path).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is neither a snapshot nor a plan: {error}") from error
+    figures = _plan_figures(data) if isinstance(data, dict) else {}
+    if not figures:
+        raise ValueError(
+            f"{path} has no allocated bytes of a plan: write one with "
+            "curry-train plan --target GPU --json PATH"
+        )
+    return figures
+
+
+def _is_json(path: str) -> bool:
+    with Path(path).open("rb") as file:
+        return file.read(64).lstrip()[:1] == b"{"
+
+
+def _plan_figures(data: Mapping[str, Any]) -> dict[str, int]:
+    """Return the figures of `plan --json`, `plan --out` or `memory --snapshot --json`."""
+    plan = data.get("plan", data)
+    cuda = plan.get("cuda") if isinstance(plan, dict) else None
+    found = dict(cuda) if isinstance(cuda, dict) else {}
+    names = {
+        "allocated": ("allocated_bytes", "peak_allocated_bytes", "peak_bytes"),
+        "reserved": ("reserved_bytes", "peak_reserved_bytes"),
+    }
+    figures: dict[str, int] = {}
+    for name, keys in names.items():
+        for source in (found, data):
+            values = [source[key] for key in keys if isinstance(source.get(key), int)]
+            if values:
+                figures.setdefault(name, values[0])
+    owners = data.get("owners")
+    if isinstance(owners, list):
+        pairs = [pair for pair in owners if isinstance(pair, list) and len(pair) == 2]
+        figures |= {str(name): size for name, size in pairs if isinstance(size, int)}
+    return figures
+
+
+def comparison(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return both figures of each name that both have; an owner that one lacks has 0 there."""
+    has_owners = any(name in ALL_OWNERS for name in theirs)
+    names = dict.fromkeys((*ours, *theirs))
+    shared = {}
+    for name in names:
+        if name in theirs or (has_owners and name in ALL_OWNERS):
+            shared[name] = (ours.get(name, 0), theirs.get(name, 0))
+    return dict(sorted(shared.items(), key=lambda item: -abs(item[1][0] - item[1][1])))
+
+
+def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
+    """Format both figures and their difference, the largest difference first."""
+    lines = [
+        f"against {printable(path)}, MiB:",
+        f"{'':<32} {'this':>15} {'the other':>15} {'more':>14}",
+    ]
+    for name, (ours, theirs) in pairs.items():
+        more = f"{(ours - theirs) / BYTES_PER_MIB:+,.3f}"
+        lines.append(f"{printable(name):<32} {_mib(ours):>15} {_mib(theirs):>15} {more:>14}")
+    return "\n".join(lines)
+
+
+def _fullest(snapshot: MemorySnapshot) -> BlockHistory:
+    """Return the device that allocated the most."""
+    histories = [BlockHistory(record) for record in snapshot.devices]
+    return max(histories, key=lambda history: history.peak_allocated)
+
+
+def report_snapshot(
+    path: str,
+    *,
+    against: str | None = None,
+    json_path: str | None = None,
+    plot_path: str | None = None,
+    html_path: str | None = None,
+) -> None:
+    """Print who owns the peak of a snapshot; raises UnusableSnapshot."""
+    if plot_path:
+        require_matplotlib()
+    other = None if against is None else figures_of(against)
+    snapshot = read_snapshot(path)
+    name = printable(Path(path).name)
+    reports = []
+    for record in snapshot.devices:
+        owned = OwnedBlocks(BlockHistory(record))
+        reports.append(DeviceReport(owned, name=f"{name}, device {record.device}"))
+    reports.sort(key=lambda report: -report.history.peak_allocated)
+    fullest = reports[0]
+    texts = [report.text() for report in reports]
+    texts += [f"note: {note}" for note in snapshot.notes]
+    results = fullest.to_json() | {"snapshot": path, "settings": list(snapshot.notes)}
+    results["devices"] = [report.to_json() for report in reports]
+    if other is not None and against is not None:
+        history = fullest.history
+        own = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
+        pairs = comparison(fullest.owned.owners | own, other)
+        texts.append(comparison_text(pairs, against))
+        results["against"] = {name: {"this": a, "other": b} for name, (a, b) in pairs.items()}
+    click.echo("\n\n".join(texts), err=json_path == "-")
+    if plot_path or html_path:
+        course = course_of_blocks(fullest.owned, title=fullest.name)
+        if plot_path:
+            plot_course(course, plot_path)
+        if html_path:
+            write_page(course, html_path)
+    if json_path:
+        write_json(json_path, provenance(torch.device("cpu")) | results)
+
+
+# The command.
 
 
 @click.command("memory", cls=ScreenCommand, example="--model transformer --plot memory.png")
-@model_option("spec", required=True)
+@model_option("spec")
+@click.option(
+    "--snapshot",
+    "snapshot_path",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Read a CUDA memory snapshot in place of a model.",
+)
+@click.option(
+    "--against",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Compare with another snapshot, or with plan.json.",
+)
 @run_options
 @plot_option("Draw the timeline as PNG; needs matplotlib.")
+@output_option("Write the timeline as a page for a browser.", "--html", "html_path")
 def memory_command(
-    spec: str,
-    blocks: str | None,
-    device: str,
-    dtype: str,
-    batch_size: int | None,
-    seed: int,
+    spec: str | None,
+    snapshot_path: str | None,
+    against: str | None,
     json_path: str | None,
     plot_path: str | None,
+    html_path: str | None,
+    **settings: Any,
 ) -> None:
     """Show what holds the memory of a training step.
 
@@ -162,6 +377,50 @@ def memory_command(
 
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
+    _check_usage(click.get_current_context(), spec, snapshot_path, against)
+    outputs: dict[str, Any] = {
+        "json_path": json_path,
+        "plot_path": plot_path,
+        "html_path": html_path,
+    }
+    if spec is not None:
+        measure_model(spec, **settings, **outputs)
+        return
+    try:
+        report_snapshot(str(snapshot_path), against=against, **outputs)
+    except (UnusableSnapshot, ValueError, RuntimeError, MemoryError) as error:
+        raise UnusableInput(str(error)) from error
+
+
+def _check_usage(
+    context: click.Context, spec: str | None, snapshot: str | None, against: str | None
+) -> None:
+    """Refuse options that would be ignored."""
+    if (spec is None) == (snapshot is None):
+        raise click.UsageError("give either --model or --snapshot")
+    if snapshot is None:
+        if against is not None:
+            raise click.UsageError("--against compares snapshots: give --snapshot too")
+        return
+    for name in MODEL_OPTIONS:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = name.replace("_", "-")
+            raise click.UsageError(f"--{option} is of a model: leave it out with --snapshot")
+
+
+def measure_model(
+    spec: str,
+    *,
+    blocks: str | None,
+    device: str,
+    dtype: str,
+    batch_size: int | None,
+    seed: int,
+    json_path: str | None,
+    plot_path: str | None,
+    html_path: str | None,
+) -> None:
+    """Measure one training step of a model, and print what holds its memory."""
     place = choose_device(device)
     try:
         workload = load_workload(spec)
@@ -177,7 +436,8 @@ def memory_command(
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss
         profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
-        timeline = measure_timeline(module, batch, loss, blocks=case.blocks)
+        lives = record_step_storages(module, batch, loss, blocks=case.blocks)
+        timeline = timeline_of(lives, type(module).__name__)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
@@ -185,8 +445,11 @@ def memory_command(
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     tables = (header, blocks_text(choice), profile.table(), timeline.table())
     click.echo("\n\n".join(tables), err=json_path == "-")
+    course = course_of_timeline(timeline, lives.lives)
     if plot_path:
-        plot_timeline(timeline, plot_path)
+        plot_course(course, plot_path)
+    if html_path:
+        write_page(course, html_path)
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
         results = {"profile": profile.to_json(), "timeline": timeline.to_json()}

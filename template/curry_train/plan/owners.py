@@ -17,7 +17,7 @@ Proof: `python -m pytest tests/plan/test_owners.py`.
 import bisect
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
@@ -203,6 +203,20 @@ class OwnedBlocks:
         return list(
             zip(starts, [start - 1 for start in starts[1:]] + [self._clock.end - 1], strict=True)
         )
+
+    def phase_spans(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the phases of each step with their first and last event."""
+        clock = self._clock
+        for start, end in self.steps():
+            times = [start]
+            names = [FORWARD_PHASE]
+            for name, found in ((BACKWARD_PHASE, clock.backward), (STEP_PHASE, clock.step)):
+                begins = clock.next_of(found, times[-1])
+                if begins is not None and begins <= end:
+                    times.append(begins)
+                    names.append(name)
+            for name, begins, ends in zip(names, times, [*times[1:], end], strict=True):
+                yield name, begins, ends
 
     def own_bytes(self, life: BlockLife) -> int:
         """Return the bytes of a block without a rest that was not split off."""
@@ -501,7 +515,7 @@ def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
         found.append(replayed.worth(ACTIVATIONS_GROUP, change, attention))
     least = MIN_LEVER_FRACTION * history.peak_reserved
     found = [one for one in found if max(one.allocated_saved, one.reserved_saved) > least]
-    found.sort(key=lambda one: (one.reserved_saved, one.allocated_saved), reverse=True)
+    found.sort(key=lambda one: max(one.reserved_saved, one.allocated_saved), reverse=True)
     if not history.record.has_expandable_segments:
         allocated, reserved = replayed.run(_requested, expandable=True)
         saved = history.peak_reserved - reserved
@@ -562,43 +576,41 @@ def _scaling(owned: OwnedBlocks, owners: set[str], fraction: float) -> BlockSize
 
 def _recomputed(owned: OwnedBlocks) -> tuple[int, BlockSize] | None:
     """Leave out activations of repeated blocks, but those of the last and one for each input."""
-    held = [
-        life
-        for life in owned.history.alive_at(_last_forward(owned))
-        if owned.owner(life) == ACTIVATIONS_GROUP
-    ]
-    groups: dict[tuple[str, int], list[BlockLife]] = {}
-    for life in held:
-        groups.setdefault((owned.line(life), life.requested_bytes), []).append(life)
-    counts = Counter(len(group) for group in groups.values() if len(group) > 1)
-    if not counts:
+    dropped: set[int] = set()
+    count = 0
+    for phase, begins, _ in owned.phase_spans():
+        if phase == BACKWARD_PHASE:
+            found, blocks = _dropped_by_recompute(owned, begins - 1)
+            dropped |= blocks
+            count = max(count, found)
+    if not dropped:
         return None
-    by_bytes: Counter[int] = Counter()
+    return count, lambda life: 0 if id(life) in dropped else life.requested_bytes
+
+
+def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[int]]:
+    """Return the number of repeated blocks, and the activations that recompute does not keep."""
+    groups: dict[tuple[str, int], list[BlockLife]] = {}
+    for life in owned.history.alive_at(moment):
+        if owned.owner(life) == ACTIVATIONS_GROUP:
+            groups.setdefault((owned.line(life), life.requested_bytes), []).append(life)
+    by_count: Counter[int] = Counter()
     for (_, size), group in groups.items():
-        by_bytes[len(group)] += size * len(group)
+        by_count[len(group)] += size * len(group)
+    repeated_counts = [number for number in by_count if number > 1]
+    if not repeated_counts:
+        return 0, set()
     # Blocks repeat as often as the lines do that hold the most.
-    count = max(counts, key=lambda number: by_bytes[number])
+    count = max(repeated_counts, key=lambda number: by_count[number])
     repeated = [group for group in groups.values() if len(group) % count == 0]
-    sizes = sorted(group[0].requested_bytes for group in repeated)
-    input_size = statistics.median_low(sizes)
-    inputs = next(group for group in repeated if group[0].requested_bytes == input_size)
-    kept = {id(life) for life in inputs[:: max(len(inputs) // count, 1)]}
+    # One activation of each block is its input.
+    sizes = [group[0].requested_bytes for group in repeated]
+    inputs = repeated[sizes.index(statistics.median_low(sizes))]
+    kept = {id(life) for life in inputs[:: len(inputs) // count]}
     for group in repeated:
         kept |= {id(life) for life in group[-(len(group) // count) :]}
-    dropped = {id(life) for group in repeated for life in group} - kept
-
-    def size_of(life: BlockLife) -> int:
-        return 0 if id(life) in dropped else life.requested_bytes
-
-    return count, size_of
-
-
-def _last_forward(owned: OwnedBlocks) -> int:
-    """Return the last event of the forward before the peak, or the peak if it is in forward."""
-    peak = owned.history.peak_index
-    made = [life for life in owned.history.lives if AT_START < life.born <= peak]
-    forward = [life.born for life in made if owned.phases[id(life)] == FORWARD_PHASE]
-    return max(forward, default=peak)
+    every = {id(life) for group in repeated for life in group}
+    return count, every - kept
 
 
 def _attention_sizes(owned: OwnedBlocks) -> BlockSize | None:

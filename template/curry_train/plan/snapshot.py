@@ -125,6 +125,8 @@ class MemorySnapshot:
 
 def read_snapshot(path: str | Path) -> MemorySnapshot:
     """Read a snapshot; raises UnusableSnapshot for any other file."""
+    if not Path(path).is_file():
+        raise UnusableSnapshot(f"{path} is no file: give what _dump_snapshot wrote")
     try:
         with Path(path).open("rb") as file:
             if not file.seek(0, 2):

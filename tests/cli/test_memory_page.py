@@ -1,0 +1,147 @@
+"""The page shows owners and blocks of the moment under the pointer, without a network.
+
+python -m pytest tests/cli/test_memory_page.py
+"""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from snapshot_files import Training, write
+
+from curry_train.cli.memory_page import (
+    OWNER_COLOURS,
+    course_of_blocks,
+    plot_course,
+    write_page,
+)
+from curry_train.plan.owners import ALL_OWNERS, OwnedBlocks
+from curry_train.plan.snapshot import BlockHistory, read_snapshot
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER = next((found for found in map(shutil.which, BROWSERS) if found), None)
+NODE = shutil.which("node")
+BYTES_PER_MIB = 2**20
+# What the page leaves for its axes, and the width of the canvas in page_in_node.js.
+LEFT, WIDTH = 64, 1000
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Return the owned blocks of two steps, and their page."""
+    folder = tmp_path_factory.mktemp("page")
+    training = Training(code="/home/user/</script><script>alert(1)//.py")
+    training.build()
+    training.step()
+    training.step()
+    record = read_snapshot(write(folder / "a.pickle", training.snapshot())).devices[0]
+    owned = OwnedBlocks(BlockHistory(record))
+    write_page(course_of_blocks(owned, title="a <b>.pickle"), folder / "page.html")
+    return owned, folder / "page.html"
+
+
+def mebibytes(num_bytes):
+    """Format as the page does: at most two digits after the point, rounded half away from 0."""
+    return f"{num_bytes / BYTES_PER_MIB + 1e-9:,.2f}".rstrip("0").rstrip(".")
+
+
+def owners_of(owned, index):
+    shown = {owner: mebibytes(size) for owner, size in owned.owners_at(index).items()}
+    free = owned.history.reserved[index + 1] - owned.history.allocated[index + 1]
+    return shown | ({"free blocks": mebibytes(free)} if free else {})
+
+
+def check_moment(owned, index, text, owners, blocks):
+    """Check what a page shows of the moment after an event."""
+    assert f"event {index}" in text
+    assert f"{mebibytes(owned.history.allocated[index + 1])} MiB allocated" in text
+    assert f"{mebibytes(owned.history.reserved[index + 1])} MiB reserved" in text
+    assert {owner: size for owner, size, *_ in owners} == owners_of(owned, index)
+    expected = {}
+    for life in owned.history.alive_at(index):
+        key = owned.line(life) or "-", owned.owner(life)
+        expected[key] = expected.get(key, 0) + life.num_bytes
+    assert len(expected) > 5
+    found = {(line, owner): size for line, owner, size, _ in blocks}
+    assert found == {key: mebibytes(size) for key, size in expected.items()}
+
+
+def in_node(path, *arguments):
+    script = Path(__file__).parent / "page_in_node.js"
+    done = subprocess.run(
+        [NODE, str(script), str(path), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="node runs the page's script, and is not installed")
+def test_the_pointer_selects_the_moment_below_it(page):
+    owned, path = page
+    last = len(owned.history.record.events) - 1
+    wanted = [40, owned.history.peak_index, last - 5]
+    lefts = [LEFT + (moment + 1) / (last + 1) * WIDTH + 0.01 for moment in wanted]
+    first, *others = in_node(path, "", *lefts)
+    assert first[0] == "a <b>.pickle"
+    assert first[1].endswith("(the peak)")
+    moments = course_of_blocks(owned, title="").moments
+    for index, (_, text, owners, blocks) in zip(wanted, others, strict=True):
+        shown = max(moment for moment in moments if moment <= index)
+        rows = [[cells.split("\t") for cells in table] for table in (owners, blocks)]
+        check_moment(owned, shown, text, *([trimmed(row) for row in table] for table in rows))
+
+
+def trimmed(row):
+    """Drop the empty text of the colour key."""
+    return [cell for cell in row if cell]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
+def test_a_headless_browser_shows_the_moment_of_the_address(page, tmp_path):
+    owned, path = page
+    index = course_of_blocks(owned, title="").moments[60]
+    address = f"file://{path}#{index}"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    done = subprocess.run(
+        [BROWSER, *options, "--dump-dom", address], capture_output=True, text=True, timeout=120
+    )
+    shown = done.stdout
+    assert "<title>a &lt;b&gt;.pickle</title>" in shown
+    text = re.search(r'id="moment"[^>]*>([^<]*)<', shown).group(1)
+    tables = [
+        re.findall(r"<tr>(.*?)</tr>", re.search(rf'id="{name}">(.*?)</tbody>', shown, re.S)[1])
+        for name in ("owners", "blocks")
+    ]
+    rows = []
+    for table in tables:
+        cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table]
+        rows.append([[html.unescape(re.sub("<.*?>", "", cell)) for cell in row] for row in cells])
+    check_moment(owned, index, text, *rows)
+
+
+def test_the_page_loads_nothing_and_names_end_no_script(page):
+    text = page[1].read_text()
+    assert not re.search(r"https?:|//cdn|import |fetch\(|src=|href=", text)
+    assert text.count("<script") == text.count("</script>") == 2
+    assert "default-src 'none'" in text
+
+
+def test_a_long_record_is_drawn_at_its_highest_moments(page):
+    owned, _ = page
+    course = course_of_blocks(owned, title="")
+    allocated = owned.history.allocated
+    assert course.totals == [allocated[moment + 1] for moment in course.moments]
+    assert max(course.totals) == owned.history.peak_allocated
+    assert course.moments[course.peak_place] == owned.history.peak_index
+
+
+def test_every_owner_has_a_colour(page, tmp_path):
+    assert set(OWNER_COLOURS) >= set(ALL_OWNERS)
+    plot_course(course_of_blocks(page[0], title="cost $1 and $2"), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,180 @@
+"""`memory --snapshot` prints who owns the peak of a recorded training, and what lowers it.
+
+python -m pytest tests/cli/test_memory_snapshot.py
+"""
+
+import json
+import pickle
+
+import pytest
+from click.testing import CliRunner
+from snapshot_files import Training, write
+
+from curry_train.cli.main import main
+
+MIB = 2**20
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["memory", *map(str, arguments)])
+
+
+def trained(**settings):
+    training = Training(**settings)
+    training.build()
+    training.step()
+    training.step()
+    return training
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("snapshot") / "run.pickle"
+    return write(path, trained().snapshot())
+
+
+def results(*arguments):
+    ended = run(*arguments, "--json", "-")
+    assert ended.exit_code == 0, ended.output
+    return json.loads(ended.stdout)
+
+
+def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
+    ended = run("--snapshot", recorded)
+    assert ended.exit_code == 0, ended.output
+    assert all(len(line) <= 80 for line in ended.output.splitlines())
+    for part in (
+        "run.pickle, device 0: 423 events, 2 steps",
+        "optimizer state ",
+        "attention train.py:41",
+        "free blocks (reserved, not allocated)",
+        "expandable_segments:True",
+        "* for the largest owner, optimizer state",
+    ):
+        assert part in ended.output
+    found = results("--snapshot", recorded)
+    assert sum(size for _, size in found["owners"]) == found["peak_allocated_bytes"]
+    reserved = sum(size for _, size in found["owners_of_reserved"])
+    assert reserved == found["reserved_at_peak_bytes"] <= found["peak_reserved_bytes"]
+    assert [row["allocated"] for row in found["steps"]][1] == found["peak_allocated_bytes"]
+
+
+def test_a_lever_is_worth_what_a_training_with_it_takes_less(tmp_path):
+    """Without activations the optimizer's copies are the peak, which foreach=False avoids."""
+    found = []
+    for foreach in (True, False):
+        training = Training(foreach=foreach, has_workspaces=True)
+        training.forward = list
+        training.build()
+        training.step()
+        training.step()
+        path = write(tmp_path / "a.pickle", training.snapshot())
+        found.append(results("--snapshot", path))
+    with_copies, without = found
+    assert with_copies["peak_phase"] == "step"
+    saved = {lever["change"]: lever["allocated_saved_bytes"] for lever in with_copies["levers"]}
+    worth = saved["fused=True, or foreach=False, of the optimizer"]
+    assert worth == with_copies["peak_allocated_bytes"] - without["peak_allocated_bytes"] > 0
+    assert not any("foreach" in lever["change"] for lever in without["levers"])
+
+
+def test_against_names_what_one_has_more(tmp_path, recorded):
+    other = Training()
+    other.build()
+    other.step(until="backward")
+    path = write(tmp_path / "other.pickle", other.snapshot())
+    found = results("--snapshot", recorded, "--against", path)["against"]
+    assert found["optimizer state"] == {"this": 148 * MIB + 32768, "other": 0}
+    assert found["parameters"]["this"] == found["parameters"]["other"] > 0
+    assert next(iter(found)) in ("optimizer state", "allocated", "reserved")
+    assert "optimizer state" in run("--snapshot", recorded, "--against", path).output
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"plan": {"cuda": {"allocated_bytes": 400 * MIB, "reserved_bytes": 500 * MIB}}},
+        {"cuda": {"allocated_bytes": 400 * MIB, "reserved_bytes": 500 * MIB}, "peak_bytes": 7},
+        {"allocated_bytes": 400 * MIB, "reserved_bytes": 500 * MIB},
+    ],
+)
+def test_against_a_plan_compares_allocated_and_reserved(tmp_path, recorded, plan):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    found = results("--snapshot", recorded, "--against", path)
+    assert found["against"]["allocated"] == {
+        "this": found["peak_allocated_bytes"],
+        "other": 400 * MIB,
+    }
+    assert found["against"]["reserved"]["other"] == 500 * MIB
+    assert set(found["against"]) == {"allocated", "reserved"}
+
+
+def test_an_out_of_memory_error_is_named_with_what_was_free(tmp_path):
+    training = trained()
+    training.recorder.event("oom", 120 * MIB, 2048 * MIB)
+    path = write(tmp_path / "oom.pickle", training.snapshot())
+    ended = run("--snapshot", path)
+    assert "out of memory at event 423: 2.00 GiB asked for" in ended.output
+    assert "120 MiB of the device free" in ended.output
+    (error,) = results("--snapshot", path)["out_of_memory"]
+    assert error["requested_bytes"] == 2048 * MIB
+
+
+def test_a_cut_record_says_what_is_missing(tmp_path):
+    snapshot = trained().snapshot()
+    snapshot["device_traces"][0] = snapshot["device_traces"][0][200:]
+    ended = run("--snapshot", write(tmp_path / "cut.pickle", snapshot))
+    assert "the record holds the last 223 events only" in " ".join(ended.output.split())
+    snapshot["device_traces"] = [[]]
+    ended = run("--snapshot", write(tmp_path / "none.pickle", snapshot))
+    assert "no events were recorded" in ended.output
+
+
+def test_several_devices_are_reported_with_the_fullest_first(tmp_path):
+    first, second = trained(foreach=False), Training(recorder=type(trained().recorder)(device=1))
+    second.build()
+    snapshot = first.snapshot()
+    other = second.snapshot()
+    snapshot["segments"] += other["segments"]
+    snapshot["device_traces"].append(other["device_traces"][1])
+    found = results("--snapshot", write(tmp_path / "two.pickle", snapshot))
+    assert [row["device"] for row in found["devices"]] == [0, 1]
+    assert found["device"] == 0
+
+
+def test_names_from_the_file_are_escaped(tmp_path):
+    path = write(tmp_path / "a.pickle", trained(code="/x/\x1b[2J\n.py").snapshot())
+    output = run("--snapshot", path).output
+    assert "\x1b" not in output
+    assert "\\x1b[2J\\n.py" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either --model or --snapshot"),
+        (["--model", "mlp", "--snapshot", "FILE"], "give either --model or --snapshot"),
+        (["--model", "mlp", "--against", "FILE"], "give --snapshot too"),
+        (["--snapshot", "FILE", "--dtype", "bfloat16"], "--dtype is of a model"),
+        (["--snapshot", "FILE", "--batch-size", "2"], "--batch-size is of a model"),
+        (["--snapshot", "BAD"], "is no CUDA memory snapshot: byte"),
+        (["--snapshot", "FILE", "--against", "BAD"], "is no CUDA memory snapshot: byte"),
+        (["--snapshot", "FILE", "--against", "JSON"], "has no allocated bytes of a plan"),
+    ],
+)
+def test_wrong_usage_ends_in_one_line(tmp_path, recorded, arguments, message):
+    (tmp_path / "bad.pickle").write_bytes(pickle.dumps({"segments": [Touch()]}))
+    (tmp_path / "a.json").write_text("{}")
+    files = {"FILE": recorded, "BAD": tmp_path / "bad.pickle", "JSON": tmp_path / "a.json"}
+    ended = run(*(files.get(word, word) for word in arguments))
+    assert ended.exit_code == 2
+    assert message in ended.output
+    assert "Traceback" not in ended.output
+
+
+class Touch:
+    """Runs a call where its pickle is loaded."""
+
+    def __reduce__(self):
+        return print, ("run",)
