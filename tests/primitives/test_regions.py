@@ -17,7 +17,13 @@ from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import sac
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.regions import apply_regions, remove_regions, report_regions
+from curry_train.primitives.regions import (
+    RegionReport,
+    Unreached,
+    apply_regions,
+    remove_regions,
+    report_regions,
+)
 from curry_train.workloads.models import Block, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -213,10 +219,36 @@ def test_moving_an_expression_into_a_module_gives_it_a_recipe():
     assert compare(record_step(model, x, square), record_step(edited, x, square)).bit_equal
 
 
+class Cubed(Functional):
+    def activation(self, x):
+        return (torch.sin(x) + x).pow(3)
+
+
+def test_an_expression_between_modules_is_to_be_moved_into_its_own():
+    x = torch.randn(32, 16)
+    model = chain(Cubed)
+    apply_regions(model)
+    edits = {(row.module, row.edit) for row in report_regions(model, x, square).unreached}
+    move = "move the expression into its own module, and name that with also=[...]"
+    assert {(name, move) for name in "012"} <= edits
+
+
+def test_the_table_of_a_report_sums_blocks_and_begins_with_the_most():
+    rows = [("h.0.act", "ReluBackward0", 1), ("h.1.act", "ReluBackward0", 2)]
+    rows += [("h.1.norm", "AddBackward0", 4)]
+    unreached = [Unreached(*row, nbytes * 2**20, f"edit {row[0][4:]}") for *row, nbytes in rows]
+    assert RegionReport(8 * 2**20, tuple(unreached)).table().splitlines() == [
+        "held in the blocks: 8.00 MiB, of which 7.00 not reached",
+        "  4.00 MiB in h.*.norm, computed by AddBackward0",
+        "    edit norm",
+        "  3.00 MiB in h.*.act, computed by ReluBackward0",
+        "    edit act",
+    ]
+
+
 def test_the_report_suggests_no_edit_inside_torchs_own_modules():
-    model = nn.Sequential(
-        *[nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)]
-    )
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     apply_regions(model)
     report = report_regions(model, torch.randn(2, 8, 16), square)
     assert report.unreached
