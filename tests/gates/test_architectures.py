@@ -116,6 +116,24 @@ def scaled():
     return Scaled(), torch.randn(4, 4)
 
 
+class Communicating(torch.nn.Module):
+    """A layer that sums its output over ranks, as expert parallel models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(y.detach())
+        return y
+
+
+def communicating():
+    return Communicating(), torch.randn(4, 4)
+
+
 def verdicts(factory, *names):
     case = Case(load_workload(f"{__file__}:{factory}"))
     return {gate.name: gate.run(case) for gate in discover() if gate.name in names}
@@ -152,6 +170,12 @@ def test_what_torch_refuses_of_a_model_is_said_and_the_rest_is_compared():
     assert verdict.passed
     assert verdict.measured.startswith("DDP ")
     assert "FSDP2 not compared: ValueError: fully_shard doesn't support scalar" in verdict.measured
+
+
+def test_ranks_of_a_model_that_communicates_by_itself_are_not_compared():
+    (verdict,) = verdicts("communicating", "grad-accum/two-ranks").values()
+    assert verdict.passed is None
+    assert "the model itself communicates between ranks" in verdict.hint
 
 
 def test_accumulation_does_not_apply_to_a_loss_that_couples_samples():

@@ -159,18 +159,24 @@ def _last_words(folder: Path, rank: int) -> str:
 
 
 class GradientSyncs(TorchDispatchMode):
-    """Mode that counts the all-reduces and reduce-scatters of backward passes."""
+    """Mode that counts the all-reduces and reduce-scatters of backward passes.
+
+    `num_in_forward` counts collectives of any kind outside of backward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls = 0
+        self.num_in_forward = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and func.__name__.startswith(("allreduce_", "_reduce_scatter")):
+        if func.namespace == "c10d":
             # Imported here because a machine without ranks needs no probe.
             from ..primitives.grad_flow_probe import in_backward
 
-            self.num_calls += in_backward()
+            is_sync = func.__name__.startswith(("allreduce_", "_reduce_scatter"))
+            self.num_calls += is_sync and in_backward()
+            self.num_in_forward += not in_backward()
         return func(*args, **(kwargs or {}))
 
 

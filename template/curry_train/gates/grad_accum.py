@@ -342,7 +342,8 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
         of_ranks = [result[kind] for result in results]
         worst[kind] = max(of_ranks, key=lambda found: found["error"])
     if not worst:
-        return not_applicable(gate, required=required, why="; ".join(refused.values()))
+        why = "; ".join(dict.fromkeys(refused.values()))
+        return not_applicable(gate, required=required, why=why)
     held = all(
         found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values()
     )
@@ -554,6 +555,11 @@ def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[
         batch = workload.mask(batch)
     of_ranks = case.split(batch, RANK_SIZES * num_ranks)
     microbatches = of_ranks[len(RANK_SIZES) * dist.get_rank() :][: len(RANK_SIZES)]
+    with torch.no_grad(), GradientSyncs() as plain:
+        workload.loss(case.build().eval(), microbatches[0])
+    if plain.num_in_forward:
+        reason = "the model itself communicates between ranks, which computes another function"
+        return dict.fromkeys(("DDP", "FSDP2"), {"refused": reason})
     reference, tolerance = _reference(case, [of_ranks], batch)
 
     mesh = init_device_mesh("cpu", (num_ranks,))
