@@ -7,16 +7,19 @@ depend on the load of the real machine.
 Proof: `python -m pytest tests/gates/test_bench.py`.
 """
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..bench.report import MEASURED_OUTCOME, Bench, measure_levers
+from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
 from ..bench.steps import Lever, TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount
@@ -25,7 +28,7 @@ from ..core.rerun import seeded
 from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.timeline import make_optimizer, record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
-from ..workloads.workload import Case, Workload
+from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import PlantedMachine
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable
 
@@ -178,6 +181,119 @@ def whole_step(
     return Verdict("bench/whole-step", not hint, measured, required, hint)
 
 
+class TimedSteps:
+    """What happens between two readings of a clock: samples, optimizer steps and their gradients.
+
+    It watches every optimizer of torch, so that no step under test reports on itself.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.is_timed = False
+        self.samples: list[list[int]] = []  # of each call of the loss, of each timed step
+        self.gradients: list[list[list[Tensor | None]]] = []  # of each optimizer step of these
+        workload = case.workload
+
+        def loss(module: nn.Module, batch: Any) -> Tensor:
+            if self.is_timed:
+                self.samples[-1].append(batch_size(batch))
+            return workload.loss(module, batch)
+
+        self.case = replace(case, workload=replace(workload, loss=loss))
+
+    def clock(self) -> float:
+        """Read the time; every second reading ends a timed step."""
+        self.is_timed = not self.is_timed
+        if self.is_timed:
+            self.samples.append([])
+            self.gradients.append([])
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        handle = register_optimizer_step_pre_hook(self._before_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.is_timed:
+            owned = [one for group in optimizer.param_groups for one in group["params"]]
+            copies = [None if one.grad is None else one.grad.detach().clone() for one in owned]
+            self.gradients[-1].append(copies)
+
+
+def timed_step(case: Case, *, measure: Measure = measure_levers) -> Verdict:
+    """Compare the steps that are timed with a step by hand: samples, optimizer steps, gradients.
+
+    Timed are the plain step, full recompute and two microbatches. Where the batch is cut up, random
+    numbers may differ, so gradients are compared only where it is not.
+    """
+    by_hand = TimedSteps(case)
+    with by_hand.watch():
+        for _ in range(2):
+            module = case.build()
+            optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
+            batch = case.batch()
+            by_hand.clock()
+            with seeded(case.seed):
+                (by_hand.case.workload.loss(module, batch) / case.workload.count(batch)).backward()
+                optimizer.step()
+            by_hand.clock()
+    first, again = (_as_record(steps[0]) for steps in by_hand.gradients)
+    tolerance = 0.0 if compare(first, again).bit_equal else OUTER_BOUND[case.dtype]
+
+    timed, rows = _measured(case, measure)
+    num_measured = len(rows)
+    short = [sizes for sizes in timed.samples if sum(sizes) != case.batch_size]
+    without_step = sum(len(steps) != 1 for steps in timed.gradients)
+    found = [
+        compare(first, _as_record(steps[0]), tolerance=tolerance)
+        for sizes, steps in zip(timed.samples, timed.gradients, strict=True)
+        if len(sizes) == 1 and len(steps) == 1
+    ]
+    differing = [parity for parity in found if not parity.holds]
+
+    hint = ""
+    if len(timed.samples) != num_measured:
+        hint = "read the clock that is given once before and once after each step"
+    elif short:
+        hint = f"a timed step takes {sum(short[0])} of {case.batch_size} samples: time all of them"
+    elif without_step:
+        hint = "time the whole step: forward, backward and one step of the optimizer"
+    elif differing or not found:
+        hint = "time the step that is checked: its gradients differ from those by hand"
+    measured = (
+        f"{len(timed.samples)} timed steps, {len(short)} with other samples, {without_step} "
+        f"without one optimizer step, {len(differing)} of {len(found)} with other gradients"
+    )
+    required = (
+        f"{num_measured} timed steps, each on {case.batch_size} samples, gradients as by hand"
+    )
+    return Verdict("bench/timed", not hint, measured, required, hint)
+
+
+# The last benchmark: all gates of a case judge the same one.
+_last_measured: list[Any] = []
+
+
+def _measured(case: Case, measure: Measure) -> tuple[TimedSteps, list[Figures]]:
+    """Measure one round of the plain step and the levers that apply; return the measured rows."""
+    if not _last_measured or _last_measured[0] != (case, measure):
+        timed = TimedSteps(case)
+        with timed.watch():
+            found = measure(timed.case, _levers(case), rounds=1, warmup=0, clock=timed.clock).rows
+        rows = [row for row in found if row.outcome == MEASURED_OUTCOME]
+        _last_measured[:] = [(case, measure), timed, rows]
+    _, timed, rows = _last_measured
+    return timed, rows
+
+
+def _as_record(gradients: Sequence[Tensor | None]) -> StepRecord:
+    named = {str(number): gradient for number, gradient in enumerate(gradients)}
+    return StepRecord(torch.zeros(()), named, {}, {})
+
+
 JUDGED_CALLABLES = (
     Judged("time_in_turns", lambda steps, *, rounds, warmup, clock, wait: None),
     Judged("paired_ratio", lambda seconds, others: None),
@@ -192,6 +308,7 @@ BENCH_TIMING_GATES = (
     Gate("bench/twice", twice, TIMER_TAKES | {"spread_of": Takes("summary")}),
     Gate("bench/same", step_against_itself, TIMER_TAKES),
     Gate("bench/whole-step", whole_step, MEASURE_TAKES | {"TrainingStep": Takes("make")}),
+    Gate("bench/timed", timed_step, MEASURE_TAKES),
 )
 
 
@@ -259,12 +376,7 @@ def bench_flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
     )  # the batch gets no gradient
     chain = replace(case, workload=_chain(), batch_size=CHAIN_BATCH_SIZE, blocks=None)
     counted = measure(chain, rounds=1, warmup=0).plain.model_flops
-    case = replace(case, batch_size=min(case.batch_size, 2))
-    rows = [
-        row
-        for row in measure(case, _levers(case), rounds=1, warmup=0).rows
-        if row.outcome == MEASURED_OUTCOME
-    ]
+    _, rows = _measured(case, measure)
     plain = rows[0].model_flops or 0
     if not plain:
         return not_applicable(
@@ -295,15 +407,16 @@ def bench_flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
 
 
 def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
-    """Compare the peak of a step beside other configurations with its timeline's peak alone."""
-    rows = measure(
-        case, [lever for lever in _levers(case) if lever is FULL_LEVER], rounds=1, warmup=0
-    ).rows
+    """Compare the peak of a step beside other configurations with its timeline's peak alone.
+
+    The same is done for a planted model whose peak is in the optimizer step, after the backward.
+    """
+    _, rows = _measured(case, measure)
     changes = {"plain": None, FULL_LEVER.name: partial(recompute_blocks, blocks=case.blocks)}
     pairs = {
         row.name: (row.peak_bytes or 0, _peak_alone(case, changes[row.name]))
         for row in rows
-        if row.outcome == MEASURED_OUTCOME
+        if row.name in changes
     }
     is_cuda = case.device.type == "cuda"
     wrong = [
@@ -311,14 +424,38 @@ def peak(case: Case, *, measure: Measure = measure_levers) -> Verdict:
         for name, (found, alone) in pairs.items()
         if abs(found - alone) > (CUDA_PEAK_TOLERANCE * alone if is_cuda else 0) + SCALAR_BYTES
     ]
+    if found := measure(_wide_case(case), rounds=1, warmup=0).plain.peak_bytes:
+        pairs[WIDE_NAME] = found, 0 if is_cuda else _peak_alone(_wide_case(case), None)
+        alone = pairs[WIDE_NAME][1]
+        if found < WIDE_LEAST_BYTES or (not is_cuda and abs(found - alone) > SCALAR_BYTES):
+            wrong.append(WIDE_NAME)
     measured = "; ".join(f"{name} {found:,} of {alone:,}" for name, (found, alone) in pairs.items())
     required = f"equal but for {SCALAR_BYTES} bytes of loss and norm"
     if is_cuda:
         required = f"within {CUDA_PEAK_TOLERANCE:.0%}"
     hint = ""
     if wrong:
-        hint = f"{', '.join(wrong)}: an owner is missing, or memory of another step is counted"
+        hint = (
+            f"{', '.join(wrong)}: an owner is missing, memory of another step is counted, or the "
+            "peak is that of a part of the step"
+        )
     return Verdict("bench/peak", not wrong, measured, required, hint)
+
+
+# A layer whose parameters, gradients and two moments own the peak, in float32.
+WIDE_NAME = "wide layer"
+WIDE_WIDTH = 2**16
+WIDE_LEAST_BYTES = 4 * 4 * WIDE_WIDTH
+
+
+def _wide_case(case: Case) -> Case:
+    wide = Workload(
+        WIDE_NAME,
+        lambda: nn.Linear(1, WIDE_WIDTH, bias=False),
+        lambda size: torch.ones(size, 1),
+        lambda module, batch: module(batch).sum(),
+    )
+    return replace(case, workload=wide, dtype=torch.float32, batch_size=1, blocks=None)
 
 
 BENCH_FIGURE_GATES = (

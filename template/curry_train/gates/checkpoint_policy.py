@@ -33,13 +33,17 @@ from ..runs.ranks import DamagedCheckpoint, HostileCheckpoint, RunError, SaveErr
 from ..runs.resume import Resumed, load_chosen
 from ..runs.store import SavedRun, Store, Writing
 from ..workloads.workload import Case
+from .saved_state import FORGED_CALLS, JOURNAL_EVENT_GATES, JUDGED_HERE, SAVED_STATE_GATES
 from .trials import (
     SOUND_STORE,
     Interrupted,
     InterruptedFiles,
     Rules,
     StoreComponents,
+    backward_of,
     broken_promise,
+    differing,
+    facts_of,
     new_state,
     random_history,
     same_bits,
@@ -111,40 +115,39 @@ def committed(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
 
 
 def bitwise(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
-    """Load a checkpoint into a fresh model and optimizer; compare the state and the next step."""
+    """Load a checkpoint into a fresh training; compare everything that it has, and the next step.
+
+    The checkpoint is made between two steps, with gradients. Compared are model, gradients,
+    optimizer, scheduler, scaler, extra, counters, and the generators of torch, Python and NumPy.
+    """
     gate = "checkpoint-policy/bitwise"
     required = "state and next step equal to the bit"
     with trained(case, parts) as (state, folder):
+        backward_of(case, state)
+        expected = facts_of(state)
         with Store(folder) as store:
             saved = store.save(ROLLBACK_KIND, 1, state)
-        expected = tensors_of(state)
         next_loss = train_step(case, state)
-        after_next = tensors_of(state)
+        after_next = facts_of(state)
 
         other = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved.folder, other)
-        differing = [
-            name
-            for name, held in tensors_of(other).items()
-            if not same_bits(held, expected.get(name))
-        ]
-        differing += sorted(expected.keys() - tensors_of(other).keys())
-
+        wrong = differing(expected, facts_of(other))
         other_loss = train_step(case, other)
-        is_next_step_right = torch.equal(next_loss, other_loss) and all(
-            same_bits(held, after_next.get(name)) for name, held in tensors_of(other).items()
+        is_next_step_right = torch.equal(next_loss, other_loss) and not differing(
+            after_next, facts_of(other)
         )
         comparison = "equal" if is_next_step_right else "not equal"
-        is_only_step_wrong = not differing and not is_next_step_right
+        is_only_step_wrong = not wrong and not is_next_step_right
         if is_only_step_wrong and not _repeats(case, parts, folder, saved.folder):
             is_next_step_right = True
             comparison = "not repeatable on this device"
 
-    num_equal = len(expected) - len(differing)
-    measured = f"{num_equal} of {len(expected)} tensors equal, next step {comparison}"
+    num_equal = len(expected) - len(wrong)
+    measured = f"{num_equal} of {len(expected)} values equal, next step {comparison}"
     hint = ""
-    if differing or not is_next_step_right:
-        missing = ", ".join(differing[:3]) or "a generator, or state of the model itself"
+    if wrong or not is_next_step_right:
+        missing = ", ".join(wrong[:3]) or "a generator, or state of the model itself"
         hint = f"not saved, or not restored: {missing}"
     return Verdict(gate, not hint, measured, required, hint)
 
@@ -189,7 +192,8 @@ def damage(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
 def hostile(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     """Load forged checkpoints with valid hashes.
 
-    One index calls a function when it is unpickled; the other names a file outside the checkpoint.
+    Their indexes call functions when they are unpickled, by names that a reader may let through, or
+    name a file outside of the checkpoint.
     """
     gate = "checkpoint-policy/hostile"
     required = "all refused, nothing called, nothing changed"
@@ -199,15 +203,23 @@ def hostile(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
             saved = store.save(ROLLBACK_KIND, 1, state)
         # Unpickling is safe here: this process has just written the file.
         metadata = pickle.loads((folder / saved.folder / METADATA_FILE_NAME).read_bytes())
+        calls = folder / "calls"
+        calls.mkdir()
+        attacks = {
+            f"a call of {call.module}.{call.name}": call.pickled(calls / str(number))
+            for number, call in enumerate(FORGED_CALLS)
+        }
+        in_index = _Call(calls / "in the index")
+        attacks["a call in the index"] = pickle.dumps(replace(metadata, planner_data=in_index))
         place = next(iter(metadata.storage_data.values()))
-        attacks = {"a call in the index": replace(metadata, planner_data=_Call(folder / "called"))}
-        place.relative_path = "../../../elsewhere"
-        attacks["a file elsewhere"] = metadata
+        for path in OUTSIDE_PATHS:
+            place.relative_path = path
+            attacks[f"a file at {path}"] = pickle.dumps(metadata)
 
         other = new_state(case, parts, seed=case.seed + 1)
         before = tensors_of(other)
         for name, forged in attacks.items():
-            _forge(SavedRun(folder), saved.folder, pickle.dumps(forged))
+            _forge(SavedRun(folder), saved.folder, forged)
             try:
                 parts.load(SavedRun(folder), saved.folder, other)
                 wrong.append(f"{name} was loaded")
@@ -216,8 +228,8 @@ def hostile(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
             except Exception as error:  # noqa: BLE001 - a reader may fail later, with any error
                 wrong.append(f"{name} raised {type(error).__name__}")
 
-        if (folder / "called").exists():
-            wrong.append("the index's function was called")
+        if called := sorted(calls.iterdir()):
+            wrong.insert(0, f"a function of the index was called {len(called)} times")
         if any(not same_bits(held, before.get(name)) for name, held in tensors_of(other).items()):
             wrong.append("the state was changed")
     hint = ""
@@ -226,6 +238,8 @@ def hostile(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     return Verdict(gate, not wrong, f"{len(attacks)} attacks, {len(wrong)} wrong", required, hint)
 
 
+# Paths of data that lead out of a checkpoint.
+OUTSIDE_PATHS = ("../../../elsewhere", "/etc/hostname", "../state.json", ".")
 STORE_ERRORS = (DamagedCheckpoint, HostileCheckpoint, SaveError)
 
 
@@ -290,10 +304,8 @@ def _repeats(case: Case, parts: StoreComponents, folder: Path, saved: str) -> bo
         fresh = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved, fresh)
         losses.append(train_step(case, fresh))
-        states.append(tensors_of(fresh))
-    return torch.equal(*losses) and all(
-        same_bits(held, states[1].get(name)) for name, held in states[0].items()
-    )
+        states.append(facts_of(fresh))
+    return torch.equal(*losses) and not differing(*states)
 
 
 def _commit_by(store: Store, parts: StoreComponents) -> Store:
@@ -654,7 +666,10 @@ def _bytes_in(folder: Path) -> int:
 
 JUDGED_CALLABLES = (
     Judged("SavingPolicy", lambda store, config: None),
-    Judged("TrainingState", lambda model, optimizer: None),
+    Judged(
+        "TrainingState",
+        lambda model, optimizer, scheduler, scaler, *, extra, generators: None,
+    ),
     Judged("Writing.commit", lambda writing, state: None),
     Judged("SavedRun.verify", lambda run, folder: None),
     Judged("SavedRun.load", lambda run, folder, state: None),
@@ -664,5 +679,12 @@ JUDGED_CALLABLES = (
     Judged("is_among_best", lambda value, step, saved, config: None),
     Judged("Journal", lambda folder: None),
     Judged("read_history", lambda folder: None),
+    *JUDGED_HERE,
 )
-GATES = (*CHECKPOINT_GATES, *RETENTION_GATES, *JOURNAL_GATES)
+GATES = (
+    *CHECKPOINT_GATES,
+    *SAVED_STATE_GATES,
+    *RETENTION_GATES,
+    *JOURNAL_GATES,
+    *JOURNAL_EVENT_GATES,
+)

@@ -6,17 +6,22 @@ Proof: `python -m pytest tests/gates/test_checkpoint_policy.py tests/gates/test_
 """
 
 import contextlib
+import copy
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.rerun import seeded
 from ..core.wording import unheard
@@ -98,22 +103,119 @@ def trained(case: Case, parts: StoreComponents) -> Iterator[tuple[Any, Path]]:
         yield state, Path(folder)
 
 
+class Seen:
+    """A planted object with a state of its own, as callers pass in `extra`."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.average = torch.zeros(2)
+
+    def step(self) -> None:
+        self.number += 1
+        self.average = 0.5 * self.average + torch.rand(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "average": self.average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = state["number"]
+        self.average = state["average"]
+
+
+# What a training has beside its model and optimizer, by the state that saves it.
+_objects: WeakKeyDictionary[Any, SimpleNamespace] = WeakKeyDictionary()
+
+
 def new_state(case: Case, parts: StoreComponents, *, seed: int) -> Any:
-    """Make the state of a new model and optimizer."""
+    """Make the state of a new model with optimizer, scheduler, scaler, extra and a generator."""
     model = replace(case, seed=seed).build()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    return parts.state(model, optimizer)
+    objects = SimpleNamespace(
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        # A scale of a power of 2, which changes at each step, rounds nothing.
+        scaler=torch.amp.GradScaler(case.device.type, init_scale=2.0, growth_interval=1),
+        seen=Seen(),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    state = parts.state(
+        model,
+        optimizer,
+        objects.scheduler,
+        objects.scaler,
+        extra={"seen": objects.seen},
+        generators={"own": objects.generator},
+    )
+    _objects[state] = objects
+    return state
 
 
 def train_step(case: Case, state: Any) -> Tensor:
-    """Train one step on a new batch, and return its loss."""
-    loss = case.workload.mean_loss(state.model, case.place(case.workload.batch(case.batch_size)))
-    loss.backward()
-    state.optimizers[0].step()
+    """Train one step on a new batch, and return its loss, which depends on every generator."""
+    objects = _objects[state]
+    loss = backward_of(case, state)
+    objects.scaler.step(state.optimizers[0])
+    objects.scaler.update()
+    objects.scheduler.step()
+    objects.seen.step()
     state.optimizers[0].zero_grad()
     state.step += 1
+    state.microstep = 0
+    return loss
+
+
+def backward_of(case: Case, state: Any) -> Tensor:
+    """Run forward and backward of one microbatch, and return its loss."""
+    objects = _objects[state]
+    batch = case.place(case.workload.batch(case.batch_size))
+    own = torch.rand((), generator=objects.generator).item()
+    weight = 1 + 0.01 * (own + random.random() + float(numpy.random.rand()))
+    loss = weight * case.workload.mean_loss(state.model, batch)
+    objects.scaler.scale(loss).backward()
+    state.position += case.batch_size
+    state.microstep += 1
     return loss.detach()
+
+
+def facts_of(state: Any) -> dict[str, Any]:
+    """Return copies of everything that a resume restores, read from the objects themselves."""
+    objects = _objects[state]
+    gradients = {name: one.grad for name, one in state.model.named_parameters()}
+    sources = {
+        "model": state.model.state_dict(),
+        "gradient": gradients if state.microstep else {},
+        "optimizer": state.optimizers[0].state_dict(),
+        "scheduler": objects.scheduler.state_dict(),
+        "scaler": objects.scaler.state_dict(),
+        "extra": objects.seen.state_dict(),
+        "generator": {
+            "own": objects.generator.get_state(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": numpy.random.get_state(legacy=False)["state"],
+        },
+        "counter": {name: getattr(state, name) for name in ("step", "position", "microstep")},
+    }
+    facts = {}
+    for kind, source in sources.items():
+        for path, value in tree_flatten_with_path(source)[0]:
+            is_copied = isinstance(value, Tensor | numpy.ndarray)
+            facts[f"{kind}{keystr(path)}"] = copy.deepcopy(value) if is_copied else value
+    return facts
+
+
+def differing(facts: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """Return the names of the facts that differ, or that only one side has."""
+    names = [*facts, *(name for name in others if name not in facts)]
+    return [name for name in names if not _same_fact(facts.get(name), others.get(name))]
+
+
+def _same_fact(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and same_bits(one, other)
+    if isinstance(one, numpy.ndarray):
+        return isinstance(other, numpy.ndarray) and numpy.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def tensors_of(state: Any) -> dict[str, Tensor]:
