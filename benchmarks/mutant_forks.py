@@ -9,6 +9,8 @@ mutant and records which functions each gate and test calls, so that a mutant me
 reach it. Each result is printed as one line of JSON.
 
 The first process computes nothing with torch, since a fork of a process with threads may hang.
+Why so long: how mutants are made and how they run both follow from mutmut's names for them, which
+nothing else needs to know.
 Proof: `python -m pytest tests/benchmarks/test_mutants.py`.
 """
 
@@ -17,6 +19,7 @@ import difflib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -32,7 +35,7 @@ from typing import IO, Any, NoReturn
 import libcst as cst
 import pytest
 from libcst import metadata
-from mutmut.mutation import file_mutation, trampoline
+from mutmut.mutation import file_mutation
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 from mutmut.mutation.trampoline_templates import CLASS_NAME_SEPARATOR
@@ -145,7 +148,10 @@ class _Places:
         self._positions = wrapper.resolve(metadata.PositionProvider)
         self._whole_positions = wrapper.resolve(metadata.WhitespaceInclusivePositionProvider)
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
-        self._texts = text_functions(ast.parse(source))
+        self._ruled = [
+            ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), kind)
+            for node, kind in nodes_by_rule(ast.parse(source))
+        ]
 
     def line(self, mutation: file_mutation.Mutation) -> int:
         """Return the line of what differs, which may be below that of the whole call."""
@@ -173,12 +179,9 @@ class _Places:
         """Return a key of `KINDS` in mutants.py if a rule gives one."""
         if self._changes_only_strict(mutation):
             return "guard"
-        node: cst.CSTNode | None = mutation.original_node
-        while node is not None:
-            if _is_message(node, self._texts):
-                return "message"
-            node = self._parents.get(node)
-        return None
+        place = self._positions.get(mutation.original_node)
+        start = (place.start.line, place.start.column) if place else (0, 0)
+        return next((kind for first, last, kind in self._ruled if first <= start <= last), None)
 
     def _changes_only_strict(self, mutation: file_mutation.Mutation) -> bool:
         """Return whether a call of `zip` differs in nothing but `strict`."""
@@ -202,45 +205,63 @@ def _callee(node: cst.CSTNode) -> str:
     return name.value if isinstance(name, cst.Name) else ""
 
 
-def _is_message(node: cst.CSTNode, texts: set[str]) -> bool:
-    """Return whether all that is inside a node ends in the text of an error or warning."""
-    if isinstance(node, cst.Raise):
-        return True
-    if isinstance(node, cst.Call):
-        return _callee(node) == "warn"
-    return isinstance(node, cst.FunctionDef) and node.name.value in texts
+def nodes_by_rule(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Yield nodes inside which a mutant changes only a message, or runs only at the import."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    messages = [node for node in ast.walk(tree) if _is_message(node)]
+    candidates = [
+        (function, tree)
+        for function in functions
+        if function.name.startswith("_") and _name_of(function.returns) == "str"
+    ]
+    for function in functions:
+        assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+        candidates += [(node, function) for node in assigned]
+    found = True
+    while found:
+        inside = {id(name) for node in messages for name in _loads(node)}
+        found = [
+            node
+            for node, scope in candidates
+            if node not in messages and _used_only(_defined(node), scope, inside)
+        ]
+        messages += found
+    yield from ((node, "message") for node in messages)
+
+    inside = {id(name) for function in functions for name in _loads(function)}
+    at_import = {id(name) for name in _loads(tree)} - inside
+    for function in functions:
+        if function.name.startswith("_") and _used_only(function.name, tree, at_import):
+            yield function, "import"
 
 
-def text_functions(tree: ast.Module) -> set[str]:
-    """Return functions that return text and are called only inside `raise` or `warn`."""
-    candidates = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and node.name.startswith("_")
-        and isinstance(node.returns, ast.Name)
-        and node.returns.id == "str"
-    }
-    inside = {
-        id(name) for error in ast.walk(tree) if _ends_in_text(error) for name in _names(error)
-    }
-    for name in list(candidates):
-        used = [node for node in _names(tree) if _name_of(node) == name]
-        if not used or any(id(node) not in inside for node in used):
-            candidates.discard(name)
-    return candidates
-
-
-def _ends_in_text(node: ast.AST) -> bool:
+def _is_message(node: ast.AST) -> bool:
     is_warning = isinstance(node, ast.Call) and _name_of(node.func) == "warn"
-    return isinstance(node, ast.Raise) or is_warning
+    return is_warning or isinstance(node, ast.Raise)
 
 
-def _names(tree: ast.AST) -> list[ast.AST]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+def _defined(node: ast.AST) -> str:
+    """Return the one name that a function or an assignment defines."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return getattr(targets[0], "id", "") if len(targets) == 1 else ""
 
 
-def _name_of(node: ast.AST) -> str:
+def _used_only(name: str, scope: ast.AST, inside: set[int]) -> bool:
+    used = [node for node in _loads(scope) if _name_of(node) == name]
+    return bool(name and used) and all(id(node) in inside for node in used)
+
+
+def _loads(tree: ast.AST) -> list[ast.AST]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+    ]
+
+
+def _name_of(node: ast.AST | None) -> str:
     return getattr(node, "id", getattr(node, "attr", ""))
 
 
@@ -266,14 +287,17 @@ def function_hashes(source: str) -> dict[str, str]:
 KINDS_OF_CHECKS = ("gates", "tests")
 
 # A fork may take this much longer than the gates or tests that it runs took without a mutant.
-TIMES_LONGER = 5
+TIMES_LONGER = 10
 MORE_SECONDS = 20
+
+# Of the checks of a mutant, those that take longest are left out from here on.
+MOST_SECONDS = 15.0
 
 # Of the time that remains, what the gates take without a mutant, and then the tests.
 SHARE_OF_FIRST_RUN = 0.3
 
-# What a test that starts processes calls in them is not seen.
-STARTS_A_PROCESS = {"os.fork", "os.posix_spawn", "subprocess.Popen"}
+# Checks that start processes take longest, and run after the others.
+STARTS = {"os.fork", "os.posix_spawn", "subprocess.Popen"}
 
 
 @dataclass
@@ -288,7 +312,7 @@ class Check:
     failure: str | None = None
 
     def reaches(self, function: str) -> bool:
-        return not self.failure and (self.starts_processes or function in self.called)
+        return not self.failure and function in self.called
 
 
 class Fork:
@@ -414,45 +438,48 @@ def _reason(report: pytest.TestReport) -> str:
 # The first run, without a mutant.
 
 
-@dataclass
-class Recorder:
-    """Functions that run between two looks, and whether a process was started."""
+# Added to the package, so that each process writes the functions that it calls to a file.
+RECORDER = """
+from mutmut.mutation import trampoline
 
-    called: set[str] = field(default_factory=set)
-    num_started: int = 0
+def _record(name, caller=None):
+    import os
+    path = os.environ["MUTANT_CALLS"]
+    if (path, name) not in _recorded:
+        _recorded.add((path, name))
+        with open(path, "a") as file:
+            print(name, file=file)
 
-    def install(self) -> None:
-        trampoline.record_trampoline_hit = self._hit
-        trampoline.set_mutant_under_test("stats")
-        os.environ.pop("MUTANT_UNDER_TEST")  # processes that are started run the original
-        sys.addaudithook(self._event)
-
-    def _hit(self, name: str, caller: str | None = None) -> None:
-        self.called.add(name)
-
-    def _event(self, event: str, _: Any) -> None:
-        self.num_started += event in STARTS_A_PROCESS
+_recorded = set()
+trampoline.record_trampoline_hit = _record
+"""
 
 
 def measure(checks: Sequence[Check], until: float) -> list[dict[str, Any]]:
     """Run checks without a mutant; return what each called, its seconds and its failure."""
-    recorder = Recorder()
-    recorder.install()
+    started_processes: list[str] = []
+    sys.addaudithook(lambda event, _: event in STARTS and started_processes.append(event))
+    os.environ["MUTANT_UNDER_TEST"] = "stats"
     found = []
     for check in checks:
         if time.time() > until:
             break
         _case.cache_clear()
-        recorder.called.clear()
-        before = recorder.num_started
-        started = time.monotonic()
-        failure = check.run()
-        seconds = time.monotonic() - started
+        started_processes.clear()
+        with tempfile.NamedTemporaryFile("r") as calls:
+            os.environ["MUTANT_CALLS"] = calls.name
+            started = time.monotonic()
+            worked = time.process_time()
+            failure = check.run()
+            seconds = time.monotonic() - started
+            if not started_processes:
+                seconds = time.process_time() - worked  # not what a busy machine adds
+            called = sorted(set(calls.read().split()))
         found.append(
             {
                 "seconds": seconds,
-                "called": sorted(recorder.called),
-                "starts_processes": recorder.num_started > before,
+                "called": called,
+                "starts_processes": bool(started_processes),
                 "failure": failure,
             }
         )
@@ -472,9 +499,11 @@ def run_checks(checks: Sequence[Check], mutant: str) -> dict[str, Any]:
 
 
 def in_order(checks: Iterable[Check], function: str) -> list[Check]:
-    """Return the checks that can reach a function, the quickest first."""
+    """Return the checks that can reach a function, the quickest first, up to a time in all."""
     chosen = [check for check in checks if check.reaches(function)]
-    return sorted(chosen, key=lambda check: (check.starts_processes, check.seconds))
+    chosen.sort(key=lambda check: (check.starts_processes, check.seconds))
+    times = itertools.accumulate(check.seconds for check in chosen)
+    return [check for check, seconds in zip(chosen, times, strict=True) if seconds < MOST_SECONDS]
 
 
 def tasks(
@@ -542,6 +571,7 @@ class Forks:
             "gates": gate_checks(self._job["gates"], self._job["models"]),
             "tests": test_checks(session, self._reports),
         }
+        kinds = {kind: kinds[kind] for kind in self._job["kinds"]}
         gc.collect()
         gc.freeze()
         for kind, checks in kinds.items():
@@ -563,7 +593,9 @@ class Forks:
             vars(check).update(row, called=frozenset(row["called"]))
         failed = {check.name: check.failure for check in checks if check.failure}
         seconds = round(sum(check.seconds for check in checks), 1)
-        self._say({"kind": kind, "checks": len(checks), "seconds": seconds, "failed": failed})
+        reached = sorted(frozenset().union(*(check.called for check in checks)))
+        row = {"kind": kind, "checks": len(checks), "seconds": seconds, "failed": failed}
+        self._say(row | {"reached": reached})
         return True
 
 

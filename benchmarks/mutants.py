@@ -23,14 +23,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mutant_forks import KINDS_OF_CHECKS, Mutant, MutatedModule, function_hashes, mutate
+from mutant_forks import KINDS_OF_CHECKS, RECORDER, Mutant, MutatedModule, function_hashes, mutate
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text(encoding="utf-8"))
@@ -58,6 +58,7 @@ class Target:
 # Reasons for which a mutant that nothing catches is none of a user's concern.
 KINDS = {
     "message": "changes only the text of an error or a warning",
+    "import": "runs when the module is imported, before a mutant can be selected",
     "guard": "removes a check of our own invariant, which holds",
     "equivalent": "computes the same",
     "elsewhere": "differs only on a GPU, another platform or another version",
@@ -85,6 +86,7 @@ def run(
     modules: Mapping[str, MutatedModule],
     mutants: Sequence[Mutant],
     *,
+    kinds: Sequence[str] = KINDS_OF_CHECKS,
     at_once: int,
     seconds: float,
 ) -> Iterator[dict[str, Any]]:
@@ -94,11 +96,14 @@ def run(
         copy_of_checkout(folder)
         for path, made in modules.items():
             (folder / PACKAGE / path).write_text(made.code, encoding="utf-8")
+        with (folder / PACKAGE / "__init__.py").open("a", encoding="utf-8") as package:
+            package.write(RECORDER)
         job = {
             "gates": target.gates,
             "models": target.models,
             "tests": target.tests,
             "mutants": [{"name": one.name, "function": one.key} for one in mutants],
+            "kinds": kinds,
             "at_once": at_once,
             "until": time.time() + seconds,
             "log": f"{name}/log",
@@ -139,25 +144,31 @@ def results(
     modules: Mapping[str, MutatedModule],
     mutants: Sequence[Mutant],
     *,
+    kinds: Sequence[str] = KINDS_OF_CHECKS,
     at_once: int,
     seconds: float,
+    note: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> Iterator[tuple[Mutant, dict[str, bool]]]:
-    """Yield each mutant with whether gates and tests caught it."""
+    """Yield each mutant with whether gates and tests caught it.
+
+    `note` gets what the checks do without a mutant.
+    """
     by_name = {one.name: one for one in mutants}
     found: dict[str, dict[str, bool]] = {}
     if not mutants:
         return
-    for row in run(target, modules, mutants, at_once=at_once, seconds=seconds):
+    for row in run(target, modules, mutants, kinds=kinds, at_once=at_once, seconds=seconds):
         if "mutant" not in row:
-            say(row)
+            print_first_run(row)
+            note(row)
             continue
         of_mutant = found.setdefault(row["mutant"], {})
         of_mutant[row["kind"]] = row["caught_by"] is not None
-        if len(of_mutant) == len(KINDS_OF_CHECKS):
+        if len(of_mutant) == len(kinds):
             yield by_name[row["mutant"]], of_mutant
 
 
-def say(row: Mapping[str, Any]) -> None:
+def print_first_run(row: Mapping[str, Any]) -> None:
     """Print how long the checks take without a mutant, and which of them fail then."""
     print(f"{row['checks']} {row['kind']}: {row['seconds']} s without a mutant", flush=True)
     for name, why in row["failed"].items():
@@ -195,7 +206,11 @@ class Record:
                 row.setdefault("missed_by_tests", [])
                 if one.number > row["mutants"]:
                     row["mutants"] = one.number
-                    row["by_rule" if one.kind else "not_run"].append(one.number)
+                    row["not_run"].append(one.number)
+                if one.kind and one.number not in row["by_rule"]:
+                    row["by_rule"].append(one.number)
+                    for name in ("not_run", "missed_by_gates", "missed_by_tests"):
+                        row[name] = [number for number in row[name] if number != one.number]
 
     def row(self, technique: str, one: Mutant) -> dict[str, Any]:
         return self.techniques[technique]["modules"][one.module]["functions"][one.function]
@@ -210,11 +225,22 @@ class Record:
         if one.number in row["not_run"]:
             row["not_run"].remove(one.number)
 
+    def note(self, technique: str, everything: Sequence[Mutant], row: Mapping[str, Any]) -> None:
+        """Note which functions a gate runs at all."""
+        if row["kind"] == "gates":
+            for one in everything:
+                self.row(technique, one)["run_by_gates"] = one.key in row["reached"]
+
     def write(self, technique: str, modules: Mapping[str, MutatedModule]) -> None:
         """Name the mutants that nothing catches, and write the record if it has a path."""
         found = self.techniques[technique]
         found["missed"] = [
-            {"place": f"{one.module}:{one.line}", "function": one.function, "change": one.change}
+            {
+                "place": f"{one.module}:{one.line}",
+                "function": one.function,
+                "change": one.change,
+                "run_by_gates": self.row(technique, one).get("run_by_gates", True),
+            }
             | self._reviewed.reason(one)
             for made in modules.values()
             for one in made.mutants
@@ -239,7 +265,7 @@ class Record:
         if one.number in row["by_rule"]:
             return ["by rule"]
         if one.number in row["not_run"]:
-            return []
+            return ["not run"]
         caught = [
             f"caught by {kind}"
             for kind in KINDS_OF_CHECKS
@@ -247,10 +273,11 @@ class Record:
         ]
         return ["run", *(caught or ["missed"])]
 
-    def is_missed(self, technique: str, one: Mutant) -> bool:
-        """Return whether neither gates nor tests caught a mutant that was run."""
+    def is_missed(self, technique: str, one: Mutant, by: str = "both") -> bool:
+        """Return whether gates, tests or neither of both caught a mutant that was run."""
         row = self.row(technique, one)
-        return one.number in row["missed_by_gates"] and one.number in row["missed_by_tests"]
+        kinds = KINDS_OF_CHECKS if by == "both" else (by,)
+        return all(one.number in row[f"missed_by_{kind}"] for kind in kinds)
 
 
 def _drop_stale(target: Target, found: dict[str, Any]) -> None:
@@ -286,6 +313,8 @@ COUNTS = (
     "not_run_yet",
     "run",
     "excused",
+    "excused_run_by_gates",
+    "run_by_gates",
     "caught_by_gates",
     "caught_by_tests",
     "caught",
@@ -296,12 +325,15 @@ def summary_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Count the mutants of a technique; excused ones change nothing for a user."""
     rows = [row for rows in found["modules"].values() for row in rows["functions"].values()]
     num_run = sum(_num_run(row) for row in rows)
+    excused = [one for one in found["missed"] if "kind" in one]
     counts = {
         "mutants": sum(row["mutants"] for row in rows),
         "not_run_by_rule": sum(len(row["by_rule"]) for row in rows),
         "not_run_yet": sum(len(row["not_run"]) for row in rows),
         "run": num_run,
-        "excused": sum("kind" in one for one in found["missed"]),
+        "excused": len(excused),
+        "excused_run_by_gates": sum(one["run_by_gates"] for one in excused),
+        "run_by_gates": sum(_num_run(row) for row in rows if row.get("run_by_gates", True)),
         "caught_by_gates": num_run - sum(len(row["missed_by_gates"]) for row in rows),
         "caught_by_tests": num_run - sum(len(row["missed_by_tests"]) for row in rows),
         "caught": num_run - len(found["missed"]),
@@ -314,12 +346,18 @@ def _num_run(row: Mapping[str, Any]) -> int:
 
 
 def _shares(counts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of the mutants that change something for a user."""
+    """Return the shares of the mutants that change something for a user.
+
+    For gates also the share of mutants in functions that a gate runs.
+    """
     counted = counts["run"] - counts["excused"]
-    return {
+    shares = {
         f"share_{name}": round(counts[name] / counted, 4) if counted else 0.0
         for name in ("caught_by_gates", "caught_by_tests", "caught")
     }
+    run_by_gates = counts["run_by_gates"] - counts["excused_run_by_gates"]
+    share = round(counts["caught_by_gates"] / run_by_gates, 4) if run_by_gates else 0.0
+    return shares | {"share_caught_by_gates_of_run_by_gates": share}
 
 
 def total_of(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -331,7 +369,7 @@ def total_of(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 # Print.
 
 
-OUTCOMES = ("run", "caught by gates", "caught by tests", "missed", "by rule")
+OUTCOMES = ("run", "caught by gates", "caught by tests", "missed", "by rule", "not run")
 
 
 def print_lines(record: Record, technique: str, modules: Mapping[str, MutatedModule]) -> None:
@@ -360,7 +398,8 @@ def line_of(technique: str, counts: Mapping[str, Any]) -> str:
     return (
         f"{technique}: {counts['run']} of {counts['mutants']} mutants run "
         f"({counts['not_run_by_rule']} left out by rule, {counts['not_run_yet']} not yet), "
-        f"{counts['excused']} excused; caught by gates {counts['share_caught_by_gates']:.1%}, "
+        f"{counts['excused']} excused; caught by gates {counts['share_caught_by_gates']:.1%} "
+        f"({counts['share_caught_by_gates_of_run_by_gates']:.1%} in functions that a gate runs), "
         f"by tests {counts['share_caught_by_tests']:.1%}, by either {counts['share_caught']:.1%}"
     )
 
@@ -420,7 +459,11 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help=", ".join(TARGETS))
     parser.add_argument("--json", metavar="PATH", help="record the results here")
     parser.add_argument("--resume", action="store_true", help="keep what PATH has already")
-    parser.add_argument("--missed", action="store_true", help="run again what nothing caught")
+    parser.add_argument(
+        "--missed",
+        choices=["both", *KINDS_OF_CHECKS],
+        help="run again what neither caught, or what gates or tests did not catch",
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="of each technique, N mutants")
     parser.add_argument("--lines", action="store_true", help="print counts for each source line")
     parser.add_argument("--changed", action="store_true", help="run mutants of changed lines only")
@@ -432,7 +475,7 @@ def _parse_options() -> argparse.Namespace:
         parser.error(f"no mutants for {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     if (options.resume or options.missed) and not options.json:
         parser.error("--resume and --missed need --json, the file with the earlier results")
-    options.resume = options.resume or options.missed
+    options.resume = options.resume or options.missed is not None
     if options.seconds is None:
         options.seconds = MOST_SECONDS_FOR_CHANGES if options.changed else float("inf")
     return options
@@ -449,16 +492,23 @@ def run_technique(
     }
     record.begin(technique, modules)
     everything = [one for made in modules.values() for one in made.mutants]
-    chosen = [
-        one
-        for one in everything
-        if one.number in record.row(technique, one)["not_run"]
-        or (options.missed and record.is_missed(technique, one))
-    ]
+    if options.missed:
+        chosen = [one for one in everything if record.is_missed(technique, one, options.missed)]
+    else:
+        chosen = [one for one in everything if "not run" in record.outcome(technique, one)]
     if options.sample is not None:
         chosen = random.Random(0).sample(chosen, min(options.sample, len(chosen)))
     written = time.monotonic()
-    for one, caught in results(target, modules, chosen, at_once=options.at_once, seconds=seconds):
+    kinds = (options.missed,) if options.missed in KINDS_OF_CHECKS else KINDS_OF_CHECKS
+    for one, caught in results(
+        target,
+        modules,
+        chosen,
+        kinds=kinds,
+        at_once=options.at_once,
+        seconds=seconds,
+        note=lambda row: record.note(technique, everything, row),
+    ):
         record.add(technique, one, caught)
         if time.monotonic() - written > SECONDS_BETWEEN_WRITES:
             record.write(technique, modules)

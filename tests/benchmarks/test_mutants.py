@@ -23,11 +23,16 @@ SOURCE = textwrap.dedent('''
     """A module."""
     import contextlib, warnings
 
-    LIMIT = 1 + 1
+    def _doubled(number):
+        return number * 2
+
+    LIMIT = _doubled(1)
 
     def add(first, second):
         if first < 0:
-            raise ValueError(_describe(first, "negative"))
+            advice = "use " + "more"
+            where = f"below {advice + '!'}"
+            raise ValueError(_describe(first, "negative"), where)
         warnings.warn("adds", stacklevel=2)
         return first + second
 
@@ -83,7 +88,11 @@ def test_the_selected_mutant_runs_and_otherwise_the_original(made, monkeypatch):
 def test_mutants_of_messages_and_of_our_own_checks_are_known_by_rule(made):
     assert any("negative" in change for change in changes(made, "add", "message"))
     assert any("stacklevel" in change for change in changes(made, "add", "message"))
-    assert "number -> None" not in changes(made, "_label")
+    assert any("advice = " in change for change in changes(made, "add", "message"))
+    assert not any("use" in change for change in changes(made, "add"))
+    assert changes(made, "_doubled") == set()
+    assert changes(made, "_doubled", "import")
+    assert changes(made, "_label") == set()
     assert changes(made, "_label", "message")
     assert changes(made, "Total.plus") == set()
     guards = changes(made, "pairs", "guard")
@@ -152,7 +161,7 @@ def test_a_mutant_meets_the_checks_that_reach_it_until_one_fails():
     second = Check("second", catches("a", "b"), seconds=0.2, called=reach)
     unable = Check("unable", catches("a", "b", "c"), called=frozenset("g"))
     broken = Check("broken", catches("a", "b", "c"), called=reach, failure="fails always")
-    ranks = Check("ranks", catches("d"), starts_processes=True)
+    ranks = Check("ranks", catches("d"), called=reach, starts_processes=True)
     checks = [ranks, second, first, unable, broken]
     assert in_order(checks, "f") == [first, second, ranks]
     found = run_job({"gates": checks, "tests": [unable]}, "abcd")
@@ -234,6 +243,7 @@ def test_a_changed_function_loses_its_rows_and_no_other_does(record, made):
     again = record()
     assert set(again.techniques["sums"]["modules"]["primitives/sums.py"]["functions"]) == {
         "_describe",
+        "_doubled",
         "_label",
         "pairs",
         "Total.plus",
