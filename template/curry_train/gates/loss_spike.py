@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from ..core.rerun import seeded
+from ..core.wording import unheard
+from ..runs.attach import saving
+from ..runs.policy import SavingPolicy
 from ..runs.policy_config import SpikeConfig
-from ..runs.spike import SpikeNotRecovered, SpikeWatchdog
+from ..runs.spike import Recoveries, SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
+from .saved_state import planted_training
 from .trials import (
     FIRST_BAD,
     SOUND_SPIKE,
@@ -133,6 +137,91 @@ def bounded(case: Case, *, parts: SpikeComponents = SOUND_SPIKE) -> Verdict:
     return Verdict(gate, not hint, f"{num_rollbacks} rollbacks, then {outcome}", required, hint)
 
 
+# A run that lowers the learning rate after a rollback: the bad position, and the steps of the run.
+BAD_POSITION = 24
+LOWERED_STEPS = 30
+LOWER_RATE = 0.5
+LOWER_RATE_STEPS = 3
+
+
+class Positions:
+    """A stream of positions, some of which are skipped."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self._skipped: set[int] = set()
+
+    def take(self) -> int:
+        """Return the next position to train on."""
+        position = self.after(self.position, windows=1) - 1
+        self.position = position + 1
+        return position
+
+    def after(self, position: int, *, windows: int) -> int:
+        while windows or position in self._skipped:
+            windows -= position not in self._skipped
+            position += 1
+        return position
+
+    def skip(self, start: int, stop: int) -> None:
+        self._skipped |= set(range(start, stop))
+
+    def samples_between(self, start: int, stop: int) -> list[int]:
+        return list(range(start, stop))
+
+
+def lowered_rate(case: Case, *, attach: Callable[..., Any] = saving) -> Verdict:
+    """Train with `lower_rate` on a planted model through a spike; record the factor of each step.
+
+    It has to be 1 until the rollback, `lower_rate` until `lower_rate_steps` after the spike, and 1
+    again.
+    """
+    gate = "loss-spike/lower-rate"
+    spike = {
+        "action": "rollback",
+        "window": 16,
+        "patience": 1,
+        "skip_around": 0,
+        "lower_rate": LOWER_RATE,
+        "lower_rate_steps": LOWER_RATE_STEPS,
+    }
+    factors: dict[int, float] = {}
+    num_rollbacks = 0
+    with planted_training(case) as (state, folder), unheard(SavingPolicy.__module__):
+        optimizer = state.optimizers[0]
+        stream = Positions()
+        options = {"runs": folder / "run", "stream": stream, "spike": spike, "rollback_every": 8}
+        with attach(state.model, optimizer, **options) as run, unheard(Recoveries.__module__):
+            while run.continues(until=LOWERED_STEPS):
+                position = stream.take()
+                step = run.steps + 1
+                factors[step] = run.learning_rate_factor()
+                loss = 100.0 if position == BAD_POSITION else 2.0 + 0.01 * (position % 5)
+                num_rollbacks += not run.step(loss=loss)
+
+    # Step n takes position n - 1. The spike's step is trained again, on the position after it.
+    spiked = BAD_POSITION + 1
+    back_to = BAD_POSITION // 8 * 8
+    expected = {
+        step: LOWER_RATE if back_to < step <= spiked + LOWER_RATE_STEPS else 1.0
+        for step in range(1, LOWERED_STEPS + 1)
+    }
+    wrong = [step for step in expected if factors.get(step) != expected[step]]
+    num_lower = sum(factor == LOWER_RATE for factor in factors.values())
+    hint = ""
+    if num_rollbacks != 1:
+        hint = "the planted spike has to be rolled back once"
+    elif wrong:
+        hint = (
+            f"the factor of step {wrong[0]} is {factors.get(wrong[0])}, not {expected[wrong[0]]}: "
+            "lower the rate from the rollback until lower_rate_steps after the spike"
+        )
+    measured = f"{num_rollbacks} rollbacks, {num_lower} of {len(factors)} steps at {LOWER_RATE:g}"
+    num_expected = sum(factor == LOWER_RATE for factor in expected.values())
+    required = f"1 rollback, {num_expected} of {LOWERED_STEPS} steps at {LOWER_RATE:g}"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
 def _component(name: str) -> Takes:
     """Take one component of the recovery, beside those that were taken before."""
 
@@ -147,6 +236,7 @@ JUDGED_CALLABLES = (
     Judged("SpikeWatchdog", lambda config: None),
     Judged("recover", lambda spike, config, *, state, load, after, recoveries: None),
     Judged("Recoveries", lambda files: None),
+    Judged("saving", lambda model, optimizer, *, runs, stream, spike, rollback_every: None),
 )
 COMPONENT_TAKES = {
     "SpikeWatchdog": _component("watchdog"),
@@ -159,6 +249,14 @@ GATES = (
     Gate("loss-spike/recovered", recovered, COMPONENT_TAKES),
     Gate("loss-spike/resumed", spike_resumed, COMPONENT_TAKES),
     Gate("loss-spike/bounded", bounded, COMPONENT_TAKES),
+    Gate("loss-spike/lower-rate", lowered_rate, {"saving": Takes("attach")}),
+)
+
+
+# The positions to skip, by the configuration alone: step n takes position n - 1.
+SKIPPED = (
+    FIRST_BAD - 1 - TRIAL_SPIKE_CONFIG.skip_around,
+    FIRST_BAD - 1 + TRIAL_SPIKE_CONFIG.patience + TRIAL_SPIKE_CONFIG.skip_around,
 )
 
 
@@ -176,9 +274,10 @@ def _compared(
 ) -> Verdict:
     """Run the processes of one run in turn and compare its last state with a run without spikes.
 
-    That run has no bad samples and skips the same positions from its start.
+    That run has no bad samples, and skips from its start the positions that the configuration
+    names: those of the bad steps until the alarm, and `skip_around` steps on each side.
     """
-    required = "one rollback, every tensor equal to the bit"
+    required = f"one rollback, positions {SKIPPED[0]} to {SKIPPED[1] - 1} skipped, bit-equal"
     try:
         for run in runs:
             tensors = run()
@@ -194,16 +293,21 @@ def _compared(
         folder / "straight",
         SOUND_SPIKE,
         bad=lambda step, position: False,
-        skipped=tuple((recovery.start, recovery.stop) for recovery in recoveries),
+        skipped=(SKIPPED,),
         saving=replace(TRIAL_POLICY_CONFIG, rollback_every=None),
     )
     expected = reference.run()
     wrong = [name for name, held in expected.items() if not same_bits(held, tensors.get(name))]
 
     num_equal = len(expected) - len(wrong)
-    measured = f"{len(recoveries)} rollbacks, {num_equal} of {len(expected)} tensors equal"
+    skipped = [(recovery.start, recovery.stop) for recovery in recoveries]
+    ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in skipped)
+    measured = f"{len(recoveries)} rollbacks, {ranges} skipped, "
+    measured += f"{num_equal} of {len(expected)} tensors equal"
     hint = ""
-    if wrong:
+    if len(skipped) == 1 and skipped[0] != SKIPPED:
+        hint = "skip the samples of the bad steps and of skip_around steps on each side, no others"
+    elif wrong:
         hint = (
             f"{wrong[0]} differs: load the whole state from before the spike, and skip its samples "
             "by position"
