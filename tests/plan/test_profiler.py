@@ -247,6 +247,31 @@ def test_recompute_keeps_an_input_that_the_plain_layer_does_not():
     assert (layer.bytes, layer.boundary_bytes) == (128, 2 * 128)
 
 
+def test_an_input_that_experts_share_is_held_once():
+    class Expert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x):
+            return torch.sigmoid(x + self.bias).tanh()
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+        def forward(self, x):
+            x = x * 2
+            return sum(expert(x).sum() for expert in self.experts)
+
+    model, batch = Experts(), torch.randn(4, 8)
+    layers = profile(model, batch).layers
+    experts = [layer for layer in layers if layer.name.startswith("experts.")]
+    own = experts[1].boundary_bytes
+    assert [layer.boundary_bytes for layer in experts] == [own + batch.nbytes, own, own, own]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_hugging_face_models(kind):
     torch.manual_seed(0)
@@ -494,7 +519,7 @@ def views_count_again(monkeypatch):
 
 
 def boundaries_are_free(monkeypatch):
-    monkeypatch.setattr(Boundaries, "stays", lambda self, layer: 0)
+    monkeypatch.setattr(Boundaries, "stays", lambda self, layer, counted: 0)
 
 
 def dead_storages_are_held(monkeypatch):

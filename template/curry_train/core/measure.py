@@ -500,15 +500,17 @@ class Boundaries(RunningLayers):
             life for tensor in tensors_in(output) for life in self.lives_of(tensor)
         ]
 
-    def stays(self, layer: str) -> int:
+    def stays(self, layer: str, counted: set[Life]) -> int:
         """Return the bytes that stay held if the layer is recomputed.
 
         These are inputs that are freed without recompute, and the layer's own storages that go
-        into it or out of it.
+        into it or out of it. Inputs in `counted`, which another layer holds too, are left out, and
+        this layer's are added to it.
         """
         inputs = set(self._inputs[layer])
         outputs = set(self._outputs[layer])
-        freed_inputs = {life for life in inputs if life.died is not None}
+        freed_inputs = {life for life in inputs if life.died is not None} - counted
+        counted |= freed_inputs
         alive = {life for life in inputs | outputs if life.died is None and life.owner == layer}
 
         # An output that no other layer uses does not stay.
@@ -526,8 +528,9 @@ class LayerMemory:
     # Storages alive after forward that were made while the layer ran, and no other layer inside it.
     bytes: int
 
-    # Bytes that remain if the layer is recomputed: its inputs, and its outputs still alive. All of
-    # `bytes` if `calls` is 0, because the layer is never called as a whole.
+    # Bytes that remain if the layer is recomputed: its inputs, and its outputs still alive. What is
+    # an input of several layers counts for the first. All of `bytes` if `calls` is 0, because the
+    # layer is never called as a whole.
     boundary_bytes: int
 
     calls: int
@@ -568,8 +571,10 @@ def measure_layers(
         if cuda:
             # The allocator's rounding and the libraries' workspaces belong to no layer.
             held[REST_LAYER] += torch.cuda.memory_allocated(device) - before - sum(held.values())
+        counted: set[Life] = set()
         stays = {
-            name: running.stays(name) if running.calls[name] else held[name] for name in layers
+            name: running.stays(name, counted) if running.calls[name] else held[name]
+            for name in layers
         }
     del value
 
