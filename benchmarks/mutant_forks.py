@@ -154,14 +154,15 @@ class _Places:
         ]
 
     def line(self, mutation: file_mutation.Mutation) -> int:
-        """Return the line of what differs, which may be below that of the whole call."""
+        return self._place(mutation).start.line
+
+    def _place(self, mutation: file_mutation.Mutation) -> Any:
+        """Return the place of what differs, such as one argument of a long call."""
         node = mutation.original_node
         remaining = {id(child) for child in mutation.mutated_node.children}
         gone = [child for child in node.children if id(child) not in remaining]
-        for place in (*gone[:1], node):
-            if (found := self._positions.get(place)) is not None:
-                return found.start.line
-        raise AssertionError(f"{self._module.code_for_node(node)} has no place in its module")
+        places = [self._positions.get(place) for place in (*gone[:1], node)]
+        return next(place for place in places if place is not None)
 
     def change(self, mutation: file_mutation.Mutation) -> str:
         """Return the lines of the mutated expression, before and after."""
@@ -179,8 +180,8 @@ class _Places:
         """Return a key of `KINDS` in mutants.py if a rule gives one."""
         if self._changes_only_strict(mutation):
             return "guard"
-        place = self._positions.get(mutation.original_node)
-        start = (place.start.line, place.start.column) if place else (0, 0)
+        place = self._place(mutation)
+        start = (place.start.line, place.start.column)
         return next((kind for first, last, kind in self._ruled if first <= start <= last), None)
 
     def _changes_only_strict(self, mutation: file_mutation.Mutation) -> bool:
@@ -228,11 +229,32 @@ def nodes_by_rule(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
         messages += found
     yield from ((node, "message") for node in messages)
 
+    yield from ((node, "message") for node in _named_in_messages(tree, functions, inside))
+
     inside = {id(name) for function in functions for name in _loads(function)}
     at_import = {id(name) for name in _loads(tree)} - inside
     for function in functions:
         if function.name.startswith("_") and _used_only(function.name, tree, at_import):
             yield function, "import"
+
+
+def _named_in_messages(
+    tree: ast.Module, functions: Sequence[ast.FunctionDef], inside: set[int]
+) -> Iterator[ast.AST]:
+    """Yield arguments of our own functions that are used only inside nodes of messages."""
+    parameters = {function.name: [one.arg for one in function.args.args] for function in functions}
+    only = {
+        (function.name, name)
+        for function in functions
+        for name in parameters[function.name]
+        if _used_only(name, function, inside)
+    }
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            names = parameters.get(call.func.id, [])
+            pairs = list(zip(names, call.args, strict=False))
+            pairs += [(keyword.arg, keyword.value) for keyword in call.keywords]
+            yield from (node for name, node in pairs if (call.func.id, name) in only)
 
 
 def _is_message(node: ast.AST) -> bool:
@@ -333,6 +355,8 @@ class Fork:
             return None
         self.kill()
         if not child:
+            # It may not have become the leader of its group yet.
+            os.kill(self._child, signal.SIGKILL)
             os.waitpid(self._child, 0)
         self._answer.seek(0)
         text = self._answer.read()

@@ -39,6 +39,14 @@ SOURCE = textwrap.dedent('''
     def _describe(number, what):
         return f"{number}" + what
 
+    def _least(what, number):
+        if number < 0:
+            raise ValueError(what)
+        return number
+
+    def both(first, second):
+        return _least("first", first), _least("second", number=second)
+
     def _label(number) -> str:
         return str(number)
 
@@ -93,6 +101,9 @@ def test_mutants_of_messages_and_of_our_own_checks_are_known_by_rule(made):
     assert changes(made, "_doubled") == set()
     assert changes(made, "_doubled", "import")
     assert changes(made, "_label") == set()
+    assert not any("XX" in change or "FIRST" in change for change in changes(made, "both"))
+    assert any("_least(None, first)" in change for change in changes(made, "both", "message"))
+    assert any("number=None" in change for change in changes(made, "both"))
     assert changes(made, "_label", "message")
     assert changes(made, "Total.plus") == set()
     guards = changes(made, "pairs", "guard")
@@ -245,6 +256,8 @@ def test_a_changed_function_loses_its_rows_and_no_other_does(record, made):
         "_describe",
         "_doubled",
         "_label",
+        "_least",
+        "both",
         "pairs",
         "Total.plus",
     }

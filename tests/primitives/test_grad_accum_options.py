@@ -3,6 +3,8 @@
 python -m pytest tests/primitives/test_grad_accum_options.py
 """
 
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow, train_window
@@ -136,6 +139,43 @@ def test_options_that_have_no_effect_are_refused():
     window = window_of(make_microbatches(0), sync_each_batch=True)
     with pytest.raises(ValueError, match="no effect with joint_loss"):
         train(make_model(), window, joint=True)
+
+
+# Settings and numbers of windows.
+
+
+def test_steps_given_as_a_tensor_become_an_int():
+    steps = GradientAccumulation(torch.tensor(4)).steps
+    assert (type(steps), steps) == (int, 4)
+
+
+def test_a_configuration_without_the_settings_has_the_defaults():
+    accumulation = GradientAccumulation.from_config(types.SimpleNamespace())
+    assert (accumulation.steps, accumulation.sync_each_batch) == (1, False)
+
+
+def test_windows_are_numbered_as_their_errors_say():
+    microbatches = make_microbatches(0)
+    windows = list(GradientAccumulation(1).windows(microbatches, count=lambda batch: len(batch[0])))
+    assert [window.index for window in windows] == [0, 1, 2]
+    microbatches[2][0].fill_(float("nan"))
+    with pytest.raises(NonFiniteWindow, match=r"^window 2: .*microbatch 0 of 1"):
+        train(make_model(), windows[2], joint=False)
+
+
+def test_a_window_divides_by_the_terms_of_its_group_of_ranks():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        alone = dist.new_group([0])
+        microbatches = [torch.ones(3), torch.ones(5)]
+        accumulation = GradientAccumulation(2)
+        (of_group,) = accumulation.windows(microbatches, count=len, group=alone)
+        # The fake group of all ranks adds nothing up, so that its sizes do not fit.
+        with pytest.raises(ValueError, match="2 microbatches on rank 0 and 2 on all 2 ranks"):
+            next(accumulation.windows(microbatches, count=len))
+    finally:
+        dist.destroy_process_group()
+    assert (of_group.num_terms, of_group.loss_divisor) == (8, 8.0)
 
 
 # Two gloo ranks.
