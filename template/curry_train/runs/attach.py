@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 
 from ..core.timing import peak_bytes
 from .background import BackgroundSaver
-from .files import Files, LocalFiles
+from .files import Files, LocalFiles, keep_from_children
 from .history import run_facts
 from .journal import Journal
 from .layout import RESUMABLE_KINDS, SavedCheckpoint
@@ -249,6 +249,7 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             for number in signals:
                 self._previous[number] = signal.signal(number, self._handle)
+        keep_from_children(self)
 
     def __enter__(self) -> "Stop":
         return self
@@ -281,6 +282,10 @@ class Stop:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    def leave_behind(self) -> None:
+        """Give up the signals in a forked child, so that its parent can terminate it."""
+        self.release()
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.reason and number == signal.SIGINT:
@@ -385,7 +390,36 @@ class AttachedRun:
         if stream is not None:
             state.position = stream.position
 
+        self._resuming = False
+        self._by_epochs = False
+        self._in_epoch = False
+        self._iterating = False
+        self._rate_was_read = False
+        self._notes: StepNotes | None = None
+        self._ranks = watch.ranks
+        self._journal: AttachedJournal | None = None
+        self._saver: BackgroundSaver | None = None
         self.store = Store(runs)
+        # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
+        self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
+        self._open = True
+        try:
+            self._begin(config, resume, in_background=in_background, journal=journal)
+        except BaseException:
+            self._stop.release()
+            self.store.close()
+            raise
+
+    def _begin(
+        self,
+        config: PolicyConfig,
+        resume: str | int | None,
+        *,
+        in_background: bool,
+        journal: bool,
+    ) -> None:
+        """Open the folder, load the state to resume from, and open the journal."""
+        runs = self.store.files.location("")
         if journal:
             require_disk(self.store.files, runs)
         self.store.open(wait_seconds=WAIT_SECONDS)
@@ -394,27 +428,18 @@ class AttachedRun:
 
         self.resumed = None if resume is None else self._load(resume)
         self._resuming = self.resumed is not None and self.resumed.saved.kind in RESUMABLE_KINDS
-        self._by_epochs = False
-        self._in_epoch = False
-        self._iterating = False
-        self._rate_was_read = False
-        self._notes: StepNotes | None = None
-        self._ranks = watch.ranks
-        self._open = True
-        watch.begin(state, self.store.files)
-
-        self._journal: AttachedJournal | None = None
+        self._watch.begin(self.state, self.store.files)
         if journal:
-            self._journal = AttachedJournal(
-                runs,
-                state,
-                self.resumed,
-                config=state.config or {"checkpoint": asdict(config)},
-                ranks=watch.ranks,
-                stream=stream,
+            self._journal = self._ranks.all_do(
+                lambda: AttachedJournal(
+                    runs,
+                    self.state,
+                    self.resumed,
+                    config=self.state.config or {"checkpoint": asdict(config)},
+                    ranks=self._ranks,
+                    stream=self._stream,
+                )
             )
-        # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
-        self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -493,6 +518,8 @@ class AttachedRun:
         """Iterate over the remaining batches of this pass over the loader."""
         self._require_no_stream("run.batches")
         self._check_loop_over_batches()
+        # End here if a signal came before the first step, which can take minutes.
+        self._save()
         if self._position.batch == 0 and (why := inexact(loader)):
             logger.warning("%s", why)
         self.state.generators |= {
@@ -735,11 +762,14 @@ class AttachedRun:
 
     def _release(self, *raised: Any) -> None:
         self._open = False
-        self._stop.release()
-        if self._saver is not None:
-            # With an exception the saver closes without communicating with other ranks.
-            self._saver.__exit__(*(raised or (None, None, None)))
-        self.store.close()
+        try:
+            if self._saver is not None:
+                # With an exception the saver closes without communicating with other ranks.
+                self._saver.__exit__(*(raised or (None, None, None)))
+            self.store.close()
+        finally:
+            # Until here a signal must not end the process: the last save may be under way.
+            self._stop.release()
 
 
 def _first(values: list[float | None]) -> list[float | None]:

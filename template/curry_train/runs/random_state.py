@@ -6,12 +6,15 @@ Proof: `python -m pytest tests/runs/test_state_values.py tests/runs/test_state.p
 """
 
 import base64
+import contextlib
 import hashlib
 import logging
 import math
 import os
 import random
+import signal
 import sys
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .ranks import DamagedCheckpoint
 
@@ -265,7 +269,8 @@ class DataPosition:
             self.began = take_random_state(generators)
         else:
             restore_random_state(self.began, generators)
-        iterator = iter(loader)
+        with spared_workers(loader):
+            iterator = iter(loader)
         for number in range(self.batch):
             if next(iterator, _NO_BATCH) is _NO_BATCH:
                 raise ValueError(
@@ -274,6 +279,50 @@ class DataPosition:
                     f"saved run, or start a new run"
                 )
         return iterator
+
+
+class _SparedStart:
+    """The `worker_init_fn` of a loader whose workers outlive a SIGTERM to the process group.
+
+    Only the process that started a worker can end it with this signal.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        if self._then is not None:
+            self._then(worker)
+
+
+def _end_with(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def spared_workers(loader: Any) -> Iterator[None]:
+    """Let a loader start workers that a SIGTERM to the whole process group does not end.
+
+    Slurm and `timeout` signal all processes of a job. Torch raises an error in the middle of a step
+    when a worker ends, so the training could not finish the step and save.
+    """
+    has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+    if not has_workers or not hasattr(signal, "sigwaitinfo"):
+        yield
+        return
+    before = loader.worker_init_fn
+    loader.worker_init_fn = _SparedStart(before)
+    # The workers inherit the mask, so the signal can't end them before their start is done.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        loader.worker_init_fn = before
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:

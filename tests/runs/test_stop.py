@@ -1,0 +1,158 @@
+"""A signal at any moment ends a run between two steps, with its state saved and status 143.
+
+python -m pytest tests/runs/test_stop.py
+"""
+
+import multiprocessing
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, saving
+
+
+@pytest.fixture
+def later():
+    """Count the signals that reach the handler of the program around a run."""
+    reached = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: reached.append(number))
+    yield reached
+    signal.signal(signal.SIGTERM, before)
+
+
+def run_of(folder, **options):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return saving(model, optimizer, runs=folder, rollback_every=100, **options)
+
+
+def train(run, loader, *, stop_after=None):
+    """Train one pass, with a signal after a number of steps; return the exit status."""
+    model = run.state.model
+    try:
+        for batch in run.batches(loader):
+            model(batch[0]).sum().backward()
+            run.state.optimizers[0].step()
+            run.step()
+            if run.steps == stop_after:
+                signal.raise_signal(signal.SIGTERM)
+        run.close()
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+def batches(num_workers=0, **options):
+    return DataLoader(TensorDataset(torch.ones(6, 2)), num_workers=num_workers, **options)
+
+
+def test_a_signal_while_a_run_is_opened_ends_it_before_the_first_step(tmp_path, monkeypatch, later):
+    open_store = Store.open
+
+    def open_late(store, **options):
+        signal.raise_signal(signal.SIGTERM)
+        open_store(store, **options)
+
+    monkeypatch.setattr(Store, "open", open_late)
+    run = run_of(tmp_path)
+    assert train(run, batches()) == 128 + signal.SIGTERM
+    assert (run.steps, SavedRun(tmp_path).latest(), later) == (0, None, [])
+    with Store(tmp_path):
+        pass  # the run has released the folder
+
+
+def test_a_run_that_can_not_be_opened_gives_back_the_signals_and_the_folder(tmp_path, later):
+    run = run_of(tmp_path)
+    assert train(run, batches()) == 0
+    with pytest.raises(RunError, match="has no step 7"):
+        run_of(tmp_path, resume=7)
+    signal.raise_signal(signal.SIGTERM)
+    assert later == [signal.SIGTERM]
+    with Store(tmp_path):
+        pass
+
+
+def test_a_signal_during_the_last_save_in_the_background_does_not_end_it(
+    tmp_path, monkeypatch, later
+):
+    close = BackgroundSaver.close
+
+    def close_late(saver):
+        signal.raise_signal(signal.SIGTERM)
+        close(saver)
+
+    monkeypatch.setattr(BackgroundSaver, "close", close_late)
+    assert train(run_of(tmp_path, in_background=True), batches()) == 0
+    assert SavedRun(tmp_path).latest().step == 6
+    assert later == []
+    signal.raise_signal(signal.SIGTERM)
+    assert later == [signal.SIGTERM]
+
+
+def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later):
+    """Fork while the run handles signals; the child has the handlers from before the run."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    run = run_of(tmp_path)
+    ours, others = multiprocessing.Pipe()
+
+    def wait():
+        others.send("ready")
+        time.sleep(60)
+
+    child = multiprocessing.get_context("fork").Process(target=wait)
+    child.start()
+    assert ours.recv() == "ready"
+    child.terminate()
+    child.join(10)
+    ended = child.exitcode
+    child.kill()
+    run.close()
+    assert ended == -signal.SIGTERM
+
+
+def signal_from_outside(process):
+    """Signal a process as another one does: the kernel names the sender."""
+    subprocess.run(["/bin/sh", "-c", f"kill -TERM {process.pid}"], check=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
+def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
+    tmp_path, later, options
+):
+    """Signal the workers alone: the training would end with their error in the middle of a step."""
+    seen = []
+    loader = batches(1, worker_init_fn=None, **options)
+    run = run_of(tmp_path)
+    for batch in run.batches(loader):
+        if not seen:
+            (worker,) = multiprocessing.active_children()
+            signal_from_outside(worker)
+            time.sleep(0.2)
+        seen.append(batch)
+        run.state.model(batch[0]).sum().backward()
+        run.state.optimizers[0].step()
+        run.step()
+    assert len(seen) == 6
+    assert loader.worker_init_fn is None
+    run.close()
+    if options:
+        # Only this process, which started the worker, ends it.
+        assert worker.is_alive()
+        before = signal.getsignal(signal.SIGCHLD)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        worker.terminate()
+        worker.join(10)
+        signal.signal(signal.SIGCHLD, before)
+        assert worker.exitcode == 0
+
+
+def test_a_stop_after_a_step_saves_it(tmp_path, later):
+    run = run_of(tmp_path)
+    assert train(run, batches(), stop_after=3) == 128 + signal.SIGTERM
+    assert SavedRun(tmp_path).latest().step == 3
+    assert threading.active_count() == 1
