@@ -16,6 +16,7 @@ from curry_train.bench.steps import TrainingStep
 from curry_train.core.measure import bytes_on_device
 from curry_train.core.timing import Ratio, Spread, paired_ratio, time_in_turns
 from curry_train.gates import bench
+from curry_train.gates.verdict import NotApplicable
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -29,6 +30,9 @@ FLAT = Workload(
     lambda module, batch: module(batch).sum(),
 )
 ELEMENTWISE = replace(FLAT, name="elementwise", build=lambda: nn.LayerNorm(8))
+
+
+CHECKS = {gate.name: gate.check for gate in GATES}
 
 
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.name)
@@ -89,6 +93,48 @@ def ratio_of_means(ours, theirs):
 
 def ends(seconds):
     return Spread(statistics.median(seconds), min(seconds), max(seconds))
+
+
+class Dropping(nn.Module):
+    """Runs each layer with a probability of a half."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if torch.rand([]) < 0.5:
+                x = x + layer(x)
+        return x + self.layers[0](x)
+
+
+class Decomposed(nn.Module):
+    """Multiplies two weights in each forward, whatever the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 4))
+        self.down = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return x @ (self.up @ self.down)
+
+
+def workload_of(kind):
+    return Workload(
+        kind.__name__, kind, lambda size: torch.randn(size, 8), lambda m, x: m(x).square().sum()
+    )
+
+
+def test_gates_say_where_steps_differ_in_work():
+    with pytest.raises(NotApplicable, match="FLOPs, as where layers are dropped at random"):
+        CHECKS["bench/twice"](Case(workload_of(Dropping)))
+
+
+def test_products_of_weights_alone_run_in_each_microbatch():
+    verdict = CHECKS["bench/flops"](Case(workload_of(Decomposed)))
+    assert verdict.passed, verdict
 
 
 def test_every_wrong_way_to_time_is_caught_on_the_simulated_machine():
