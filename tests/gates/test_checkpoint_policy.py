@@ -3,6 +3,7 @@
 python -m pytest tests/gates/test_checkpoint_policy.py
 """
 
+import dataclasses
 import json
 import pickle
 import warnings
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from curry_train.gates import checkpoint_policy
 from curry_train.gates.trials import StoreComponents
-from curry_train.runs.format import Contents, Loading, read_tensors
+from curry_train.runs.format import Contents, read_tensors
 from curry_train.runs.layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
@@ -113,7 +114,7 @@ class SecondMomentAnew(TrainingState):
             for entry in self.optimizers[0].state.values():
                 entry["exp_avg_sq"].zero_()
 
-        return Loading(loading.targets, finish, loading.report)
+        return dataclasses.replace(loading, finish=finish)
 
 
 class WithoutModel(TrainingState):

@@ -69,6 +69,8 @@ def unverified(run, state, what):
     )
     contents = Contents(facts_of(metadata), values["values"], values["ranks"], values["ties"])
     loading = state.begin_load(contents)
+    read_tensors(run.files, newest.folder, metadata, loading.first)
+    loading.prepare()
     read_tensors(run.files, newest.folder, metadata, loading.targets)
     loading.finish()
     return Resumed(newest, loading.report, {newest.folder: "looks well"})

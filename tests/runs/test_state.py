@@ -421,7 +421,7 @@ def test_state_that_json_can_not_hold_is_named():
 
     state = new_state(extra={"odd": Odd()})
     with pytest.raises(
-        ValueError, match=r"part.extra-odd.inner.0 is a object, which JSON can't hold"
+        ValueError, match=r"extra.odd.state_dict\(\)\['inner'\]\[0\]: a object can't be saved"
     ):
         state.snapshot()
 

@@ -5,6 +5,7 @@ python -m pytest tests/runs/test_store_hostile.py
 
 import dataclasses
 import io
+import json
 import os
 import pickle
 import warnings
@@ -15,8 +16,20 @@ import torch.distributed.checkpoint as dcp
 from store_models import equal, new_state, tensors_of
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from curry_train.runs import DamagedCheckpoint, HostileCheckpoint, Store
-from curry_train.runs.layout import FileEntry, hash_bytes, read_manifest
+from curry_train.runs import (
+    DamagedCheckpoint,
+    HostileCheckpoint,
+    StateMismatch,
+    Store,
+    load_chosen,
+)
+from curry_train.runs.format import INDEX_FILE_NAME
+from curry_train.runs.layout import (
+    MOST_MANIFEST_BYTES,
+    FileEntry,
+    hash_bytes,
+    read_manifest,
+)
 
 
 class Runs:
@@ -50,6 +63,24 @@ def read_manifest_loosely(store, saved):
     from curry_train.runs.layout import parse_manifest
 
     return parse_manifest(store.files.read(f"{saved.folder}/manifest.json"))
+
+
+def forge_pickle(store, saved, data):
+    """Forge a checkpoint of format 1, whose only index is a pickle."""
+    manifest = read_manifest_loosely(store, saved)
+    files = {name: entry for name, entry in manifest.files.items() if name != INDEX_FILE_NAME}
+    store.files.path(f"{saved.folder}/{INDEX_FILE_NAME}").unlink()
+    store.files.path(f"{saved.folder}/manifest.json").write_bytes(
+        dataclasses.replace(manifest, files=files, format=1).render()
+    )
+    forge(store, saved, ".metadata", data)
+
+
+def forge_index(store, saved, change):
+    """Forge the index as JSON: `change` gets the tensors by name and the entry of one."""
+    index = json.loads(store.files.read(f"{saved.folder}/{INDEX_FILE_NAME}"))
+    change(index["tensors"], index["tensors"]["model.0.bias"])
+    forge(store, saved, INDEX_FILE_NAME, json.dumps(index).encode())
 
 
 def metadata_of(store, saved):
@@ -89,7 +120,7 @@ def test_a_call_in_the_index_is_refused_and_not_executed(saved, name, tmp_path):
         TypeError,
     ):  # a module can't be pickled, so it is imported by name
         data = pickle.dumps(Runs(getattr, Runs(__import__, "torch"), "load"))
-    forge(store, found, ".metadata", data)
+    forge_pickle(store, found, data)
     refused(store, found, "which no checkpoint needs")
     assert not trace.exists()
 
@@ -110,7 +141,7 @@ def test_an_entry_that_is_a_pickle_is_refused(saved):
     store, found = saved
     metadata = metadata_of(store, found)
     metadata.state_dict_metadata["model.0.bias"] = BytesStorageMetadata()
-    forge(store, found, ".metadata", pickle.dumps(metadata))
+    forge_pickle(store, found, pickle.dumps(metadata))
     refused(store, found, "BytesStorageMetadata|saved as a pickle")
 
 
@@ -122,7 +153,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
     metadata = metadata_of(store, found)
     index = next(iter(metadata.storage_data))
     metadata.storage_data[index].relative_path = path
-    forge(store, found, ".metadata", pickle.dumps(metadata))
+    forge_pickle(store, found, pickle.dumps(metadata))
     refused(store, found, "not a file of this checkpoint")
 
 
@@ -132,7 +163,7 @@ def test_an_offset_outside_of_its_file_is_refused(saved, offset, length):
     metadata = metadata_of(store, found)
     place = next(iter(metadata.storage_data.values()))
     place.offset, place.length = offset, length
-    forge(store, found, ".metadata", pickle.dumps(metadata))
+    forge_pickle(store, found, pickle.dumps(metadata))
     refused(store, found, "outside of __0_0.distcp")
 
 
@@ -140,7 +171,7 @@ def test_a_transformation_named_in_the_index_is_refused(saved):
     store, found = saved
     metadata = metadata_of(store, found)
     next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
-    forge(store, found, ".metadata", pickle.dumps(metadata))
+    forge_pickle(store, found, pickle.dumps(metadata))
     refused(store, found, "to be run on it")
 
 
@@ -149,7 +180,7 @@ def test_a_transformation_named_in_the_index_is_refused(saved):
 )
 def test_an_invalid_index_is_damage(saved, data):
     store, found = saved
-    forge(store, found, ".metadata", data)
+    forge_pickle(store, found, data)
     with pytest.raises(DamagedCheckpoint):
         store.load(found, new_state())
 
@@ -166,7 +197,7 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):
         len(stream.getvalue()),
     )
     forge(store, found, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
-    forge(store, found, ".metadata", pickle.dumps(metadata))
+    forge_pickle(store, found, pickle.dumps(metadata))
     with pytest.raises(DamagedCheckpoint):
         store.load(found, new_state())
     assert not (tmp_path / "trace").exists()
@@ -198,6 +229,126 @@ def test_names_in_a_manifest_may_not_lead_outside(saved, name):
     store.files.path(f"{found.folder}/manifest.json").write_bytes(forged.render())
     with pytest.raises(DamagedCheckpoint):
         store.load(found, new_state())
+
+
+def piece(number, value):
+    def change(_, entry):
+        entry["pieces"][0][number] = value
+
+    return change
+
+
+FORGED_INDICES = {
+    "a file outside": piece(2, "../../../secret"),
+    "another file's name": piece(2, ["x"]),
+    "before its file": piece(3, -1),
+    "behind its file": piece(3, 10**12),
+    "longer than its file": piece(4, 10**12),
+    "a length that is no number": piece(4, 0.5),
+    "a corner that is no shape": piece(0, [True]),
+    "a piece beyond the tensor": piece(0, [1]),
+    "a larger piece": piece(1, [10**9]),
+    "a larger tensor": lambda _, entry: entry.update(shape=[10**12]),
+    "a negative shape": lambda _, entry: entry.update(shape=[-16]),
+    "too many dimensions": lambda _, entry: entry.update(shape=[1] * 100_000),
+    "pieces that are no list": lambda _, entry: entry.update(pieces=3),
+    "a dtype that is a function": lambda _, entry: entry.update(dtype="load"),
+    "a field less": lambda _, entry: entry.pop("shape"),
+    "an entry less": lambda tensors, _: (
+        tensors.pop("optimizer.0.3.bias.exp_avg", None) or tensors.pop("model.0.bias")
+    ),
+    "many tensors in the same place": lambda tensors, entry: tensors.update(
+        {f"part.{number}": entry for number in range(1000)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_INDICES)
+def test_a_forged_index_is_refused_before_anything_changes(saved, name):
+    store, found = saved
+    forge_index(store, found, FORGED_INDICES[name])
+    state = new_state(seed=1)
+    before = tensors_of(state)
+    with pytest.raises((DamagedCheckpoint, StateMismatch)):
+        store.load(found, state)
+    assert equal(tensors_of(state), before)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", INDEX_FILE_NAME, "state.json"])
+def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name, monkeypatch):
+    """Make files of 8 GiB without content: reading one whole would end the test's process."""
+    store, found = saved
+    newer = store.save("rollback", 2, new_state())
+    path = store.files.path(f"{newer.folder}/{name}")
+    manifest = read_manifest_loosely(store, newer)
+    os.truncate(path, 2**33)
+    if name != "manifest.json":
+        entry = FileEntry(2**33, manifest.files[name].hash)
+        forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
+        store.files.path(f"{newer.folder}/manifest.json").write_bytes(forged.render())
+        # Hashing 8 GiB takes seconds.
+        monkeypatch.setattr("curry_train.runs.store.verify_files", lambda *_: None)
+    assert MOST_MANIFEST_BYTES < 2**33
+    resumed = load_chosen(store, new_state(seed=1))
+    assert (resumed.saved, list(resumed.damaged)) == (found, [newer.folder])
+
+
+WRONG_VALUES = {
+    "a step that is text": lambda values: values.update(step="7"),
+    "a negative position": lambda values: values.update(position=-1),
+    "no optimizers": lambda values: values.update(optimizers=3),
+    "an optimizer without class": lambda values: values["optimizers"][0].pop("class"),
+    "groups that are no list": lambda values: values["optimizers"][0].update(groups={"a": 1}),
+    "a state of no parameter": lambda values: values["optimizers"][0]["parameters"].update(
+        {"gone": []}
+    ),
+    "an entry of two": lambda values: values["optimizers"][0]["parameters"].update(
+        {"0.bias": [["a", 1]]}
+    ),
+    "an unknown mark": lambda values: values["parts"].update({"scheduler-0": {"$eval": "1"}}),
+    "a tensor that is not saved": lambda values: values["parts"].update(
+        {"scheduler-0": {"$tensor": "part.gone"}}
+    ),
+    "a part that its object refuses": lambda values: values["parts"].update({"scheduler-0": 3}),
+    "options that are no mapping": lambda values: values["optimizers"][0]["groups"][0].update(
+        options=[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_wrong_values_are_refused_before_model_and_optimizer_change(saved, name):
+    store, found = saved
+    content = json.loads(store.files.read(f"{found.folder}/state.json"))
+    WRONG_VALUES[name](content["values"])
+    forge(store, found, "state.json", json.dumps(content).encode())
+    state = new_state(seed=1)
+    before = tensors_of(state)
+    with pytest.raises((DamagedCheckpoint, StateMismatch)):
+        store.load(found, state)
+    assert equal(tensors_of(state), before)
+
+
+@pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
+def test_a_wrong_random_state_is_refused_before_anything_changes(saved, generator):
+    store, found = saved
+    if generator == "torch":
+        forge_index(
+            store,
+            found,
+            lambda tensors, entry: (
+                tensors.update({"random.torch.rank-0": entry}) or tensors.pop("model.0.bias")
+            ),
+        )
+    else:
+        content = json.loads(store.files.read(f"{found.folder}/state.json"))
+        content["ranks"][0]["random"][generator] = {"$tuple": [1, 2]}
+        forge(store, found, "state.json", json.dumps(content).encode())
+    state = new_state(seed=1)
+    before = tensors_of(state)
+    with pytest.raises((DamagedCheckpoint, StateMismatch)):
+        store.load(found, state, strict=False)
+    assert equal(tensors_of(state), before)
 
 
 def test_a_best_checkpoint_with_a_false_header_is_damage(tmp_path):

@@ -197,7 +197,14 @@ def test_ranks_save_in_the_background(answers, folder):
     files = sorted(
         path.name for path in (folder / "background/rollback/step-00000002.dcp").iterdir()
     )
-    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "state.json"]
+    assert files == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "index.json",
+        "manifest.json",
+        "state.json",
+    ]
 
 
 @pytest.mark.parametrize("background", [False, True])

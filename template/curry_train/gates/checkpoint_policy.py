@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..core.wording import unheard
-from ..runs.format import METADATA_FILE_NAME
+from ..runs.format import INDEX_FILE_NAME, METADATA_FILE_NAME
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Journal, JournalError, JournalReading
 from ..runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, read_manifest
@@ -357,12 +357,18 @@ def _flipped(path: Path, place: int, bit: int) -> Iterator[None]:
 
 
 def _forge(reader: SavedRun, folder: str, data: bytes) -> None:
-    """Replace the index of a checkpoint and recompute its hashes, which detect damage only."""
+    """Give a checkpoint a forged index and valid hashes, which detect damage only.
+
+    It is one of format 1, whose only index is the pickle.
+    """
     manifest = read_manifest(reader.files, folder)
-    entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
-    forged = replace(manifest, files={**manifest.files, METADATA_FILE_NAME: entry})
-    for name, content in ((METADATA_FILE_NAME, data), (MANIFEST_FILE_NAME, forged.render())):
-        Path(reader.files.location(f"{folder}/{name}")).write_bytes(content)
+    place = Path(reader.files.location(folder))
+    (place / INDEX_FILE_NAME).unlink(missing_ok=True)
+    files = {name: entry for name, entry in manifest.files.items() if name != INDEX_FILE_NAME}
+    files[METADATA_FILE_NAME] = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
+    forged = replace(manifest, files=files, format=1)
+    (place / METADATA_FILE_NAME).write_bytes(data)
+    (place / MANIFEST_FILE_NAME).write_bytes(forged.render())
 
 
 # Gates of the run journal: no lost events, torn ends, and attempts.

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from .ranks import HostileCheckpoint
+from .ranks import DamagedCheckpoint, HostileCheckpoint
 
 # File access for a run: the storage interface and its implementation for local folders.
 
@@ -87,9 +87,17 @@ class Files(ABC):
         """Return the free bytes of the storage, or None where that is unknown."""
         return None
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, *, most_bytes: int | None = None) -> bytes:
+        """Return the content of a file; raise DamagedCheckpoint if it is longer than allowed."""
         with self.open(key) as stream:
-            return stream.read()
+            if most_bytes is None:
+                return stream.read()
+            data = stream.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise DamagedCheckpoint(
+                f"{self.location(key)} is larger than {most_bytes:,} bytes, the most that is read"
+            )
+        return data
 
     def write(self, key: str, data: bytes) -> None:
         """Write a small new file; it is on the disk when this returns."""

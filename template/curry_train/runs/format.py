@@ -13,7 +13,6 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_hostile.
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
@@ -45,10 +44,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
+from .values import PLAIN_DTYPES
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
+# Torch's index, a pickle, is written for other tools; this package reads the JSON.
 METADATA_FILE_NAME = ".metadata"
+INDEX_FILE_NAME = "index.json"
 
 
 @dataclass(frozen=True)
@@ -142,15 +144,19 @@ class HashingWriter(FileSystemWriter):
         results = self.write_data(plan, planner).value()
         return RankFiles(self.folder.entries, tuple(map(_item, results)))
 
-    def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> FileEntry:
-        """Write the index of all tensors; it contains no path of this machine."""
+    def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> dict[str, FileEntry]:
+        """Write the index for torch and as JSON; it contains no path of this machine."""
         storage = dict(_place(item) for part in parts for item in part.items)
+        content = json.dumps({"tensors": _index_of(metadata, storage)}, separators=(",", ":"))
         metadata = dataclasses.replace(
             metadata, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
         )
         with self.folder.create(METADATA_FILE_NAME) as stream:
             stream.write(pickle.dumps(metadata))
-        return self.folder.entries[METADATA_FILE_NAME]
+        with self.folder.create(INDEX_FILE_NAME) as stream:
+            stream.write(content.encode())
+        names = (METADATA_FILE_NAME, INDEX_FILE_NAME)
+        return {name: self.folder.entries[name] for name in names}
 
 
 def _item(result: WriteResult) -> tuple[Any, ...]:
@@ -165,6 +171,24 @@ def _place(item: tuple[Any, ...]) -> tuple[MetadataIndex, _StorageInfo]:
     return MetadataIndex(name, offset, number), _StorageInfo(file, position, length)
 
 
+def _index_of(
+    metadata: Metadata, storage: Mapping[MetadataIndex, _StorageInfo]
+) -> dict[str, dict[str, Any]]:
+    """Return the JSON of the index: dtype, shape and pieces of each tensor, by name."""
+    places = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        pieces = []
+        for chunk in entry.chunks:
+            place = places[name, tuple(chunk.offsets)]
+            where = [place.relative_path, place.offset, place.length]
+            pieces.append([list(chunk.offsets), list(chunk.sizes), *where])
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
+    return tensors
+
+
 # Read a distributed checkpoint without running code from its files.
 
 # Errors that torch.load raises on forged bytes.
@@ -176,10 +200,14 @@ FORGED_BYTES_ERRORS = (
     EOFError,
     AttributeError,
 )
+# A longer index is refused before it is read. A piece of a tensor takes about 100 bytes.
+MOST_INDEX_BYTES = 2**28
+MOST_DIMENSIONS = 64
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PLAIN_DTYPES}
 _CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
 ALLOWED_GLOBALS = {
     *(
-        (f"{_CHECKPOINT_PACKAGE}.metadata", name)
+        f"{_CHECKPOINT_PACKAGE}.metadata.{name}"
         for name in (
             "ChunkStorageMetadata",
             "Metadata",
@@ -190,23 +218,12 @@ ALLOWED_GLOBALS = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
-    (f"{_CHECKPOINT_PACKAGE}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
+    f"{_CHECKPOINT_PACKAGE}.filesystem._StorageInfo",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
+    *(f"torch.{name}" for name in _DTYPES),
 }
-
-
-class _Allowing(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ALLOWED_GLOBALS:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise HostileCheckpoint(
-            f"{METADATA_FILE_NAME} names {module}.{name}, which no checkpoint needs: don't load it "
-            "with other tools either"
-        )
 
 
 @dataclass(frozen=True)
@@ -216,85 +233,131 @@ class TensorFacts:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def read_checkpoint_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
-    """Read and validate the index of a checkpoint."""
-    location = files.location(folder)
+    """Read and validate the index of a checkpoint, for torch's reader."""
+    name = INDEX_FILE_NAME if INDEX_FILE_NAME in manifest.files else METADATA_FILE_NAME
     try:
-        metadata = _Allowing(io.BytesIO(files.read(f"{folder}/{METADATA_FILE_NAME}"))).load()
-        _check(metadata, manifest)
+        data = files.read(f"{folder}/{name}", most_bytes=MOST_INDEX_BYTES)
+        index = json.loads(data)["tensors"] if name == INDEX_FILE_NAME else _pickled_index(data)
+        return _checked(index, manifest)
     except HostileCheckpoint as error:
-        raise HostileCheckpoint(f"{location}: {error}") from error
-    # A pickle of allowed classes in the wrong places can raise any of these.
-    except (
-        pickle.UnpicklingError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        IndexError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:
+        raise HostileCheckpoint(f"{files.location(folder)}: {error}") from error
+    except (ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
         raise DamagedCheckpoint(
-            f"{location}: {METADATA_FILE_NAME} can't be read ({type(error).__name__}: {error})"
+            f"{files.location(folder)}: {name} can't be read ({type(error).__name__}: {error})"
         ) from error
-    checked: Metadata = metadata
-    return checked
 
 
-def _check(metadata: Any, manifest: Manifest) -> None:
-    if type(metadata) is not Metadata or type(metadata.storage_data) is not dict:
+def _pickled_index(data: bytes) -> dict[Any, Any]:
+    """Return the index that format 1 has only as a pickle; nothing in it is imported or called."""
+    from ..core.unpickle import PickleReader
+
+    reader = PickleReader(data, names=True)
+    metadata = reader.load()
+    if others := sorted(reader.named - ALLOWED_GLOBALS):
         raise HostileCheckpoint(
-            f"{METADATA_FILE_NAME} holds a {type(metadata).__name__}, not the index of a checkpoint"
+            f"{METADATA_FILE_NAME} names {others[0]:.80}, which no checkpoint needs: don't load it "
+            f"with other tools either"
         )
-    for name, entry in metadata.state_dict_metadata.items():
-        if type(entry) is not TensorStorageMetadata:
+    fields = _fields(metadata, "Metadata")
+    places: dict[Any, list[Any]] = {}
+    for key, stored in fields["storage_data"].items():
+        identity = _fields(key, "MetadataIndex")
+        place = _fields(stored, "_StorageInfo")
+        if place.get("transform_descriptors"):
             raise HostileCheckpoint(
-                f"{name} is saved as a pickle, not as a tensor: only tensors and JSON are loaded"
+                f"{identity['fqn']:.80} requires {place['transform_descriptors']!r:.80} to be run "
+                f"on it"
             )
-        _check_entry(name, entry)
+        where = [place[name] for name in ("relative_path", "offset", "length")]
+        places[identity["fqn"], tuple(_numbers(identity["offset"]))] = where
 
-    for index, place in metadata.storage_data.items():
-        if type(index) is not MetadataIndex or type(place) is not _StorageInfo:
-            raise HostileCheckpoint(
-                f"{METADATA_FILE_NAME} maps {index!r:.80} to {place!r:.80}, which are not a "
-                "tensor's index and its place in a file"
-            )
-        file = manifest.files.get(place.relative_path)
-        if file is None:
-            raise HostileCheckpoint(
-                f"{index.fqn} is placed in {place.relative_path!r}, which is not a file of this "
-                f"checkpoint"
-            )
-        if getattr(place, "transform_descriptors", None):
-            raise HostileCheckpoint(
-                f"{index.fqn} requires {place.transform_descriptors} to be run on it"
-            )
-        if not 0 <= place.offset <= place.offset + place.length <= file.bytes:
-            raise HostileCheckpoint(f"{index.fqn} is placed outside of {place.relative_path}")
+    index = {}
+    for name, stored in fields["state_dict_metadata"].items():
+        entry = _fields(stored, "TensorStorageMetadata")
+        pieces = []
+        for chunk in entry["chunks"]:
+            corner = _fields(chunk, "ChunkStorageMetadata")
+            offsets = _numbers(corner["offsets"])
+            pieces.append([offsets, _numbers(corner["sizes"]), *places[name, tuple(offsets)]])
+        dtype = str(entry["properties"].state[0]).removeprefix("torch.")
+        index[name] = {"dtype": dtype, "shape": _numbers(entry["size"]), "pieces": pieces}
+    return index
 
 
-def _check_entry(name: Any, entry: TensorStorageMetadata) -> None:
-    """Check the type of every field of an entry.
+def _fields(node: Any, name: str) -> dict[str, Any]:
+    """Return what the pickle sets on an object of torch's checkpoint."""
+    function = str(getattr(node, "function", type(node).__name__))
+    if function.rpartition(".")[2] != name or type(node.state) is not dict:
+        raise HostileCheckpoint(
+            f"{METADATA_FILE_NAME} holds a {function:.80} in place of a {name}: it is not the "
+            f"index of a checkpoint"
+        )
+    fields: dict[str, Any] = node.state
+    return fields
 
-    Torch reads their attributes later, where no error is caught.
+
+def _numbers(size: Any) -> list[Any]:
+    """Return the numbers of a torch.Size in a pickle."""
+    return list(size.arguments[0])
+
+
+def _checked(index: Any, manifest: Manifest) -> Metadata:
+    """Check every field of an index, and return what torch's reader needs.
+
+    What the tensors take together is bounded by the files that are there.
     """
-    if type(entry.chunks) is not list or any(
-        type(chunk) is not ChunkStorageMetadata for chunk in entry.chunks
-    ):
-        raise HostileCheckpoint(f"{name!r:.80} has invalid chunks: {entry.chunks!r:.80}")
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    left = {name: entry.bytes for name, entry in manifest.files.items()}
+    for name, entry in index.items():
+        dtype = _DTYPES[entry["dtype"]]
+        shape = _size(entry["shape"])
+        num_elements = 0
+        chunks = []
+        for offsets, sizes, file, position, length in entry["pieces"]:
+            chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
+            _check_place(name, (file, position, length), manifest, left)
+            num_bytes = math.prod(chunk.sizes) * dtype.itemsize
+            corners = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            if num_bytes > length or any(begin + size > whole for begin, size, whole in corners):
+                raise HostileCheckpoint(f"a piece of {name:.80} is larger than the tensor")
+            num_elements += math.prod(chunk.sizes)
+            chunks.append(chunk)
+            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, position, length)
+        if num_elements != math.prod(shape):
+            raise HostileCheckpoint(f"the pieces of {name:.80} are not the whole tensor")
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
-    sizes = [entry.size]
-    for chunk in entry.chunks:
-        sizes += [chunk.offsets, chunk.sizes]
-    if type(name) is not str or any(type(size) is not torch.Size for size in sizes):
-        raise HostileCheckpoint(f"{name!r:.80} has an invalid name or size: {sizes!r:.80}")
 
-    properties = entry.properties
-    if type(properties) is not TensorProperties or type(properties.dtype) is not torch.dtype:
-        raise HostileCheckpoint(f"{name!r:.80} has no valid dtype: {properties!r:.80}")
+def _check_place(
+    name: str, place: tuple[Any, Any, Any], manifest: Manifest, left: dict[str, int]
+) -> None:
+    """Check that a piece is inside of its file, and charge it to the bytes that are left there."""
+    file, position, length = place
+    if type(name) is not str or type(file) is not str or file not in left:
+        raise HostileCheckpoint(
+            f"{name!r:.80} is placed in {file!r:.80}, which is not a file of this checkpoint"
+        )
+    if type(position) is not int or type(length) is not int:
+        raise HostileCheckpoint(f"{name:.80} is placed at {position!r:.40}, {length!r:.40}")
+    left[file] -= length
+    if not 0 <= position <= position + length <= manifest.files[file].bytes or left[file] < 0:
+        raise HostileCheckpoint(f"{name:.80} is placed outside of {file}, or on other tensors")
+
+
+def _size(numbers: Any) -> torch.Size:
+    if type(numbers) is not list or len(numbers) > MOST_DIMENSIONS:
+        raise HostileCheckpoint(f"{numbers!r:.80} is not a shape")
+    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+        raise HostileCheckpoint(f"{numbers!r:.80} is not a shape")
+    return torch.Size(numbers)
 
 
 def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
@@ -406,13 +469,23 @@ class LoadReport:
         return not (self.missing or self.extra or self.different)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Loading:
-    """A load that passed its checks: fill `targets`, then call `finish`."""
+    """A load that passed its checks.
+
+    Fill `first`, which nothing uses yet, and call `prepare`, which may still refuse the checkpoint.
+    Then fill `targets`, which are in use, and call `finish`.
+    """
 
     targets: Mapping[str, Tensor]
     finish: Callable[[], None]
     report: LoadReport
+    first: Mapping[str, Tensor] = field(default_factory=dict)
+    prepare: Callable[[], None] = _nothing
 
 
 class SavableState(Protocol):
@@ -426,6 +499,9 @@ class SavableState(Protocol):
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
 SAFETENSORS_FILE_NAME = "model.safetensors"
+# The entry of the header that is no tensor, and our key in it.
+SAFETENSORS_NOTES = "__metadata__"
+NOTES_KEY = "curry_train"
 LONGEST_HEADER = 100 * 2**20
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -460,12 +536,6 @@ class SafetensorsLayout:
             for name, tensor in snapshot.tensors.items()
             if name.startswith(MODEL_PREFIX)
         }
-        for name, tensor in parameters.items():
-            if tensor.dtype not in SAFETENSORS_DTYPE_CODES or tensor.layout is not torch.strided:
-                raise ValueError(
-                    f"safetensors can't hold {name}: {tensor.dtype}, {tensor.layout}; save the "
-                    f"model without it, or set best_k to 0"
-                )
         self._names = sorted(parameters, key=lambda name: (-parameters[name].dtype.itemsize, name))
         self._folder = folder
         self._first = ranks.first
@@ -477,17 +547,7 @@ class SafetensorsLayout:
         if not self._first:
             return RankFiles({})
 
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name, tensor in zip(self._names, tensors, strict=True):
-            end = position + tensor.nbytes
-            header[name] = {
-                "dtype": SAFETENSORS_DTYPE_CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = json.dumps(self._header(tensors), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
 
         with self._folder.create(SAFETENSORS_FILE_NAME) as stream:
@@ -496,6 +556,30 @@ class SafetensorsLayout:
                 if tensor.numel():
                     stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return RankFiles(self._folder.entries)
+
+    def _header(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the header; what safetensors has no form for is bytes, described in the notes."""
+        header: dict[str, Any] = {}
+        notes: dict[str, Any] = {}
+        position = 0
+        for name, tensor in zip(self._names, tensors, strict=True):
+            end = position + tensor.nbytes
+            code = SAFETENSORS_DTYPE_CODES.get(tensor.dtype)
+            stored = name
+            shape = list(tensor.shape)
+            if code is None or name == SAFETENSORS_NOTES:
+                while stored == SAFETENSORS_NOTES or (stored != name and stored in self._names):
+                    stored += "_"
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                notes[stored] = {"name": name, "dtype": dtype, "shape": shape}
+                code = "U8"
+                shape = [tensor.nbytes]
+            header[stored] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
+            position = end
+        metadata = {"format": "pt"}
+        if notes:
+            metadata[NOTES_KEY] = json.dumps(notes)
+        return {SAFETENSORS_NOTES: metadata, **header}
 
     def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
         return {}
@@ -533,22 +617,30 @@ class SafetensorsReader:
         self._places: dict[str, tuple[TensorFacts, int]] = {}
         try:
             header = json.loads(text)
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
+            notes = json.loads((header.pop(SAFETENSORS_NOTES, None) or {}).get(NOTES_KEY, "{}"))
+            left = num_bytes - self._start
+            for stored, entry in header.items():
+                name = stored
                 facts = TensorFacts(
-                    tuple(map(int, entry["shape"])), SAFETENSORS_DTYPES[entry["dtype"]]
+                    tuple(_size(entry["shape"])), SAFETENSORS_DTYPES[entry["dtype"]]
                 )
+                size = facts.num_bytes
+                if stored in notes:
+                    name = notes[stored]["name"]
+                    dtype = _DTYPES[notes[stored]["dtype"]]
+                    facts = TensorFacts(tuple(_size(notes[stored]["shape"])), dtype)
                 begin, end = entry["data_offsets"]
-                size = math.prod(facts.shape) * facts.dtype.itemsize
+                left -= size
                 if (
-                    min(facts.shape, default=0) < 0
+                    facts.num_bytes != size
                     or begin < 0
                     or end - begin != size
                     or self._start + end > num_bytes
+                    or left < 0
                 ):
                     raise ValueError(f"{name} can't be at bytes {begin} to {end}")
                 self._places[name] = facts, begin
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
             raise DamagedCheckpoint(f"{self._where}: the header can't be read ({error})") from error
 
     def facts(self) -> dict[str, TensorFacts]:
@@ -566,7 +658,7 @@ class SafetensorsReader:
 
     def _value(self, stream: BinaryIO, name: str) -> Tensor:
         facts, begin = self._place(name)
-        num_bytes = math.prod(facts.shape) * facts.dtype.itemsize
+        num_bytes = facts.num_bytes
         stream.seek(self._start + begin)
         data = bytearray(stream.read(num_bytes))
         if len(data) != num_bytes:
@@ -624,9 +716,8 @@ class ShardedLayout:
         return self._writer.write(self._plan, _Given(self._plan.items, tensors))
 
     def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        """Write the file that joins all parts; called on the first rank after they are written."""
-        entry = self._writer.write_metadata(self._metadata, parts)
-        return {".metadata": entry}
+        """Write the files that join all parts; called on the first rank after they are written."""
+        return self._writer.write_metadata(self._metadata, parts)
 
 
 class _Given:

@@ -212,7 +212,11 @@ class HashingStream:
 # Write, read and verify the manifest of a checkpoint.
 
 MANIFEST_FILE_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
+# Format 1 has no index.json, and other names of tensors in nested state; it still loads.
+MANIFEST_FORMAT = 2
+MANIFEST_FORMATS = (1, 2)
+# A checkpoint of 10,000 ranks has a manifest of 1 MB.
+MOST_MANIFEST_BYTES = 2**24
 # Number of damaged files that an error names.
 MOST_NAMED_FILES = 3
 
@@ -233,6 +237,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     metric: Metric | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    format: int = MANIFEST_FORMAT
 
     @property
     def num_bytes(self) -> int:
@@ -240,7 +245,7 @@ class Manifest:
 
     def render(self) -> bytes:
         """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
-        content = {"format": MANIFEST_FORMAT, **asdict(self)}
+        content = asdict(self)
         content["hash"] = hash_bytes(self.algorithm, _text(content))
         return _text(content)
 
@@ -253,10 +258,10 @@ def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     try:
         content = json.loads(data)
-        if content["format"] != MANIFEST_FORMAT:
+        if content["format"] not in MANIFEST_FORMATS:
             raise DamagedCheckpoint(
-                f"the manifest has format {content['format']!r}, and this version of the package "
-                f"reads only format {MANIFEST_FORMAT}: use the version that wrote it"
+                f"the manifest has format {content['format']!r:.40}, and this version of the "
+                f"package reads only up to format {MANIFEST_FORMAT}: use the version that wrote it"
             )
         manifest = Manifest(
             algorithm=content["algorithm"],
@@ -265,6 +270,7 @@ def parse_manifest(data: bytes) -> Manifest:
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             metric=None if content["metric"] is None else Metric(**content["metric"]),
             about=content["about"],
+            format=content["format"],
         )
         is_canonical = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -290,7 +296,9 @@ def read_manifest(files: Files, folder: str) -> Manifest:
         raise DamagedCheckpoint(f"{where} has no {MANIFEST_FILE_NAME}: its save was not finished")
 
     try:
-        manifest = parse_manifest(files.read(f"{folder}/{MANIFEST_FILE_NAME}"))
+        manifest = parse_manifest(
+            files.read(f"{folder}/{MANIFEST_FILE_NAME}", most_bytes=MOST_MANIFEST_BYTES)
+        )
         name = folder_name(manifest.kind, manifest.step, manifest.metric)
     except (DamagedCheckpoint, ValueError, OSError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error

@@ -6,7 +6,8 @@ into a model that is wrapped differently, or not at all.
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .format import TensorFacts
-from .random_state import (
+from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, StateMismatch
+from .values import (
+    CollectedTensors,
+    Place,
     decode,
+    elements_of,
     encode,
+    is_expanded,
+    is_plain,
+    memory_of,
+    name_component,
+    references,
 )
-from .ranks import PARTIAL_LOAD_ADVICE, StateMismatch
 
 # Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
 
@@ -72,7 +81,7 @@ def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     own: dict[str, Tensor] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        identity = _identity(tensor)
+        identity = memory_of(tensor)
         if identity in first:
             ties[name] = first[identity]
         else:
@@ -83,22 +92,7 @@ def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
     """Return whether changing one tensor changes the other."""
-    return first is second or _identity(first) == _identity(second) or not first.numel()
-
-
-def _identity(tensor: Tensor) -> Any:
-    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    data = local() if local else tensor
-    if not data.numel() or data.is_meta:
-        return object()
-    return (
-        data.device,
-        data.untyped_storage().data_ptr(),
-        data.storage_offset(),
-        data.shape,
-        data.stride(),
-        data.dtype,
-    )
+    return first is second or memory_of(first) == memory_of(second) or not first.numel()
 
 
 # Optimizer state keyed by parameter name, so that it loads in another order or sharding.
@@ -133,70 +127,111 @@ class OptimizerState:
                 self._parameters[names[parameter]] = parameter
 
         self._names = names
-        self._by_owner: dict[str, list[str]] = {}
+        self._class = type(optimizer).__name__
 
-    def take(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def take(self, tensors: CollectedTensors) -> dict[str, Any]:
         """Put the state's tensors into `tensors`; return the rest as JSON."""
         additional = set(self.optimizer.state_dict()) - {"state", "param_groups"}
         if additional:
             raise ValueError(
-                f"{type(self.optimizer).__name__} keeps {', '.join(sorted(additional))} besides "
+                f"{self._class} keeps {', '.join(sorted(map(str, additional)))} besides "
                 f"its state and groups, which would be lost: save it under "
                 f"TrainingState(extra=...)"
             )
 
-        state: dict[str, Any] = {}
+        parameters = {}
         for name, parameter in self._parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                path = f"{self.prefix}{name}.{key}"
-                if isinstance(value, Tensor):
-                    tensors[path] = value.detach()
-                else:
-                    state[f"{name}.{key}"] = encode(value, path)
-
+            if entries := self.optimizer.state.get(parameter):
+                parameters[name] = self._take_entries(name, entries, parameter, tensors)
+        others = {key: value for key, value in self.optimizer.state.items() if not _is_tensor(key)}
+        state_place = Place(f"{self._class}.state", f"{self.prefix[:-1]}/state")
         groups = []
         for index, group in enumerate(self.optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
-            path = f"{self.prefix}group-{index}"
-            groups.append(
-                {
-                    "params": [self._names[parameter] for parameter in group["params"]],
-                    "options": encode(options, path, tensors=tensors),
-                }
-            )
+            place = Place(f"{self._class}.param_groups[{index}]", f"{self.prefix}group-{index}")
+            params = [self._names[parameter] for parameter in group["params"]]
+            groups.append({"params": params, "options": encode(options, place, tensors)})
 
-        return {"class": type(self.optimizer).__name__, "groups": groups, "state": state}
+        return {
+            "class": self._class,
+            "groups": groups,
+            "parameters": parameters,
+            "others": encode(others, state_place, tensors),
+        }
+
+    def _take_entries(
+        self, name: str, entries: Any, parameter: Tensor, tensors: CollectedTensors
+    ) -> list[Any]:
+        """Return the JSON of one parameter's state: keys, values and whether they are on the host.
+
+        The last part of a tensor's name, up to a slash, has no dot, and the parameter no slash.
+        """
+        if not isinstance(entries, dict):
+            raise ValueError(
+                f"{self._class}.state[{name!r}] is a {type(entries).__name__}, not a dict: it "
+                f"can't be saved"
+            )
+        prefix = self.prefix + name_component(name, 0)
+        taken = []
+        for number, (key, value) in enumerate(entries.items()):
+            component = name_component(key, number).replace(".", "~3")
+            place = Place(f"{self._class}.state[{name!r}][{key!r:.60}]", f"{prefix}.{component}")
+            if _is_tensor(value) and value.shape == parameter.shape:
+                # A load makes it of the parameter's class again.
+                value = elements_of(value)
+            on_host = _is_tensor(value) and value.device.type == "cpu" != parameter.device.type
+            key_content = encode(key, Place(f"a key of {self._class}.state[{name!r}]", ""))
+            taken.append([key_content, encode(value, place, tensors), on_host])
+        return taken
 
     def targets(
         self, saved: Mapping[str, Any], facts: Mapping[str, TensorFacts]
-    ) -> dict[str, Tensor]:
-        """Return tensors to fill, with the saved shapes and dtypes and the parameters' sharding."""
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the optimizer's own tensors to fill, and new ones, by their saved names.
+
+        New ones have the saved shapes and dtypes, and the parameters' sharding and device.
+        """
         self._same_groups(saved)
+        own: dict[str, Tensor] = {}
+        new: dict[str, Tensor] = {}
+        for request in self._requests(saved):
+            name = request.name
+            # A tensor that shares the memory of another one has that one's name.
+            is_ours = name.startswith((self.prefix, f"{self.prefix[:-1]}/"))
+            if not is_ours or name in own or name in new:
+                continue
+            if name not in facts:
+                raise DamagedCheckpoint(f"{name:.80} is in the optimizer's state, but not saved")
+            if _fits(request.current, facts[name]):
+                own[name] = request.current
+            else:
+                new[name] = self._new(request, facts[name])
+        return own, new
 
-        self._by_owner = {}
-        for name in facts:
-            if name.startswith(self.prefix):
-                owner, _, key = name.rpartition(".")
-                self._by_owner.setdefault(f"{owner}.", []).append(key)
+    def _requests(self, saved: Mapping[str, Any]) -> Iterator["_Request"]:
+        """Return the tensors that the JSON of an optimizer names."""
+        for name, entries in saved["parameters"].items():
+            parameter = self._parameters[name]
+            state = self.optimizer.state.get(parameter, {})
+            for key_content, value, on_host in entries:
+                key = decode(key_content)
+                current = state.get(key) if value_mark(value) == "$tensor" else None
+                for found in references(value):
+                    yield _Request(found.name, parameter, key, current, found.notes, on_host)
 
-        targets = {}
-        for name, parameter in self._parameters.items():
-            begin = f"{self.prefix}{name}."
-            for key in self._by_owner.get(begin, []):
-                current = self.optimizer.state.get(parameter, {}).get(key)
-                targets[begin + key] = self._target(parameter, key, current, facts[begin + key])
-
-        for index, group in enumerate(self.optimizer.param_groups):
-            begin = f"{self.prefix}group-{index}."
-            for key in self._by_owner.get(begin, []):
-                targets[begin + key] = self._target(
-                    torch.empty(()), key, group.get(key), facts[begin + key]
-                )
-        return targets
+        nothing = torch.empty(())
+        for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            options = entry["options"]
+            for key, value in options.items() if type(options) is dict else ():
+                current = group.get(key) if value_mark(value) == "$tensor" else None
+                for found in references(value):
+                    yield _Request(found.name, nothing, key, current, found.notes)
+        for found in references([saved["others"], *(one["options"] for one in saved["groups"])]):
+            yield _Request(found.name, nothing, None, None, found.notes)
 
     def _same_groups(self, saved: Mapping[str, Any]) -> None:
         """Raise StateMismatch where the saved class or parameter groups differ from these."""
-        own_class = type(self.optimizer).__name__
+        own_class = self._class
         if saved["class"] != own_class:
             raise StateMismatch(
                 f"the state is of {saved['class']}, but the optimizer is {own_class}: create a "
@@ -221,22 +256,23 @@ class OptimizerState:
             f"{own_sizes}{difference}: build its groups as at the save"
         )
 
-    def _target(self, parameter: Tensor, key: str, current: Any, facts: TensorFacts) -> Tensor:
-        if (
-            isinstance(current, Tensor)
-            and tuple(current.shape) == facts.shape
-            and current.dtype == facts.dtype
-        ):
-            return current
-        if tuple(parameter.shape) == facts.shape and key != "step":
+    def _new(self, request: "_Request", facts: TensorFacts) -> Tensor:
+        """Return a tensor for state that the optimizer does not hold yet."""
+        parameter = request.parameter
+        if request.on_host:
+            return torch.zeros(facts.shape, dtype=facts.dtype)
+        is_step = request.key == "step"
+        is_strided = parameter.layout is torch.strided and not parameter.is_quantized
+        if is_strided and tuple(parameter.shape) == facts.shape and not is_step:
             return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
 
         options = self._options_of(parameter)
         # Torch keeps `step` on the host, except with capturable or fused.
-        on_host = key == "step" and not (options.get("capturable") or options.get("fused"))
-        return torch.zeros(
-            facts.shape, dtype=facts.dtype, device="cpu" if on_host else parameter.device
-        )
+        on_host = is_step and not (options.get("capturable") or options.get("fused"))
+        device = torch.device("cpu") if on_host else parameter.device
+        if "device" in request.notes and parameter.device.type == request.notes["device"]:
+            device = parameter.device
+        return torch.zeros(facts.shape, dtype=facts.dtype, device=device)
 
     def _options_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.optimizer.param_groups:
@@ -244,24 +280,101 @@ class OptimizerState:
                 return group
         return {}
 
-    def restore(self, saved: Mapping[str, Any], filled: Mapping[str, Tensor]) -> None:
-        """Replace the optimizer's state with the filled tensors and the saved values."""
-        plain: dict[str, dict[str, Any]] = {}
-        for full, value in saved["state"].items():
-            name, _, key = full.rpartition(".")
-            plain.setdefault(name, {})[key] = decode(value, tensors=filled)
+    def read(
+        self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], fitting: Collection[str]
+    ) -> "ReadState":
+        """Return the saved state with these tensors in it; nothing is changed yet.
 
-        for name, parameter in self._parameters.items():
-            begin = f"{self.prefix}{name}."
-            state = {
-                key: filled[begin + key]
-                for key in self._by_owner.get(begin, [])
-                if begin + key in filled
-            }
-            state |= plain.get(name, {})
-            self.optimizer.state.pop(parameter, None)
-            if state:
-                self.optimizer.state[parameter] = state
+        `fitting` names the parameters that the checkpoint fits.
+        """
+        state: dict[Any, Any] = {}
+        for name, entries in saved["parameters"].items():
+            if name in fitting:
+                pairs = [(decode(key), decode(value, tensors)) for key, value, _ in entries]
+                state[self._parameters[name]] = dict(pairs)
+        others = decode(saved["others"], tensors)
+        options = [decode(entry["options"], tensors) for entry in saved["groups"]]
+        if type(others) is not dict or any(type(group) is not dict for group in options):
+            raise DamagedCheckpoint(f"the saved state of {self._class} is not made of mappings")
+        return ReadState(state, others, options)
 
-        for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            group.update(decode(entry["options"], tensors=filled))
+    def restore(self, read: "ReadState") -> None:
+        """Replace the optimizer's state with what was read."""
+        state = self.optimizer.state
+        for key in [key for key in state if not _is_tensor(key)]:
+            del state[key]
+        for parameter in self._parameters.values():
+            state.pop(parameter, None)
+        state.update(read.parameters)
+        state.update(read.others)
+        for group, options in zip(self.optimizer.param_groups, read.options, strict=True):
+            group.update(options)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One tensor of a saved optimizer, and where it belongs."""
+
+    name: str
+    parameter: Tensor
+    key: Any
+    # What the optimizer holds there now.
+    current: Any
+    notes: Mapping[str, Any]
+    # Whether it was on the host, and its parameter was not.
+    on_host: bool | None = None
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """The state of one optimizer, as it was saved."""
+
+    parameters: Mapping[Any, dict[Any, Any]]
+    # State under keys that are no parameters.
+    others: Mapping[Any, Any]
+    # The options of each group.
+    options: Sequence[Mapping[str, Any]]
+
+
+def upgraded(
+    saved: Mapping[str, Any], prefix: str, facts: Mapping[str, TensorFacts]
+) -> Mapping[str, Any]:
+    """Return the JSON of an optimizer as it is written today, from that of format 1.
+
+    Format 1 found a parameter's tensors by their names, and named its other state in the same way.
+    """
+    if "parameters" in saved:
+        return saved
+    known = {name for group in saved["groups"] for name in group["params"]}
+    parameters: dict[str, list[Any]] = {}
+    for full in facts:
+        owner, _, key = full.removeprefix(prefix).rpartition(".")
+        if full.startswith(prefix) and owner in known:
+            parameters.setdefault(owner, []).append([key, {"$tensor": full}, None])
+    for full, value in saved["state"].items():
+        owner, _, key = full.rpartition(".")
+        if owner in known:
+            parameters.setdefault(owner, []).append([key, value, None])
+    return {**saved, "parameters": parameters, "others": {}}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def value_mark(content: Any) -> str:
+    """Return the mark of a value's JSON, also of a noted one; empty without a mark."""
+    if type(content) is not dict or len(content) != 1:
+        return ""
+    mark: str = next(iter(content))
+    return value_mark(content[mark][0]) if mark == "$noted" else mark
+
+
+def _fits(current: Any, facts: TensorFacts) -> bool:
+    return (
+        isinstance(current, Tensor)
+        and is_plain(current)
+        and tuple(current.shape) == facts.shape
+        and current.dtype == facts.dtype
+        and not is_expanded(current)
+    )

@@ -3,10 +3,14 @@
 `snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
 key, or another shape or dtype, is an error before anything is changed.
 
+Why so long: what a snapshot names, a load has to look up, and both are only clear side by side.
+
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,18 +18,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .format import MODEL_PREFIX, Contents, Loading, LoadReport, Snapshot
-from .optimizer_state import OptimizerState, bare_names, parameter_names, same_memory, split_ties
+from .format import MODEL_PREFIX, Contents, Loading, LoadReport, Snapshot, TensorFacts
+from .optimizer_state import (
+    OptimizerState,
+    ReadState,
+    bare_names,
+    parameter_names,
+    same_memory,
+    split_ties,
+    upgraded,
+)
 from .random_state import (
     RandomState,
-    decode,
-    encode,
+    check_random_state,
     restore_random_state,
     restore_threads,
     seed_new_rank,
     take_random_state,
 )
 from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
+from .values import (
+    CollectedTensors,
+    Place,
+    decode,
+    elements_of,
+    encode,
+    is_expanded,
+    is_plain,
+    name_component,
+    plain_text,
+    references,
+)
 
 # Match the tensors of a checkpoint with those of the model by name, shape, dtype and ties.
 
@@ -36,25 +59,24 @@ def match(
     ties: Mapping[str, str],
     report: LoadReport,
     *,
-    optional: Sequence[str],
+    optional: Collection[str],
 ) -> dict[str, Tensor]:
     """Return the targets that match a saved tensor, and add all mismatches to `report`.
 
-    Saved tensors whose names begin with one of `optional` are ignored.
+    Saved tensors whose names are in `optional`, or begin with a prefix of each rank's own tensors
+    or of parts, are ignored.
     """
     fitting = {}
     saved = {
         name: facts
         for name, facts in contents.tensors.items()
-        if not name.startswith(tuple(optional))
+        if name not in optional and not name.startswith(UNMATCHED_PREFIXES)
     }
 
     for name, target in targets.items():
         facts = saved.get(name)
         if facts is None:
-            # A parameter may have had no gradient at the save.
-            if not name.startswith("gradient."):
-                report.missing.append(name)
+            report.missing.append(name)
         elif tuple(target.shape) != facts.shape:
             report.different.append(f"{name} was {list(facts.shape)} and is {list(target.shape)}")
         elif target.dtype != facts.dtype:
@@ -63,7 +85,7 @@ def match(
             fitting[name] = target
 
     for name in saved:
-        if name in targets or name in ties or name.startswith("gradient."):
+        if name in targets or name in ties:
             continue
         if name.startswith(MODEL_PREFIX) or not contents.model_only:
             report.extra.append(name)
@@ -106,21 +128,23 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 
 # Training state: model, optimizer, schedule, scaler, generators, position and settings.
 
-REQUIRED_VALUES = {
-    "step",
-    "position",
-    "microstep",
-    "config",
-    "world_size",
-    "threads",
-    "model",
-    "optimizers",
-    "parts",
+# The values of a state and their types; `None` is for any encoded value.
+REQUIRED_VALUES: dict[str, type | None] = {
+    "step": int,
+    "position": int,
+    "microstep": int,
+    "config": None,
+    "world_size": int,
+    "threads": int,
+    "model": dict,
+    "optimizers": list,
+    "parts": dict,
 }
 # Prefixes of the names of saved tensors.
 RANDOM_PREFIX = "random."
 GRADIENT_PREFIX = "gradient."
 PART_PREFIX = "part."
+UNMATCHED_PREFIXES = (RANDOM_PREFIX, GRADIENT_PREFIX, PART_PREFIX, "rank-")
 
 
 class TrainingState:
@@ -163,169 +187,259 @@ class TrainingState:
         self._random: tuple[RandomState, bool] | None = None
 
     def snapshot(self) -> Snapshot:
-        """Return the current state; only tensors that a forward pass may change are copied."""
-        ranks = Ranks(self.group)
-        own, ties, model_values = self._model_tensors()
-        buffers = {name: own[name].clone() for name in self._buffer_names() if name in own}
-        tensors: dict[str, Tensor] = {**own, **buffers}
-        if ranks.rank:
-            for name, buffer in buffers.items():
-                if _is_whole(buffer):
-                    tensors[f"rank-{ranks.rank}.{name}"] = buffer
-        if self.microstep:
-            tensors |= self._gradients(ranks.rank)
+        """Return the current state; only tensors that a forward pass may change are copied.
 
-        optimizers = [one.take(tensors) for one in self._optimizer_states()]
-        parts, own_parts, part_tensors = self._part_states(ranks.rank)
-        tensors |= part_tensors
+        Raises ValueError, with its path, for a value that a load could not restore.
+        """
+        ranks = Ranks(self.group)
+        tensors = CollectedTensors()
+        own, ties, model_values = self._model_state(tensors)
+        copied = set(tensors.by_name) - set(own)
+        copied |= own.keys() & set(self._buffer_names())
+        gradients = self._gradients(ranks.rank, tensors) if self.microstep else {}
+        copied |= set(tensors.by_name) - set(own)
+
+        optimizers = []
+        for one in self._optimizer_states():
+            optimizers.append(one.take(tensors))
+            copied |= {entry.name for entry in references(optimizers[-1]["groups"])} - set(own)
+        parts, own_parts, of_parts = self._part_states(ranks.rank, tensors)
         random = take_random_state(self.generators)
+
+        taken = {
+            name: tensor.clone() if name in copied or name in of_parts else tensor
+            for name, tensor in tensors.by_name.items()
+        }
+        for name in own.keys() & set(self._buffer_names()) if ranks.rank else ():
+            if _is_whole(taken[name]):
+                taken[f"rank-{ranks.rank}.{name}"] = taken[name]
         for name, tensor in random.tensors.items():
-            tensors[f"{RANDOM_PREFIX}{name}.rank-{ranks.rank}"] = tensor
+            taken[f"{RANDOM_PREFIX}{name}.rank-{ranks.rank}"] = tensor
 
         values = {
             "step": self.step,
             "position": self.position,
             "microstep": self.microstep,
-            "config": encode(self.config, "config"),
+            "config": encode(plain_text(self.config), Place("config", "config")),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
             "model": model_values,
             "optimizers": optimizers,
             "parts": parts,
         }
-        rank_values = {"random": random.values, "parts": own_parts}
-        return Snapshot(tensors, values, rank_values, ties, self.optimizers)
+        rank_values = {"random": random.values, "parts": own_parts, "gradients": gradients}
+        return Snapshot(taken, values, rank_values, ties, self.optimizers)
 
-    def _part_states(self, rank: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-        """Return the JSON of shared parts, the JSON of this rank's parts, and all their tensors."""
+    def _part_states(
+        self, rank: int, tensors: CollectedTensors
+    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        """Return the JSON of shared parts, that of this rank's parts, and the tensors to copy.
+
+        An average of weights (a module) changes only after a step; a loader's state may change at
+        once, so its tensors are copied.
+        """
         shared: dict[str, Any] = {}
         of_this_rank: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {}
+        changing: set[str] = set()
         for name, part in sorted(self.parts.items()):
-            part_tensors: dict[str, Tensor] = {}
+            count = len(tensors.by_name)
+            stored = PART_PREFIX + name_component(name, 0)
+            shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
             if getattr(part, "of_each_rank", False):
-                path = f"{PART_PREFIX}{name}.rank-{rank}"
-                of_this_rank[name] = encode(part.state_dict(), path, tensors=part_tensors)
+                place = Place(shown, f"rank-{rank}.{stored}")
+                of_this_rank[name] = encode(part.state_dict(), place, tensors)
             else:
-                shared[name] = encode(part.state_dict(), PART_PREFIX + name, tensors=part_tensors)
-
-            # An average of weights (a module) changes only after a step; a loader's state may
-            # change at once, so its tensors are copied.
-            if isinstance(part, nn.Module):
-                tensors |= part_tensors
-            else:
-                tensors |= {key: tensor.clone() for key, tensor in part_tensors.items()}
-        return shared, of_this_rank, tensors
+                shared[name] = encode(part.state_dict(), Place(shown, stored), tensors)
+            if not isinstance(part, nn.Module):
+                changing |= set(islice(tensors.by_name, count, None))
+        return shared, of_this_rank, changing
 
     def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
         """Match a checkpoint with this state, and return the tensors to fill.
 
-        Raises StateMismatch before anything is changed.
+        Raises StateMismatch or DamagedCheckpoint before anything is changed.
         """
-        own, ties, _ = self._model_tensors()
         ranks = Ranks(self.group)
+        check_values(contents)
         values = contents.values
-        optimizer_states = [] if contents.model_only else self._optimizer_states()
+        held = CollectedTensors()
+        own, ties, model_values = self._model_state(held)
         report = LoadReport()
-        if absent := REQUIRED_VALUES - set(values):
-            raise DamagedCheckpoint(
-                f"the saved state has no {', '.join(sorted(absent))}: it is not the state of a "
-                f"training run"
-            )
+        load = _Load(contents, own, report, ranks, self._source_rank(contents, ranks))
+        load.extras = _saved_extras(contents, model_values, report)
 
         targets = dict(own)
         if not contents.model_only:
-            targets |= self._training_targets(optimizer_states, contents, ranks, report)
-        fitting = match(
-            targets, contents, ties, report, optional=(RANDOM_PREFIX, PART_PREFIX, "rank-")
-        )
+            self._add_optimizer_targets(load, targets)
+        named = {found.name for found in references([load.extras, load.optimizers])}
+        fitting = match(targets, contents, ties, report, optional=named - set(targets))
         if strict and not report.exact:
             raise StateMismatch(_describe(report))
 
+        load.fitting = {*fitting, *(name for name, first in ties.items() if first in fitting)}
+        for name, target in fitting.items():
+            if name in load.new_state:
+                load.new[name] = target
+            elif is_expanded(target):
+                whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+                load.expanded[name] = load.new[name] = whole
+            else:
+                load.live[name] = target
         if values["world_size"] == ranks.size and ranks.rank:
-            self._prefer_own_buffers(fitting, contents, ranks.rank)
-        # A rank that did not exist at the save loads the values of rank 0.
-        source_rank = ranks.rank if ranks.rank < values["world_size"] else 0
-        fitting |= _fresh_part_tensors(contents, source_rank)
-        for name, tensor in _fresh(contents, (RANDOM_PREFIX,)).items():
-            if name.endswith(f".rank-{source_rank}"):
-                fitting[name] = tensor
+            self._prefer_own_buffers(load)
+        load.add_new(load.extras)
+        if not contents.model_only:
+            self._add_part_targets(load)
+            self._add_gradient_targets(load)
+        return Loading(
+            load.live,
+            lambda: self._finish_load(load),
+            report,
+            first=load.new,
+            prepare=lambda: self._prepare(load),
+        )
 
-        def finish() -> None:
-            self._finish_load(contents, own, fitting, optimizer_states, source_rank, report)
+    def _source_rank(self, contents: Contents, ranks: Ranks) -> int:
+        """Return the rank whose own values this rank loads; a new rank loads those of rank 0."""
+        return ranks.rank if ranks.rank < contents.values["world_size"] else 0
 
-        return Loading(fitting, finish, report)
+    def _add_optimizer_targets(self, load: "_Load", targets: dict[str, Tensor]) -> None:
+        """Add the tensors to fill for each optimizer that fits; put differences in the report."""
+        saved_optimizers = load.contents.values["optimizers"]
+        for state, saved in zip(self._optimizer_states(), saved_optimizers, strict=False):
+            content = upgraded(saved, state.prefix, load.contents.tensors)
+            try:
+                live, new = state.targets(content, load.contents.tensors)
+            except StateMismatch as error:
+                load.report.different.append(str(error))
+                continue
+            targets |= live | new
+            load.new_state |= set(new)
+            load.optimizers.append(content)
+            load.states.append(state)
+        self._compare_parts(load.contents, load.report)
+        num_saving = load.contents.values["world_size"]
+        if load.contents.values["microstep"] and num_saving != load.ranks.size:
+            load.report.different.append(
+                f"it was saved between two steps by {num_saving} ranks, each with its own "
+                f"gradients, and is loaded by {load.ranks.size}"
+            )
 
-    def _finish_load(
-        self,
-        contents: Contents,
-        own: Mapping[str, Tensor],
-        filled: Mapping[str, Tensor],
-        optimizer_states: Sequence[OptimizerState],
-        source_rank: int,
-        report: LoadReport,
-    ) -> None:
-        """Restore everything from the filled tensors and the saved values."""
-        values = contents.values
-        self._finish_model(own, values)
-        if contents.model_only:
-            report.notes.append(
+    def _add_part_targets(self, load: "_Load") -> None:
+        """Add the tensors of parts: those of a module are filled in place, others are new."""
+        modules = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
+        held = CollectedTensors()
+        for name, part in modules.items():
+            place = Place(name, PART_PREFIX + name_component(name, 0))
+            encode(part.state_dict(), place, held)
+        load.add_new([load.parts[name] for name in self.parts if name in load.parts], held.by_name)
+        suffix = f".rank-{load.source_rank}"
+        for name, facts in load.contents.tensors.items():
+            if name.startswith(RANDOM_PREFIX) and name.endswith(suffix):
+                load.new[name] = torch.empty(facts.shape, dtype=facts.dtype)
+
+    def _add_gradient_targets(self, load: "_Load") -> None:
+        if not load.contents.values["microstep"]:
+            return
+        prefix = f"{GRADIENT_PREFIX}rank-{load.source_rank}."
+        gradients = load.contents.rank_values[load.source_rank].get("gradients")
+        if gradients is None:
+            # Format 1 names them only.
+            names = [name for name in load.contents.tensors if name.startswith(prefix)]
+            gradients = {name.removeprefix(prefix): {"$tensor": name} for name in names}
+        for parameter, name in parameter_names(self.model).items():
+            if name in gradients:
+                load.gradients[name] = gradients[name]
+                load.add_new(gradients[name], device=parameter.device)
+
+    def _prepare(self, load: "_Load") -> None:
+        """Read everything but the tensors that are filled in place, and load the parts.
+
+        What is damaged or does not fit is found here, before model and optimizers change.
+        """
+        tensors = {**load.own, **load.live, **load.new}
+        load.values = {name: decode(content, tensors) for name, content in load.extras.items()}
+        self._compare_extras(load.values)
+        for name, whole in load.expanded.items():
+            if not torch.equal(_once(load.own[name], whole).expand_as(whole), whole):
+                raise StateMismatch(f"{name} is expanded here, and was not at the save")
+        if load.contents.model_only:
+            return
+
+        fitting = {name.removeprefix(MODEL_PREFIX) for name in load.fitting}
+        for optimizer, saved in zip(load.states, load.optimizers, strict=True):
+            load.read.append(optimizer.read(saved, tensors, fitting))
+        load.read_gradients = self._read_gradients(load, tensors)
+        load.random = _random_state_of(load.contents, load.new, load.source_rank)
+        check_random_state(load.random)
+
+        # What shares its memory with the model or an optimizer is loaded once that is filled.
+        read = {
+            name: decode(load.parts[name], tensors) for name in self.parts if name in load.parts
+        }
+        for name, content in read.items():
+            if any(found.name in load.live for found in references(load.parts[name])):
+                load.late_parts[name] = content
+            else:
+                self._load_part(name, content)
+
+    def _compare_extras(self, values: Mapping[str, Any]) -> None:
+        """Raise StateMismatch where a tensor in the model's other state has another form."""
+        state = bare_names(self.model, self.model.state_dict())
+        for name, value in values.items():
+            current = state[name.removeprefix(MODEL_PREFIX)]
+            if isinstance(current, Tensor) and not _alike(current, value, name):
+                raise StateMismatch(f"{name} was {_form(value)} and is {_form(current)}")
+
+    def _read_gradients(self, load: "_Load", tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: decode(content, tensors) for name, content in load.gradients.items()}
+        parameters = bare_parameters(self.model)
+        for name, gradient in found.items():
+            wanted = parameters[name]
+            if gradient.shape != wanted.shape or gradient.dtype != wanted.dtype:
+                raise StateMismatch(f"the gradient of {name} does not fit it")
+        return found
+
+    def _load_part(self, name: str, content: Any) -> None:
+        try:
+            self.parts[name].load_state_dict(content)
+        except Exception as error:
+            part = type(self.parts[name]).__name__
+            raise StateMismatch(
+                f"load_state_dict of {name} ({part}) refused its saved state "
+                f"({type(error).__name__}: {error}): build it as at the save"
+            ) from error
+
+    def _finish_load(self, load: "_Load") -> None:
+        """Restore everything from the filled tensors and the values that were read."""
+        values = load.contents.values
+        self._finish_model(load)
+        if load.contents.model_only:
+            load.report.notes.append(
                 "parameters only: optimizer, generators and position are as they were"
             )
             return
 
-        for state, saved in zip(optimizer_states, values["optimizers"], strict=False):
-            if not any(saved["class"] in difference for difference in report.different):
-                state.restore(saved, filled)
-
-        ranks = Ranks(self.group)
-        self._set_gradients(ranks.rank, filled)
-        parts = {**values["parts"], **_parts_of(contents, source_rank)}
-        for name, part in self.parts.items():
-            if name in parts:
-                part.load_state_dict(decode(parts[name], tensors=filled))
+        for optimizer, read in zip(load.states, load.read, strict=True):
+            optimizer.restore(read)
+        for name, parameter in bare_parameters(self.model).items():
+            parameter.grad = load.read_gradients.get(name)
+        for name, content in load.late_parts.items():
+            self._load_part(name, content)
 
         self.step = values["step"]
         self.position = values["position"]
         self.microstep = values["microstep"]
-        random = _random_state_of(contents, filled, source_rank)
-        self._random = (random, source_rank != ranks.rank)
-        report.notes += [*self._differences(values, ranks), *self.restore_random()]
+        self._random = (load.random, load.source_rank != load.ranks.rank)
+        load.report.notes += [*self._differences(values, load.ranks), *self.restore_random()]
 
-    def _training_targets(
-        self,
-        optimizer_states: Sequence[OptimizerState],
-        contents: Contents,
-        ranks: Ranks,
-        report: LoadReport,
-    ) -> dict[str, Tensor]:
-        """Return the tensors to fill for optimizers and gradients; put differences in `report`."""
-        values = contents.values
-        targets: dict[str, Tensor] = {}
-        for state, saved in zip(optimizer_states, values["optimizers"], strict=False):
-            try:
-                targets |= state.targets(saved, contents.tensors)
-            except StateMismatch as error:
-                report.different.append(str(error))
-        self._compare_parts(contents, report)
-
-        if values["microstep"]:
-            if values["world_size"] != ranks.size:
-                report.different.append(
-                    f"it was saved between two steps by {values['world_size']} ranks, each with "
-                    f"its own gradients, and is loaded by {ranks.size}"
-                )
-            targets |= self._gradient_targets(ranks.rank)
-        return targets
-
-    def _prefer_own_buffers(
-        self, fitting: dict[str, Tensor], contents: Contents, rank: int
-    ) -> None:
+    def _prefer_own_buffers(self, load: "_Load") -> None:
         """Load this rank's own copy of a buffer instead of the first rank's."""
         for name in self._buffer_names():
-            own_name = f"rank-{rank}.{name}"
-            if own_name in contents.tensors and name in fitting:
-                fitting[own_name] = fitting.pop(name)
+            own_name = f"rank-{load.ranks.rank}.{name}"
+            for targets in (load.live, load.new):
+                if own_name in load.contents.tensors and name in targets:
+                    targets[own_name] = targets.pop(name)
 
     def restore_random(self) -> list[str]:
         """Restore the loaded generators' states once more.
@@ -341,17 +455,32 @@ class TrainingState:
             return [f"rank {rank} was not there at the save: its generators are seeded anew"]
         return restore_random_state(state, self.generators)
 
-    def _model_tensors(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        """Return the model's tensors, the ties between their names, and its other state as JSON."""
+    def _model_state(
+        self, tensors: CollectedTensors
+    ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+        """Return the model's tensors, the ties between their names, and its other state as JSON.
+
+        All its tensors go into `tensors`, also those in the other state.
+        """
         state = {
             MODEL_PREFIX + name: value
             for name, value in bare_names(self.model, self.model.state_dict()).items()
         }
-        tensors = {
-            name: value.detach() for name, value in state.items() if isinstance(value, Tensor)
+        plain = {}
+        for name, value in state.items():
+            # The extra state of a module may have another shape at each save.
+            if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                elements = elements_of(value.detach())
+                if is_plain(elements):
+                    plain[name] = elements
+        own, ties = split_ties(plain)
+        for name, tensor in own.items():
+            tensors.add(tensor, Place(name, name))
+        values = {
+            name: encode(value, Place(name, name), tensors)
+            for name, value in state.items()
+            if name not in plain
         }
-        own, ties = split_ties(tensors)
-        values = {name: encode(value, name) for name, value in state.items() if name not in tensors}
         return own, ties, values
 
     def _buffer_names(self) -> list[str]:
@@ -366,7 +495,7 @@ class TrainingState:
             for index, one in enumerate(self.optimizers)
         ]
 
-    def _gradients(self, rank: int) -> dict[str, Tensor]:
+    def _gradients(self, rank: int, tensors: CollectedTensors) -> dict[str, Any]:
         gradients = {}
         for parameter, name in parameter_names(self.model).items():
             if parameter.grad is None:
@@ -375,19 +504,9 @@ class TrainingState:
                 raise ValueError(
                     "sharded gradients between two steps can't be saved: save when microstep is 0"
                 )
-            gradients[f"{GRADIENT_PREFIX}rank-{rank}.{name}"] = parameter.grad.clone()
+            place = Place(f"the gradient of {name}", f"{GRADIENT_PREFIX}rank-{rank}.{name}")
+            gradients[name] = encode(parameter.grad, place, tensors)
         return gradients
-
-    def _gradient_targets(self, rank: int) -> dict[str, Tensor]:
-        return {
-            f"{GRADIENT_PREFIX}rank-{rank}.{name}": torch.zeros_like(parameter, requires_grad=False)
-            for parameter, name in parameter_names(self.model).items()
-            if parameter.requires_grad
-        }
-
-    def _set_gradients(self, rank: int, filled: Mapping[str, Tensor]) -> None:
-        for parameter, name in parameter_names(self.model).items():
-            parameter.grad = filled.get(f"{GRADIENT_PREFIX}rank-{rank}.{name}")
 
     def _compare_parts(self, contents: Contents, report: LoadReport) -> None:
         """Report parts and optimizers that only the state or only the checkpoint has."""
@@ -401,24 +520,30 @@ class TrainingState:
         )
         report.extra += sorted(saved - own)
 
-    def _finish_model(self, own: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def _finish_model(self, load: "_Load") -> None:
         """Load the filled tensors into the model, unless they are the model's own memory."""
+        for name, whole in load.expanded.items():
+            _once(load.own[name], load.own[name]).copy_(_once(load.own[name], whole))
         state = self.model.state_dict()
-        extra = values.get("model", {})
         bare_to_full = bare_names(self.model, {name: name for name in state})
         keys = {full: MODEL_PREFIX + bare for bare, full in bare_to_full.items()}
 
-        if not extra and all(
-            same_memory(state[name], own[key]) for name, key in keys.items() if key in own
+        if not load.values and all(
+            same_memory(elements_of(state[name]), load.own[key])
+            for name, key in keys.items()
+            if key in load.own
         ):
             return
 
         for name, key in keys.items():
-            if key in own:
-                state[name] = own[key]
-            elif key in extra:
-                state[name] = decode(extra[key])
-        self.model.load_state_dict(state)
+            if key in load.expanded:
+                # It is filled, and torch refuses to copy into it.
+                del state[name]
+            elif key in load.own:
+                state[name] = load.own[key]
+            elif key in load.values:
+                state[name] = load.values[key]
+        self.model.load_state_dict(state, strict=not load.expanded)
 
     def _differences(self, values: Mapping[str, Any], ranks: Ranks) -> list[str]:
         """Return notes on how the run differs from the one that saved the state."""
@@ -450,24 +575,167 @@ def _is_whole(tensor: Tensor) -> bool:
     return not hasattr(tensor, "to_local")
 
 
-def _fresh(contents: Contents, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return empty tensors for the saved names that start with one of the prefixes."""
-    return {
-        name: torch.empty(facts.shape, dtype=facts.dtype)
-        for name, facts in contents.tensors.items()
-        if name.startswith(prefixes)
-    }
+@dataclass
+class _Load:
+    """One load: the tensors to fill, and the JSON to read."""
+
+    contents: Contents
+    # The model's tensors, by their saved names.
+    own: Mapping[str, Tensor]
+    report: LoadReport
+    ranks: Ranks
+    source_rank: int
+    # Tensors that are filled in place, and new ones that are filled before anything changes.
+    live: dict[str, Tensor] = field(default_factory=dict)
+    new: dict[str, Tensor] = field(default_factory=dict)
+    # Of own tensors that have elements more than once, the new ones.
+    expanded: dict[str, Tensor] = field(default_factory=dict)
+    # Names that fit, and names of optimizer state that the optimizer does not hold yet.
+    fitting: set[str] = field(default_factory=set)
+    new_state: set[str] = field(default_factory=set)
+    # The model's other state, as JSON and read.
+    extras: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    # The optimizers that fit, with their JSON and what was read from it.
+    states: list[OptimizerState] = field(default_factory=list)
+    optimizers: list[Mapping[str, Any]] = field(default_factory=list)
+    read: list[ReadState] = field(default_factory=list)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    read_gradients: dict[str, Tensor] = field(default_factory=dict)
+    late_parts: dict[str, Any] = field(default_factory=dict)
+    random: Any = None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The JSON of shared parts, and of this rank's parts."""
+        return {**self.contents.values["parts"], **_parts_of(self.contents, self.source_rank)}
+
+    def add_new(
+        self,
+        content: Any,
+        own: Mapping[str, Tensor] | None = None,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """Add the tensors that JSON names: those of `own` in place, and new ones for the others."""
+        for found in references(content):
+            name = found.name
+            if name in self.live or name in self.new or name in self.own:
+                continue
+            facts = self.contents.tensors.get(name)
+            if facts is None:
+                raise DamagedCheckpoint(f"{name:.80} is in the saved state, but not saved")
+            current = (own or {}).get(name)
+            if current is not None and _has(current, facts) and not is_expanded(current):
+                self.live[name] = current
+            else:
+                place = device or _device(found.notes.get("device"))
+                self.new[name] = torch.empty(facts.shape, dtype=facts.dtype, device=place)
 
 
-def _fresh_part_tensors(contents: Contents, rank: int) -> dict[str, Tensor]:
-    """Return empty tensors for the shared parts, and for the parts of one rank."""
-    own_parts = _parts_of(contents, rank)
-    prefixes = []
-    for name in {**contents.values["parts"], **own_parts}:
-        prefixes.append(
-            f"{PART_PREFIX}{name}.rank-{rank}." if name in own_parts else f"{PART_PREFIX}{name}"
+def _device(kind: Any) -> torch.device:
+    """Return the current device of the kind that a tensor was on, or the host without one."""
+    if kind == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _has(tensor: Tensor, facts: TensorFacts) -> bool:
+    return tuple(tensor.shape) == facts.shape and tensor.dtype == facts.dtype
+
+
+def _once(expanded: Tensor, tensor: Tensor) -> Tensor:
+    """Return each element of a tensor that `expanded` has once in memory."""
+    pairs = zip(expanded.shape, expanded.stride(), strict=True)
+    return tensor[
+        tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
+    ]
+
+
+def _alike(current: Tensor, value: Any, name: str) -> bool:
+    if name.endswith("_extra_state"):
+        return True
+    return isinstance(value, Tensor) and _form(current) == _form(value)
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{list(value.shape)}, {value.dtype}, {value.layout}"
+
+
+def bare_parameters(model: nn.Module) -> dict[str, Any]:
+    """Return the model's parameters by their names without wrapper prefixes."""
+    return {name: parameter for parameter, name in parameter_names(model).items()}
+
+
+def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport) -> dict[str, Any]:
+    """Return the JSON of the model's other state, and report what only one side has."""
+    saved = dict(contents.values["model"])
+    for name in own.keys() - saved.keys():
+        # Format 1 saved a tensor that is a module's extra state like a parameter.
+        if name in contents.tensors:
+            saved[name] = {"$tensor": name}
+    report.missing += sorted(own.keys() - saved.keys())
+    report.extra += sorted(saved.keys() - own.keys())
+    return {name: content for name, content in saved.items() if name in own}
+
+
+def check_values(contents: Contents) -> None:
+    """Raise DamagedCheckpoint unless the JSON of a state has the right form."""
+    values = contents.values
+    if absent := REQUIRED_VALUES.keys() - values.keys():
+        raise DamagedCheckpoint(
+            f"the saved state has no {', '.join(sorted(absent))}: it is not the state of a "
+            f"training run"
         )
-    return _fresh(contents, tuple(prefixes))
+    wrong = [
+        name
+        for name, wanted in REQUIRED_VALUES.items()
+        if (wanted and type(values[name]) is not wanted) or (wanted is int and values[name] < 0)
+    ]
+    wrong += [
+        f"optimizer {number}"
+        for number, saved in enumerate(values["optimizers"] if "optimizers" not in wrong else ())
+        if not _is_optimizer(saved)
+    ]
+    if not contents.model_only and "world_size" not in wrong:
+        ranks = [_is_of_rank(own) for own in contents.rank_values]
+        if not all(ranks) or len(ranks) != values["world_size"] or not ranks:
+            wrong.append("values of each rank")
+    if wrong:
+        raise DamagedCheckpoint(
+            f"the saved state has invalid {', '.join(wrong)}: it is not the state of a training run"
+        )
+
+
+def _is_optimizer(saved: Any) -> bool:
+    """Return whether this is the JSON of an optimizer, in today's form or that of format 1."""
+    if type(saved) is not dict or type(saved.get("class")) is not str:
+        return False
+    groups = saved.get("groups")
+    if type(groups) is not list or not all(_is_group(group) for group in groups):
+        return False
+    if "parameters" not in saved:
+        return type(saved.get("state")) is dict
+    known = {name for group in groups for name in group["params"]}
+    parameters = saved["parameters"]
+    if type(parameters) is not dict or "others" not in saved or not parameters.keys() <= known:
+        return False
+    entries = [entry for own in parameters.values() for entry in (own if own else [None])]
+    return all(type(entry) is list and len(entry) == 3 for entry in entries)
+
+
+def _is_group(group: Any) -> bool:
+    if type(group) is not dict or type(group.get("params")) is not list or "options" not in group:
+        return False
+    return all(type(name) is str for name in group["params"])
+
+
+def _is_of_rank(own: Any) -> bool:
+    if type(own) is not dict or type(own.get("random")) is not dict:
+        return False
+    return type(own.get("parts", {})) is dict and type(own.get("gradients", {})) is dict
 
 
 def _random_state_of(contents: Contents, filled: Mapping[str, Tensor], rank: int) -> RandomState:

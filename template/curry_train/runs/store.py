@@ -60,6 +60,8 @@ from .ranks import DamagedCheckpoint, LockedRun, OtherRank, Ranks, SaveError, St
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
 STATE_FILE_NAME = "state.json"
+# The values beside the tensors; large arrays are among the tensors.
+MOST_STATE_BYTES = 2**28
 
 
 class Writing:
@@ -128,8 +130,14 @@ class Writing:
             "ranks": self._values,
             "ties": self._ties,
         }
+        text = json.dumps(values, allow_nan=False).encode()
+        if len(text) > MOST_STATE_BYTES:
+            raise SaveError(
+                f"the state beside its tensors takes {len(text):,} bytes, and {MOST_STATE_BYTES:,} "
+                f"are the most that a load reads: keep long lists as tensors or arrays"
+            )
         with self._new.create(STATE_FILE_NAME) as stream:
-            stream.write(json.dumps(values, allow_nan=False).encode())
+            stream.write(text)
         entries[STATE_FILE_NAME] = self._new.entries[STATE_FILE_NAME]
 
         about = {
@@ -223,6 +231,12 @@ class SavedRun:
         manifest = ranks.all_do(check)
         content = ranks.all_do(lambda: self._open_content(folder, manifest))
         loading = ranks.all_do(lambda: state.begin_load(content.contents, strict=strict))
+
+        def prepare() -> None:
+            self._fill(folder, content, loading.first)
+            loading.prepare()
+
+        ranks.all_do(prepare)
         ranks.all_do(lambda: self._fill(folder, content, loading.targets))
         ranks.all_do(loading.finish)
         return loading.report
@@ -287,7 +301,7 @@ class SavedRun:
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{STATE_FILE_NAME}"
         try:
-            found = json.loads(self.files.read(key))
+            found = json.loads(self.files.read(key, most_bytes=MOST_STATE_BYTES))
             if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
                 raise ValueError("it does not hold the values of a state")
             for name, first in found["ties"].items():

@@ -1,0 +1,463 @@
+"""Odd models, optimizers and parts continue bit-equal, or are refused at the first save.
+
+python -m pytest tests/runs/test_state_odd.py
+"""
+
+import math
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+from store_models import WIDTH, equal, new_state, tensors_of, train
+from torch import nn
+
+from curry_train.runs import StateMismatch, Store, TrainingState
+from curry_train.runs.format import SafetensorsReader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per"),
+]
+
+
+@pytest.fixture
+def store(tmp_path):
+    with Store(tmp_path) as opened:
+        yield opened
+
+
+class Own(torch.Tensor):
+    """A tensor with a class that only adds methods."""
+
+
+class OddModel(nn.Module):
+    """A model of one layer, with a parameter or buffer of an odd form."""
+
+    def __init__(self, add):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4)
+        add(self)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def named_metadata(model):
+    model.register_parameter("__metadata__", nn.Parameter(torch.randn(3)))
+
+
+def named_with_slash(model):
+    model.register_parameter("a/b", nn.Parameter(torch.randn(3)))
+
+
+def expanded(model):
+    model.register_buffer("mask", torch.randn(3, 1).expand(3, 5))
+
+
+def empty(model):
+    model.register_buffer("nothing", torch.zeros(0, 3))
+
+
+def sparse(model):
+    model.register_buffer("table", torch.randn(4, 4).relu().to_sparse())
+
+
+def quantized(model):
+    values = torch.randn(4)
+    scale = float(values.abs().max()) / 100
+    model.register_buffer("table", torch.quantize_per_tensor(values, scale, 0, torch.qint8))
+
+
+def float8(model):
+    weight = torch.randn(4).to(torch.float8_e4m3fn)
+    model.register_parameter("small", nn.Parameter(weight, requires_grad=False))
+
+
+def complex_double(model):
+    model.register_buffer("phase", torch.randn(2, dtype=torch.complex128))
+
+
+def own_class(model):
+    model.register_parameter("weight", nn.Parameter(torch.randn(3).as_subclass(Own)))
+
+
+class Remembers(nn.Linear):
+    """A layer with nested tensors in its extra state, whose shape grows."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.seen = [torch.randn(2)]
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "scale": {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+class ByteState(nn.Linear):
+    """A layer whose extra state is a tensor of another length at each save."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.log = torch.randint(9, (3,), dtype=torch.uint8)
+
+    def get_extra_state(self):
+        return self.log
+
+    def set_extra_state(self, state):
+        self.log = state
+
+
+def remembers(model):
+    model.more = Remembers()
+
+
+def byte_state(model):
+    model.more = ByteState()
+
+
+MODELS = (
+    named_metadata,
+    named_with_slash,
+    expanded,
+    empty,
+    sparse,
+    quantized,
+    float8,
+    complex_double,
+    own_class,
+    remembers,
+    byte_state,
+)
+
+
+def values_of(model):
+    """Return all values of a model as bytes, with those of its odd tensors."""
+    found = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            dense = value.to_dense() if value.is_sparse else value.detach()
+            dense = dense.int_repr() if dense.is_quantized else dense
+            found[name] = (dense.shape, dense.contiguous().flatten().view(torch.uint8).tolist())
+        else:
+            found[name] = str(value)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["rollback", "best-k"])
+@pytest.mark.parametrize("add", MODELS)
+def test_odd_models_continue_bit_equal(store, add, kind):
+    state = new_state(build=lambda: OddModel(add))
+    other = new_state(seed=1, build=lambda: OddModel(add))
+    train(state, 2)
+    if add in (remembers, byte_state):
+        more = state.model.more
+        if add is remembers:
+            more.seen = [torch.randn(3), torch.randn(1)]
+        else:
+            more.log = torch.arange(7, dtype=torch.uint8)
+    saved = store.save(kind, 2, state, metric=("loss", 0.5) if kind == "best-k" else None)
+    assert values_of(other.model) != values_of(state.model) or add is empty
+    assert store.load(saved, other).exact
+    assert values_of(other.model) == values_of(state.model)
+    if kind == "rollback":
+        expected = train(state, 2)
+        store.load(saved, other)
+        assert train(other, 2) == expected
+
+
+def test_a_best_with_odd_names_and_dtypes_is_valid_safetensors(store):
+    from safetensors.torch import load_file
+
+    def both(model):
+        named_metadata(model)
+        complex_double(model)
+
+    state = new_state(build=lambda: OddModel(both))
+    saved = store.save("best-k", 1, state, metric=("loss", 0.5))
+    found = load_file(f"{saved.location}/model.safetensors")
+    assert found["inner.weight"].equal(state.model.inner.weight)
+    assert len(found) == len(state.model.state_dict())
+    facts = SafetensorsReader(store.files, saved.folder).facts()
+    assert facts["model.__metadata__"].shape == (3,)
+    assert facts["model.phase"].dtype is torch.complex128
+
+
+def test_tensors_that_are_expanded_here_only_are_a_mismatch(store):
+    def filled(model):
+        model.register_buffer("mask", torch.randn(3, 5))
+
+    saved = store.save("rollback", 1, new_state(build=lambda: OddModel(filled)))
+    other = new_state(seed=1, build=lambda: OddModel(expanded))
+    before = values_of(other.model)
+    with pytest.raises(StateMismatch, match=r"model.mask is expanded here, and was not"):
+        store.load(saved, other)
+    assert values_of(other.model) == before
+
+
+class OddOptimizer(torch.optim.SGD):
+    """SGD with state of the kinds that other optimizers have; its steps depend on all of it."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
+        for group in self.param_groups:
+            group.setdefault("seen", deque(maxlen=2)).append(float(self.state["k"]))
+            for number, parameter in enumerate(group["params"]):
+                self._odd_step(parameter, self.state[parameter], number)
+        return loss
+
+    @torch.no_grad()
+    def _odd_step(self, parameter, state, number):
+        if not state.get("blocks"):
+            state["blocks"] = {1: {"a.b": [torch.ones(2) * number], "1": torch.zeros(())}}
+            state["blocks"]["1"] = torch.ones(0, 3)
+            state[7] = torch.full((2, 2), 0.5)
+            state["dotted.key"] = OrderedDict(b=torch.ones(1), a=(None, math.inf))
+            state["mirror"] = state["blocks"][1]["a.b"][0]
+            state["slow"] = parameter
+        state["mirror"].add_(0.125)
+        state[7].mul_(0.5)
+        shift = state["blocks"][1]["a.b"][0].sum() + state[7].sum() + self.state["k"].sum()
+        parameter.mul_(1 - 0.001 * float(shift))
+
+
+OPTIMIZERS = {
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2, line_search_fn="strong_wolfe"),
+    "tensor betas": lambda p: torch.optim.AdamW(
+        p,
+        lr=torch.tensor(0.01),
+        betas=(torch.tensor(0.9), torch.tensor(0.99)),
+        foreach=False,
+        capturable=False,
+    ),
+    "odd": lambda p: OddOptimizer(p, lr=0.01, momentum=0.9),
+    "sparse adam, dense": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "muon-like groups": lambda p: torch.optim.SGD(
+        [{"params": p[:1], "name": "first.group/1"}, {"params": p[1:], "lr": 0.5}], lr=0.1
+    ),
+}
+
+
+def step_with_closure(state, steps):
+    losses = []
+    for _ in range(steps):
+        inputs = torch.randn(6, WIDTH)
+
+        def closure(inputs=inputs):
+            state.optimizers[0].zero_grad()
+            loss = state.model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        losses.append(state.optimizers[0].step(closure).item())
+        state.step += 1
+    return losses
+
+
+def with_optimizer(name, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
+    return TrainingState(model, OPTIMIZERS[name](list(model.parameters())))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_odd_optimizers_continue_bit_equal(store, name):
+    state = with_optimizer(name, 0)
+    step_with_closure(state, 3)
+    saved = store.save("rollback", 3, state)
+    expected = tensors_of(state)
+    ahead = step_with_closure(state, 3)
+    for seed, trained in ((1, 0), (2, 2)):
+        other = with_optimizer(name, seed)
+        step_with_closure(other, trained)
+        store.load(saved, other)
+        assert equal(tensors_of(other), expected)
+        assert step_with_closure(other, 3) == ahead
+        assert equal(tensors_of(other), tensors_of(state))
+
+
+def test_odd_optimizer_state_keeps_its_types_keys_and_shared_memory(store):
+    state = with_optimizer("odd", 0)
+    other = with_optimizer("odd", 1)
+    step_with_closure(state, 2)
+    store.load(store.save("rollback", 2, state), other)
+    weight = other.model[0].weight
+    found = other.optimizers[0].state[weight]
+    assert found["blocks"]["1"].shape == (0, 3)
+    assert set(found["blocks"][1]) == {"a.b", "1"}
+    assert found["mirror"].data_ptr() == found["blocks"][1]["a.b"][0].data_ptr()
+    assert found["slow"].data_ptr() == weight.data_ptr()
+    assert type(found["dotted.key"]) is OrderedDict
+    assert other.optimizers[0].state["k"].item() == 2
+    assert other.optimizers[0].param_groups[0]["seen"].maxlen == 2
+
+
+class Holder:
+    """A part of a state that keeps what it is given."""
+
+    def __init__(self, kept=None, **attributes):
+        self.kept = kept
+        self.__dict__.update(attributes)
+
+    def state_dict(self):
+        return self.kept
+
+    def load_state_dict(self, state):
+        self.kept = state
+
+
+def test_parts_with_colliding_paths_are_kept_apart(store):
+    first, second = torch.ones(1), torch.zeros(1)
+    parts = {
+        "a": Holder({1: first, "1": second, "b": {"c": torch.full((1,), 2.0)}}),
+        "a/b": Holder({"c": torch.full((1,), 3.0)}),
+        "a.b": Holder({"c": torch.full((1,), 4.0)}),
+        "a.rank-0": Holder({"c": torch.full((1,), 5.0)}),
+        "r": Holder({"c": torch.full((1,), 6.0)}, of_each_rank=True),
+        "r.rank-0": Holder({"c": torch.full((1,), 7.0)}),
+    }
+    state = new_state(extra=parts)
+    other = new_state(seed=1, extra={name: Holder() for name in parts} | {"r": Holder()})
+    other.parts["extra-r"].of_each_rank = True
+    store.load(store.save("rollback", 1, state), other)
+    found = {name: part.kept for name, part in other.parts.items() if name.startswith("extra")}
+    assert [found["extra-a"][key].item() for key in (1, "1")] == [1, 0]
+    assert found["extra-a"]["b"]["c"].item() == 2
+    names = ("a/b", "a.b", "a.rank-0", "r", "r.rank-0")
+    assert [found[f"extra-{name}"]["c"].item() for name in names] == [3, 4, 5, 6, 7]
+
+
+def test_an_average_of_the_weights_is_filled_in_place_with_its_versions(store):
+    def build(seed):
+        state = new_state(seed)
+        average = torch.optim.swa_utils.AveragedModel(state.model)
+        return TrainingState(state.model, state.optimizers, extra={"average": average})
+
+    state, other = build(0), build(1)
+    state.parts["extra-average"].update_parameters(state.model)
+    held = other.parts["extra-average"].module[0].weight
+    store.load(store.save("rollback", 1, state), other)
+    assert equal(tensors_of(other), tensors_of(state))
+    assert other.parts["extra-average"].module[0].weight is held
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s.parts.update({"extra-stats": Holder({"x": [object()]})}),
+            r"extra.stats.state_dict\(\)\['x'\]\[0\]: a object can't be saved",
+        ),
+        (
+            lambda s: s.optimizers[0].state["k"].append(print),
+            r"AdamW.state\['k'\]\[0\]: a builtin",
+        ),
+        (
+            lambda s: s.optimizers[0].param_groups[0].update(rule=print),
+            r"AdamW.param_groups\[0\]\['rule'\]: a builtin",
+        ),
+        (
+            lambda s: s.optimizers[0].state[s.model[0].weight].update(m=Own([1.0])),
+            r"AdamW.state\['0.weight'\]\['m'\]: a Own, a tensor of its own class",
+        ),
+        (lambda s: s.config.update(rule=[print]), r"config\['rule'\]\[0\]: a builtin"),
+        (
+            lambda s: s.model.register_buffer("b", torch.ones(1, device="meta")),
+            r"model.b: a tensor without values \(device meta\)",
+        ),
+    ],
+)
+def test_what_a_load_could_not_restore_is_refused_at_the_first_save(store, change, message):
+    state = new_state()
+    state.optimizers[0].state["k"] = []
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        store.save("rollback", 1, state)
+    assert store.committed("rollback") == []
+
+
+def test_text_enumerations_in_the_configuration_are_saved_as_text(store):
+    import enum
+
+    class Mode(enum.StrEnum):
+        FAST = "fast"
+
+    saved = store.save("rollback", 1, new_state(config={"mode": [Mode.FAST]}))
+    report = store.load(saved, new_state(seed=1, config={"mode": [Mode.FAST]}))
+    assert report.notes == []
+
+
+def two_optimizers(seed, *, first_shape, parted):
+    """Return a state of parameters named 0, 1 and 10, with two optimizers of one class."""
+    torch.manual_seed(seed)
+    shapes = [first_shape, *([(2,)] * 10)]
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+    parts = (list(model)[:parted], list(model)[parted:])
+    return TrainingState(model, [torch.optim.SGD(own, lr=0.1, momentum=0.9) for own in parts])
+
+
+def momentum(state):
+    found = {}
+    for number, optimizer in enumerate(state.optimizers):
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                entry = optimizer.state.get(parameter, {})
+                found[number, place] = entry.get("momentum_buffer")
+    return found
+
+
+def test_a_partial_load_takes_the_state_that_fits_and_no_other(store):
+    state = two_optimizers(0, first_shape=(2,), parted=3)
+    sum(parameter.sum() for parameter in state.model).backward()
+    for optimizer in state.optimizers:
+        optimizer.step()
+    saved = store.save("rollback", 1, state)
+
+    other = two_optimizers(1, first_shape=(3,), parted=3)
+    store.load(saved, other, strict=False)
+    found = momentum(other)
+    assert found.pop((0, 0)) is None
+    assert len(found) == 10
+    assert all(buffer is not None and buffer.equal(torch.ones(2)) for buffer in found.values())
+
+    other = two_optimizers(1, first_shape=(2,), parted=3)
+    other.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    other.model.append(other.optimizers[0].param_groups[1]["params"][0])
+    store.load(saved, other, strict=False)
+    found = momentum(other)
+    assert all(found[0, place] is None for place in range(1, 3))
+    assert all(found[1, place].equal(torch.ones(2)) for place in range(8))
+
+
+def test_a_part_that_refuses_its_state_leaves_model_and_optimizer(store):
+    class Refusing(Holder):
+        def load_state_dict(self, state):
+            raise KeyError("old name")
+
+    state = new_state(extra={"odd": Holder({"x": 1})})
+    train(state, 1)
+    saved = store.save("rollback", 1, state)
+    other = new_state(seed=1, extra={"odd": Refusing({})})
+    before = tensors_of(other)
+    with pytest.raises(StateMismatch, match=r"extra-odd \(Refusing\) refused .*old name"):
+        store.load(saved, other)
+    assert equal(tensors_of(other), before)
+
+
+def test_sparse_gradients_between_two_steps_continue(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Embedding(5, 3, sparse=True)
+        return TrainingState(model, torch.optim.SparseAdam(model.parameters()))
+
+    state, other = build(0), build(1)
+    state.model(torch.tensor([1, 3])).sum().backward()
+    state.microstep = 1
+    store.load(store.save("rollback", 1, state), other)
+    assert other.model.weight.grad.is_sparse
+    for one in (state, other):
+        one.model(torch.tensor([3])).sum().backward()
+        one.optimizers[0].step()
+    assert other.model.weight.equal(state.model.weight)
