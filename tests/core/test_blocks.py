@@ -3,12 +3,15 @@
 python -m pytest tests/core/test_blocks.py
 """
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from curry_train.core.blocks import NoBlocks, find_blocks, match_names
+from curry_train.core.blocks import NoBlocks, find_blocks, match_names, tensors_in
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import load_workload
 
@@ -166,3 +169,19 @@ def test_blocks_are_still_found_when_some_of_them_recompute():
     before = list(find_blocks(sequential))
     recompute_blocks(sequential, blocks=[before[-1]])
     assert list(find_blocks(sequential)) == before
+
+
+@dataclass
+class Node:
+    value: Any
+    others: list["Node"] = field(default_factory=list)
+
+
+def test_tensors_are_found_in_dataclasses_that_refer_to_each_other():
+    first, second, third = torch.ones(1), torch.ones(2), torch.ones(3)
+    one = Node(first)
+    two = Node({"inside": (second, "text")}, [one])
+    one.others.append(two)
+    found = list(tensors_in([two, Node, third]))
+    assert [len(tensor) for tensor in found] == [2, 1, 3]
+    assert all(any(tensor is one for one in (first, second, third)) for tensor in found)

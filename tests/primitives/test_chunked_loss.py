@@ -390,6 +390,36 @@ def test_logits_are_made_for(way):
         assert use.whole == [way]
 
 
+ROWS = torch.tensor([3, 1, 1])
+INDICES = {
+    "slice": (slice(1, None), True),
+    "number": (2, True),
+    "rows": (ROWS, True),
+    "rows in a tuple": ((ROWS,), True),
+    "mask of rows": (torch.tensor([True, False, True, True]), True),
+    "ellipsis": (..., True),
+    "rows and a number": ((ROWS, 0), False),
+    "rows and tokens": ((ROWS, torch.tensor([0, 5, 32])), False),
+    "mask and all classes": ((TOKENS > 9, slice(None)), False),
+    "a list": ([3, 1], False),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_picks_the_same_logits_and_terms(name):
+    where, is_chunked = INDICES[name]
+
+    def loss(model, tokens):
+        logits = model(tokens)[where]
+        targets = tokens[where[:1] if name == "mask and all classes" else where]
+        return F.cross_entropy(logits.reshape(-1, CLASSES), targets.reshape(-1))
+
+    found, use = both(loss)
+    assert found.holds, found.describe()
+    assert bool(use.num_chunked) is is_chunked
+    assert bool(use.whole) is not is_chunked
+
+
 def one_step(model, instrument=contextlib.nullcontext):
     """Run a step under an instrument; return the instrument and the gradients."""
     with instrument() as entered:

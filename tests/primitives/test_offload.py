@@ -328,6 +328,31 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
     assert offload_report(model).num_moved == 0
 
 
+class Conjugated(nn.Module):
+    """A block that saves tensors whose memory holds their conjugates or negatives."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x):
+        conjugate = torch.view_as_complex(x.unflatten(-1, (16, 2)).contiguous()).conj()
+        negative = conjugate.imag
+        assert conjugate.is_conj()
+        assert negative.is_neg()
+        product = (conjugate * self.weight).real + negative * self.weight
+        return torch.cat([product, product], -1)
+
+
+def test_conjugates_and_negatives_stay_and_keep_their_sign(batch):
+    plain, model = twins(Conjugated)
+    for module in (plain, model):
+        square_sum(module, batch).backward()
+    skipped = offload_report(model).skipped
+    assert skipped["no plain tensor of the device"][0] >= 3
+    assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
 # The same training, in every kind of step.
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.primitives.recompute import ChainBroken, recompute_segments
+from curry_train.primitives.recompute import ChainBroken, chains_of, recompute_segments
 
 
 class Chain(nn.Module):
@@ -233,3 +233,23 @@ def test_only_the_first_element_of_a_tuple_may_be_used_between_blocks(loop, refu
             gradients(model, x)
     else:
         assert all(map(torch.equal, gradients(model, x), expected))
+
+
+def test_a_chain_is_the_blocks_of_one_container():
+    assert chains_of(["coder.up.0", "coder.up.1", "coder.down.0", "0", "1"]) == [
+        ["coder.up.0", "coder.up.1"],
+        ["coder.down.0"],
+        ["0", "1"],
+    ]
+
+
+def no_arguments(model, x):
+    x = model.layers[0](x)
+    return model.layers[1](input=x)
+
+
+def test_a_block_that_is_called_by_keyword_breaks_the_chain():
+    model = Chain(no_arguments)
+    recompute_segments(model, 2)
+    with pytest.raises(ChainBroken, match=r"layers\.1 does not take the output of layers\.0"):
+        model(torch.randn(4, 8))
