@@ -31,6 +31,7 @@ from ..runs.format import ALLOWED_GLOBALS
 from ..runs.journal import printable
 from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest, verify_files
 from ..runs.ranks import RunError
+from ..runs.trainers import read_commit
 from .options import UnusableInput, json_option
 from .runs import console_for, end, is_run, wrapped
 from .screen import ScreenCommand
@@ -194,6 +195,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, values: bool = True) -> 
         listed = content.format != "pickle" and content.format != "unknown"
         found.complete = True if listed else None
         found.num_bytes = path.stat().st_size
+        _add_commit(path, found)
     if found.imports:
         named = ", ".join(found.imports[:3])
         found.unknown.append(f"loading it imports {named}: whether that runs code can't be told")
@@ -201,6 +203,20 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, values: bool = True) -> 
         named = ", ".join(found.dangerous[:3])
         found.problems.append(f"it is hostile: loading it would call {named}")
     return found
+
+
+def _add_commit(path: Path, found: Inspection) -> None:
+    """Compare a file with the manifest beside it, if one was committed."""
+    try:
+        commit = read_commit(path)
+        commit.verify()
+    except FileNotFoundError:
+        return
+    except RunError as error:
+        found.problems.append(" ".join(str(error).split())[:300])
+        return
+    found.hashed[commit.manifest.algorithm] = 1
+    found.unknown = [one for one in found.unknown if "a changed bit" not in one]
 
 
 # Folders.
@@ -317,13 +333,15 @@ def _read_manifest(path: Path, files: Mapping[str, Path], found: Inspection, val
     manifest = parse_manifest(_bytes_of(files[MANIFEST_FILE_NAME]))
     found.format = "curry-train checkpoint"
     unlisted = sorted(set(files) - set(manifest.files) - {MANIFEST_FILE_NAME})
-    missing = sorted(set(manifest.files) - set(files))
+    missing = sorted(name for name in manifest.files if not (path / name).is_file())
     found.problems += [f"{name} is missing" for name in missing]
     found.problems += [f"{name} is not in the manifest" for name in unlisted]
     local = LocalFiles(path.parent)
-    for name in sorted(set(manifest.files) & set(files)):
+    num_proven = 0
+    for name in sorted(set(manifest.files) - set(missing)):
         try:
             verify_files(local, path.name, manifest, [name])
+            num_proven += 1
         except RunError as error:
             found.problems.append(str(error))
     found.complete = True
@@ -337,7 +355,7 @@ def _read_manifest(path: Path, files: Mapping[str, Path], found: Inspection, val
     found.format = "curry-train checkpoint"
     found.complete = True
     found.unknown = [one for one in found.unknown if "can't be told" not in one or "NaN" in one]
-    found.hashed = {manifest.algorithm: len(manifest.files) - len(missing)}
+    found.hashed = {manifest.algorithm: num_proven}
 
 
 # torch.distributed.checkpoint: an index of tensors, and files that hold pieces of them.

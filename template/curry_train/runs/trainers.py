@@ -1,0 +1,429 @@
+"""Commit the checkpoints of other trainers, and find the newest one that is whole.
+
+    commit_checkpoints(trainer)
+    trainer.train(resume_from_checkpoint=newest_whole("output"))
+
+`commit_checkpoints` takes a Trainer of Hugging Face, an Accelerator or a Trainer of Lightning. Each
+checkpoint is then hashed, synced and gets a manifest that is renamed into place; old ones are
+deleted after that. Where the library allows it, the checkpoint itself is written under another name
+and renamed. `newest_whole` reads every byte, and returns the newest checkpoint that is what was
+saved.
+
+Proof: `python -m pytest tests/runs/test_trainers.py`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .files import LocalFiles
+from .layout import (
+    MANIFEST_FILE_NAME,
+    FileEntry,
+    Manifest,
+    default_algorithm,
+    hash_stream,
+    parse_manifest,
+)
+from .ranks import DamagedCheckpoint, Ranks
+
+logger = logging.getLogger(__name__)
+
+# Commit a folder or a file, and find the newest one that is whole.
+
+FOREIGN_KIND = "trainer"
+# Folders below the given one that are searched: `lightning_logs/version_0/checkpoints`.
+DEEPEST_SEARCH = 4
+# Names that the three libraries give to checkpoints.
+FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A folder or a file with a manifest; commits of a folder are numbered in their order."""
+
+    path: Path
+    manifest: Manifest
+    number: int
+
+    def verify(self) -> None:
+        """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
+        path = self.path
+        if path.is_dir():
+            present = set(_relative_files(path)) - {MANIFEST_FILE_NAME}
+            if present != set(self.manifest.files):
+                name = min(present ^ set(self.manifest.files))
+                state = "not in the manifest" if name in present else "missing"
+                raise DamagedCheckpoint(f"{path}: {name} is {state}")
+        folder = path if path.is_dir() else path.parent
+        for name, entry in self.manifest.files.items():
+            if _entry_of(folder / name, self.manifest.algorithm) != entry:
+                raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
+
+
+def commit_folder(folder: str | os.PathLike[str]) -> Commit:
+    """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
+    path = Path(folder)
+    algorithm = default_algorithm()
+    manifest_path = path / MANIFEST_FILE_NAME
+    names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
+    entries = {name: _entry_of(path / name, algorithm, sync=True) for name in names}
+    for below in {(path / name).parent for name in names}:
+        _sync_folder(below)
+    manifest = _manifest(path, entries, algorithm)
+    _write_manifest(manifest_path, manifest)
+    _sync_folder(path.parent)
+    return Commit(path, manifest, _number(manifest))
+
+
+def commit_file(staged: Path, final: Path) -> Commit:
+    """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
+    algorithm = default_algorithm()
+    entry = _entry_of(staged, algorithm, sync=True)
+    manifest = _manifest(final, {final.name: entry}, algorithm)
+    # Until the rename the manifest also accepts the file that is there now.
+    with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
+        before = read_commit(final)
+        old = dataclasses.asdict(before.manifest.files[final.name]) | {"number": before.number}
+        manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
+    _write_manifest(_manifest_of(final), manifest)
+    staged.replace(final)
+    _sync_folder(final.parent)
+    return Commit(final, manifest, _number(manifest))
+
+
+def newest_whole(folder: str | os.PathLike[str]) -> str | None:
+    """Return the newest committed checkpoint below `folder` whose every byte is what was saved.
+
+    None if there is none. Checkpoints that are damaged, or that were never committed, are named in
+    a warning. With several ranks every rank calls this, and the first one reads.
+    """
+    return Ranks.on_the_host().agree(lambda: _newest_whole(Path(folder)))
+
+
+def _newest_whole(folder: Path) -> str | None:
+    for commit in sorted(_commits(folder), key=lambda one: -one.number):
+        try:
+            commit.verify()
+        except (DamagedCheckpoint, OSError) as error:
+            logger.warning("a damaged checkpoint is passed over: %s", error)
+            continue
+        return str(_shown(commit.path))
+    return None
+
+
+def _commits(folder: Path, depth: int = 0) -> Iterator[Commit]:
+    """Yield what is committed in a folder and below it; committed folders are not searched."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        is_staged = path.name.startswith(".") and ASIDE_MARK not in path.name
+        if path.is_symlink() or is_staged or path.name.endswith(MANIFEST_FILE_NAME):
+            continue
+        try:
+            yield read_commit(path)
+        except FileNotFoundError:
+            if path.is_dir() and depth < DEEPEST_SEARCH:
+                yield from _commits(path, depth + 1)
+            if FOREIGN_NAME_PATTERN.fullmatch(path.name):
+                logger.warning("%s was never committed, and is passed over", path)
+        except (DamagedCheckpoint, OSError) as error:
+            logger.warning("a damaged checkpoint is passed over: %s: %s", path, error)
+
+
+def read_commit(path: Path) -> Commit:
+    """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
+    key = _manifest_of(path)
+    manifest = parse_manifest(LocalFiles(key.parent).read(key.name))
+    commit = Commit(path, manifest, _number(manifest))
+    before = manifest.about.get("before")
+    if before is None or path.is_dir():
+        return commit
+    # A crash between manifest and rename leaves the file that was there before.
+    old = FileEntry(before["bytes"], before["hash"])
+    if path.exists() and _entry_of(path, manifest.algorithm) == old:
+        manifest = dataclasses.replace(manifest, files={path.name: old})
+        return Commit(path, manifest, int(before["number"]))
+    return commit
+
+
+def _number(manifest: Manifest) -> int:
+    number = manifest.about.get("number")
+    if manifest.kind != FOREIGN_KIND or not isinstance(number, int):
+        raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
+    return number
+
+
+def _manifest(path: Path, entries: dict[str, FileEntry], algorithm: str) -> Manifest:
+    numbers = [0]
+    for sibling in path.parent.iterdir():
+        with contextlib.suppress(FileNotFoundError, DamagedCheckpoint, NotADirectoryError):
+            numbers.append(read_commit(sibling).number)
+    number = 1 + max(numbers)
+    return Manifest(algorithm, FOREIGN_KIND, number, entries, None, {"number": number})
+
+
+def _manifest_of(path: Path) -> Path:
+    if path.is_dir():
+        return path / MANIFEST_FILE_NAME
+    return path.with_name(f"{path.name}.{MANIFEST_FILE_NAME}")
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    # A temporary file, synced and renamed.
+    LocalFiles(path.parent).write(path.name, manifest.render())
+    _sync_folder(path.parent)
+
+
+def _relative_files(folder: Path) -> list[str]:
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()
+    )
+
+
+def _entry_of(path: Path, algorithm: str, *, sync: bool = False) -> FileEntry:
+    with path.open("rb") as stream:
+        entry = FileEntry(*hash_stream(algorithm, stream))
+        if sync:
+            os.fsync(stream.fileno())
+    return entry
+
+
+def _sync_folder(path: Path) -> None:
+    LocalFiles(path).sync_folder("")
+
+
+# Replace a checkpoint of the same name: the old one stands aside until the new one is committed.
+
+ASIDE_MARK = ".aside-"
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Rename a committed checkpoint, so that a new save can't destroy it; return its new path."""
+    if not (path / MANIFEST_FILE_NAME).is_file():
+        return None
+    aside = path.with_name(f".{path.name}{ASIDE_MARK}{secrets.token_hex(4)}")
+    path.rename(aside)
+    return aside
+
+
+def _shown(path: Path) -> Path:
+    """Put a checkpoint that stands aside back in its place; return its path."""
+    if ASIDE_MARK not in path.name:
+        return path
+    final = path.with_name(path.name[1:].partition(ASIDE_MARK)[0])
+    if final.exists():
+        # What is there now was never committed, or is damaged.
+        _remove(final)
+    path.rename(final)
+    _sync_folder(final.parent)
+    return final
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; an interruption leaves a hidden folder and no half checkpoint."""
+    hidden = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _keep_newest(folders: list[Path], limit: int | None, keep: Path | None = None) -> None:
+    """Delete all but the newest `limit` folders and `keep`; those never committed go first."""
+    if not limit or limit < 0:
+        return
+    numbered = []
+    for path in folders:
+        number = 0
+        with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
+            number = read_commit(path).number
+        numbered.append((number, path))
+    numbered.sort()
+    spare = [path for _, path in numbered[:-1] if keep is None or path != keep]
+    for path in spare[: max(0, len(folders) - limit)]:
+        _remove(path)
+
+
+# The three libraries.
+
+
+def commit_checkpoints(trainer: Any) -> Any:
+    """Commit each checkpoint of a Hugging Face Trainer, an Accelerator or a Lightning Trainer.
+
+    Returns what it was given. Deletion by `save_total_limit` and `total_limit` goes on, and follows
+    the commit of the newer checkpoint.
+    """
+    libraries = {one.__module__.partition(".")[0] for one in type(trainer).__mro__}
+    if "transformers" in libraries:
+        trainer.add_callback(_commit_callback(trainer))
+    elif "accelerate" in libraries:
+        trainer.save_state = _AcceleratorSaves(trainer)
+    elif libraries & {"lightning", "pytorch_lightning"}:
+        trainer.strategy.checkpoint_io = _committing_io(trainer.strategy.checkpoint_io)
+    else:
+        raise TypeError(
+            f"a {type(trainer).__name__} is no Trainer of transformers or Lightning and no "
+            "Accelerator: commit its folders with commit_folder"
+        )
+    return trainer
+
+
+def _commit_callback(trainer: Any) -> Any:
+    """Return the callback that commits the checkpoints of a Hugging Face Trainer."""
+    if trainer.args.save_on_each_node:
+        raise ValueError("save_on_each_node writes folders that the first rank can't commit")
+    interface = _interface(trainer.callback_handler.callbacks[0], "TrainerCallback")
+    return _with_methods("CommitCallback", interface, _HuggingFaceCommits)()
+
+
+def _interface(instance: Any, name: str) -> type:
+    """Return a base class of an object of a library that is not imported here."""
+    return next(one for one in type(instance).__mro__ if one.__name__ == name)
+
+
+def _with_methods(name: str, base: type, methods: type) -> Any:
+    """Return a class with the interface of a library, and the methods of one of ours."""
+    return type(name, (methods, base), {})
+
+
+class _HuggingFaceCommits:
+    """Commits after each save; a folder that would be written again stands aside meanwhile."""
+
+    def __init__(self) -> None:
+        self._aside: Path | None = None
+        self._limit: int | None = None
+
+    @functools.cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks.on_the_host()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The Trainer would delete older checkpoints before the new one is committed.
+        self._limit = args.save_total_limit
+        args.save_total_limit = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.save_total_limit = self._limit
+        self._put_back()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        path = _checkpoint_of(args, state)
+        # One process can't know here whether it will save; several meet only where they do.
+        if self._ranks.size == 1 or control.should_save:
+            self._aside = self._ranks.agree(lambda: _set_aside(path)) or self._aside
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.on_step_end(args, state, control)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the checkpoint of the last step back, if it was not saved again."""
+        if self._aside is not None and self._aside.exists():
+            _shown(self._aside)
+        self._aside = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Every rank has written its part when the first one begins to hash.
+        self._ranks.all_do(lambda: None)
+        self._ranks.agree(lambda: self._commit(args, state))
+
+    def _commit(self, args: Any, state: Any) -> None:
+        path = _checkpoint_of(args, state)
+        commit_folder(path)
+        if self._aside is not None and self._aside.exists():
+            _remove(self._aside)
+        best = state.best_model_checkpoint
+        folders = [one for one in path.parent.glob("checkpoint-*") if one.is_dir()]
+        _keep_newest(folders, self._limit, keep=None if best is None else Path(best))
+
+
+def _checkpoint_of(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")
+
+
+class _AcceleratorSaves:
+    """Replaces `save_state`: writes under another name, commits, and renames."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._save: Callable[..., str] = accelerator.save_state
+        self._configuration = accelerator.project_configuration
+        # Accelerate would delete older checkpoints before it writes the new one.
+        self._limit = self._configuration.total_limit
+        self._configuration.total_limit = None
+        self._ranks = Ranks.on_the_host()
+
+    def __call__(self, output_dir: str | None = None, *args: Any, **options: Any) -> str:
+        ranks = self._ranks
+        if self._configuration.automatic_checkpoint_naming:
+            written = Path(self._save(output_dir, *args, **options))
+            ranks.all_do(lambda: None)
+            ranks.agree(lambda: self._commit_automatic(written))
+            return str(written)
+        if output_dir is None:
+            raise ValueError("save_state needs a folder, unless automatic_checkpoint_naming is on")
+
+        final = Path(output_dir)
+        token = ranks.agree(lambda: secrets.token_hex(4))
+        staged = final.with_name(f".{final.name}.partial-{token}")
+        ranks.all_do(lambda: self._save(str(staged), *args, **options))
+        ranks.agree(lambda: self._rename(staged, final))
+        return str(final)
+
+    def _commit_automatic(self, written: Path) -> None:
+        commit_folder(written)
+        folders = [one for one in written.parent.glob("checkpoint_*") if one.is_dir()]
+        _keep_newest(folders, self._limit)
+
+    def _rename(self, staged: Path, final: Path) -> None:
+        commit_folder(staged)
+        aside = _set_aside(final)
+        if final.exists():
+            _remove(final)
+        staged.rename(final)
+        _sync_folder(final.parent)
+        if aside is not None:
+            _remove(aside)
+
+
+def _committing_io(base: Any) -> Any:
+    """Return a CheckpointIO that writes through `base`, and commits."""
+    interface = _interface(base, "CheckpointIO")
+    return _with_methods("CommittingCheckpointIO", interface, _LightningCommits)(base)
+
+
+class _LightningCommits:
+    """Writes a checkpoint under another name, commits it, and verifies it when it is loaded."""
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if "://" in str(path):
+            raise ValueError(f"{path} is no local path: only local checkpoints are committed")
+        final = Path(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        staged = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+        self._base.save_checkpoint(checkpoint, str(staged), storage_options=storage_options)
+        commit_file(staged, final)
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
+        """Verify a committed checkpoint, and load it."""
+        with contextlib.suppress(FileNotFoundError):
+            read_commit(Path(path)).verify()
+        return self._base.load_checkpoint(path, *args, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._base.remove_checkpoint(path)
+        _manifest_of(Path(path)).unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        self._base.teardown()

@@ -1,0 +1,308 @@
+"""Checkpoints of other trainers are committed, and the newest whole one is found.
+
+python -m pytest tests/runs/test_trainers.py
+"""
+
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.cli.runs_inspect import inspect_checkpoint
+from curry_train.runs import DamagedCheckpoint, commit_checkpoints, newest_whole
+from curry_train.runs.trainers import commit_file, commit_folder
+
+
+def written(folder, value):
+    (folder / "below").mkdir(parents=True)
+    (folder / "model.bin").write_bytes(bytes([value]) * 1000)
+    (folder / "below/optimizer.bin").write_bytes(bytes([value + 1]) * 10)
+    return folder
+
+
+def flip(path, place=500):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+# Folders and files.
+
+
+def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
+    """After a run was taken up from step 100, step 200 is newer than the old step 300."""
+    for step in (100, 300, 200):
+        commit_folder(written(tmp_path / f"checkpoint-{step}", 1))
+    written(tmp_path / "checkpoint-400", 1)
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-200")
+    found = inspect_checkpoint(tmp_path / "checkpoint-200")
+    assert found.whole is True
+    assert list(found.hashed.values()) == [2]
+
+
+DAMAGE = {
+    "flip": lambda folder: flip(folder / "model.bin"),
+    "flip in a folder below": lambda folder: flip(folder / "below/optimizer.bin", 3),
+    "flip in the manifest": lambda folder: flip(folder / "manifest.json", 20),
+    "cut": lambda folder: (folder / "model.bin").write_bytes(b"\1" * 999),
+    "missing": lambda folder: (folder / "below/optimizer.bin").unlink(),
+    "one file more": lambda folder: (folder / "more").write_bytes(b""),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_folder_is_passed_over_with_a_warning(tmp_path, caplog, how):
+    commit_folder(written(tmp_path / "checkpoint-1", 1))
+    DAMAGE[how](commit_folder(written(tmp_path / "checkpoint-2", 2)).path)
+    with caplog.at_level(logging.WARNING):
+        assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-1")
+    assert "checkpoint-2" in caplog.text
+    assert inspect_checkpoint(tmp_path / "checkpoint-2").whole is not True
+    flip(tmp_path / "checkpoint-1/model.bin")
+    assert newest_whole(tmp_path) is None
+
+
+def test_nothing_is_found_where_there_is_nothing(tmp_path):
+    assert newest_whole(tmp_path) is None
+    assert newest_whole(tmp_path / "not there") is None
+
+
+def test_a_file_is_whole_before_and_after_the_moment_of_its_rename(tmp_path, monkeypatch):
+    def replaced(content):
+        (tmp_path / ".new").write_bytes(content)
+        commit_file(tmp_path / ".new", tmp_path / "last.ckpt")
+
+    replaced(b"first")
+    replaced(b"second")
+    with monkeypatch.context() as patch:
+        rename = Path.replace
+
+        def fail(path, target):
+            if Path(target).name == "last.ckpt":
+                raise OSError("killed here")
+            return rename(path, target)
+
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="killed here"):
+            replaced(b"third")
+    assert newest_whole(tmp_path) == str(tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").read_bytes() == b"second"
+    replaced(b"fourth")
+    assert newest_whole(tmp_path) == str(tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").write_bytes(b"fifth!")
+    assert newest_whole(tmp_path) is None
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(TypeError, match="a Linear is no Trainer"):
+        commit_checkpoints(nn.Linear(1, 1))
+
+
+# Hugging Face.
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, inputs, labels):
+        loss = (self.layer(inputs) - labels).square().mean()
+        return {"loss": loss}
+
+
+def hugging_face(folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import Trainer, TrainingArguments
+
+        torch.manual_seed(0)
+        data = [{"inputs": torch.randn(2), "labels": torch.randn(1)} for _ in range(8)]
+        arguments = TrainingArguments(
+            str(folder),
+            **({"max_steps": 6, "save_steps": 2} | options),
+            report_to=[],
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        return Trainer(Regression(), arguments, train_dataset=data)
+
+
+def train(trainer, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trainer.train(**options)
+
+
+def folders(path):
+    return sorted(one.name for one in path.iterdir())
+
+
+def weights(trainer):
+    return trainer.model.layer.weight.detach().clone()
+
+
+def test_hugging_face_resumes_from_the_newest_whole_checkpoint(tmp_path):
+    straight = hugging_face(tmp_path)
+    train(commit_checkpoints(straight))
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+    # The library alone loads a flipped bit of its weights in silence.
+    model = tmp_path / "checkpoint-6/model.safetensors"
+    flip(model, model.stat().st_size - 2)
+    chosen = newest_whole(tmp_path)
+    assert chosen == str(tmp_path / "checkpoint-4")
+    resumed = commit_checkpoints(hugging_face(tmp_path))
+    train(resumed, resume_from_checkpoint=chosen)
+    assert torch.equal(weights(resumed), weights(straight))
+    # Step 6 was saved again, in place of the damaged one.
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_save_that_dies_destroys_no_committed_checkpoint(tmp_path, monkeypatch):
+    """With a limit of one the library deletes the older checkpoint before the newer is whole."""
+    train(commit_checkpoints(hugging_face(tmp_path, save_total_limit=1)))
+    assert folders(tmp_path) == ["checkpoint-6"]
+    shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "copy")
+
+    def die(*arguments, **options):
+        raise Killed
+
+    for step, chosen in ((8, "copy"), (6, None)):
+        # Step 6 again is written over a committed folder of the same name.
+        trainer = commit_checkpoints(hugging_face(tmp_path, max_steps=step, save_total_limit=1))
+        monkeypatch.setattr(trainer, "_save_rng_state", die)
+        with pytest.raises(Killed):
+            train(trainer, resume_from_checkpoint=str(tmp_path / chosen) if chosen else None)
+        assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+        if chosen is not None:
+            assert (tmp_path / "checkpoint-8").exists()
+            shutil.rmtree(tmp_path / "copy")
+            shutil.rmtree(tmp_path / "checkpoint-8")
+
+
+# Accelerate.
+
+
+def accelerated(folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from accelerate import Accelerator
+        from accelerate.utils import ProjectConfiguration
+
+        project = ProjectConfiguration(project_dir=str(folder), **options)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return commit_checkpoints(accelerator), *accelerator.prepare(model, optimizer)
+
+
+def test_accelerate_writes_under_another_name_and_renames(tmp_path, monkeypatch):
+    accelerator, model, _ = accelerated(tmp_path)
+    target = tmp_path / "state"
+    assert accelerator.save_state(str(target)) == str(target)
+    assert newest_whole(tmp_path) == str(target)
+    first = model.weight.detach().clone()
+
+    nn.init.ones_(model.weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", lambda *_, **__: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            accelerator.save_state(str(target))
+    assert newest_whole(tmp_path) == str(target)
+    accelerator.load_state(str(target))
+    assert torch.equal(model.weight, first)
+
+    nn.init.ones_(model.weight)
+    accelerator.save_state(str(target))
+    flip(target / "model.safetensors", 100)
+    assert newest_whole(tmp_path) is None
+    with pytest.raises(ValueError, match="needs a folder"):
+        accelerator.save_state()
+
+
+def test_accelerates_own_naming_keeps_its_limit_after_the_commit(tmp_path):
+    accelerator, _, _ = accelerated(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    for _ in range(4):
+        accelerator.save_state()
+    assert folders(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoints/checkpoint_3")
+    flip(tmp_path / "checkpoints/checkpoint_3/optimizer.bin")
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoints/checkpoint_2")
+
+
+# Lightning.
+
+
+def lightning(folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pytorch_lightning as pl
+
+        class Module(pl.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.layer = nn.Linear(2, 1)
+
+            def training_step(self, batch, _):
+                return self.layer(batch).square().mean()
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+        saver = pl.callbacks.ModelCheckpoint(
+            folder, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True
+        )
+        trainer = pl.Trainer(
+            max_steps=4,
+            accelerator="cpu",
+            callbacks=[saver],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        return commit_checkpoints(trainer), Module()
+
+
+def fit(trainer, module, **options):
+    data = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, data, **options)
+
+
+def test_lightning_files_are_committed_found_and_verified(tmp_path):
+    trainer, module = lightning(tmp_path)
+    fit(trainer, module)
+    files = [name for name in folders(tmp_path) if name.endswith(".ckpt")]
+    assert files == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    # A manifest goes with its file when Lightning deletes one.
+    assert folders(tmp_path) == sorted([*files, *(f"{name}.manifest.json" for name in files)])
+    newest = newest_whole(tmp_path)
+    assert newest == str(tmp_path / "last.ckpt")
+    assert inspect_checkpoint(newest).format == "Lightning checkpoint"
+    assert len(inspect_checkpoint(newest).hashed) == 2
+
+    data = Path(newest).read_bytes()
+    place = data.index(module.layer.weight.detach().numpy().tobytes())
+    flip(tmp_path / "last.ckpt", place)
+    assert inspect_checkpoint(newest).whole is False
+    assert newest_whole(tmp_path) == str(tmp_path / "epoch=0-step=4.ckpt")
+    trainer, module = lightning(tmp_path / "again")
+    with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt is not what was saved"):
+        fit(trainer, module, ckpt_path=newest)
