@@ -28,6 +28,7 @@ from ..gates.verdict import (
     Implementation,
     Verdict,
     WrongImplementation,
+    claims,
     discover,
     judged_of,
     load_implementation,
@@ -158,6 +159,24 @@ def _short(verdict: Verdict, seen: FirstLook) -> str:
     return seen.short(verdict.hint) if verdict.passed is None else verdict.measured
 
 
+def print_mode(console: Console, rows: Sequence[GateRow], left_out: Sequence[Gate]) -> None:
+    """Print how many claims were checked, and those that only `--thorough` checks."""
+    run = {row.verdict.gate for row in rows if row.verdict.passed is not None}
+    checked = sum(claim.gate in run for claim in claims())
+    line = f"{checked} claims checked"
+    if left_out:
+        gates = ", ".join(gate.name for gate in left_out)
+        line += f"; add --thorough for {gates}, which takes longer"
+    console.print(line)
+
+
+def list_claims(gates: Sequence[Gate]) -> str:
+    """Return a line for each claim of these gates: its name, its gate, and the claim."""
+    names = {gate.name for gate in gates}
+    rows = [claim for claim in claims() if claim.gate in names]
+    return "\n".join(f"{claim.name}  {claim.gate}  {claim.text}" for claim in rows)
+
+
 def _print_end(console: Console, rows: Sequence[GateRow], *, more: str) -> None:
     for row in rows:
         if row.verdict.passed is False:
@@ -198,6 +217,16 @@ def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) 
     return tuple(gate for gate in gates if gate.name in chosen)
 
 
+def quick_gates(
+    gates: Sequence[Gate], patterns: Sequence[str], *, thorough: bool
+) -> tuple[tuple[Gate, ...], tuple[Gate, ...]]:
+    """Split the gates into those to run, and those that take longer and are not named."""
+    left_out = tuple(
+        gate for gate in gates if gate.thorough and not thorough and gate.name not in patterns
+    )
+    return tuple(gate for gate in gates if gate not in left_out), left_out
+
+
 def load_implementations(
     texts: Sequence[str], patterns: Sequence[str]
 ) -> tuple[Implementation, ...]:
@@ -235,7 +264,10 @@ def _matches(gate: Gate, pattern: str) -> bool:
 )
 @run_options
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
-@click.option("--list", "list_only", is_flag=True, help="List the gates and exit.")
+@click.option("--thorough", is_flag=True, help="Run the gates that take longer as well.")
+@click.option(
+    "--list", "list_only", is_flag=True, help="List the gates, with --figures their claims; exit."
+)
 def validate_command(
     models: tuple[str, ...],
     patterns: tuple[str, ...],
@@ -247,6 +279,7 @@ def validate_command(
     seed: int,
     json_path: str | None,
     figures: bool,
+    thorough: bool,
     list_only: bool,
 ) -> None:
     """Measure every gate on a model.
@@ -258,9 +291,9 @@ def validate_command(
     gates = choose_gates(patterns, given)
     place = choose_device(device)
     if list_only:
-        click.echo("\n".join(gate.name for gate in gates))
+        click.echo(list_claims(gates) if figures else "\n".join(gate.name for gate in gates))
         return
-
+    gates, left_out = quick_gates(gates, () if thorough else patterns, thorough=thorough)
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
@@ -290,12 +323,26 @@ def validate_command(
         rows = list(_measure(cases, gates, given, looks))
     settings["seconds"] = round(time.perf_counter() - start, 1)
     (print_figures if figures or patterns else print_summary)(console, rows, looks=looks)
+    print_mode(console, rows, left_out)
     if json_path:
-        results = [{"workload": row.workload} | row.verdict.to_json() for row in rows]
-        settings["blocks"] = {name: seen.choice.to_json() for name, seen in looks.items()}
-        settings["findings"] = {name: seen.findings_json() for name, seen in looks.items()}
-        write_json(json_path, facts | settings | {"results": results})
+        settings["left_out"] = [gate.name for gate in left_out]
+        write_json(json_path, facts | settings | _as_json(rows, looks))
     _end(rows, patterns)
+
+
+def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
+    of_gate: dict[str, list[str]] = {}
+    for claim in claims():
+        of_gate.setdefault(claim.gate, []).append(claim.name)
+    results = []
+    for row in rows:
+        claimed = {"claims": of_gate.get(row.verdict.gate, [])}
+        results.append({"workload": row.workload} | row.verdict.to_json() | claimed)
+    return {
+        "blocks": {name: seen.choice.to_json() for name, seen in looks.items()},
+        "findings": {name: seen.findings_json() for name, seen in looks.items()},
+        "results": results,
+    }
 
 
 def _end(rows: Sequence[GateRow], patterns: Sequence[str]) -> None:

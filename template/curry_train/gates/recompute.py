@@ -43,6 +43,7 @@ from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
+from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
 from .same_training import calls_counted, in_place, same_training, sample_of
@@ -123,6 +124,37 @@ def recompute_parity(case: Case, *, strategy: str, apply: Apply | None = None) -
         by_block=strategy != "sequential",
         every_block=True,
     )
+
+
+# A training long enough for what shows only after some steps.
+LONG_RUN_STEPS = 12
+LONG_RUN_STRATEGIES = ("full", "sequential", "selective", "sac", "regions", "offload")
+
+
+def long_run(case: Case) -> Verdict:
+    """Compare trainings of a dozen steps with and without each strategy."""
+    gate = "recompute/long-run"
+    measured = []
+    for strategy in LONG_RUN_STRATEGIES:
+        verdict = Gate(
+            gate,
+            partial(_long_run_of, strategy=STRATEGIES[strategy].apply),
+        ).run(case)
+        if verdict.passed is False:
+            return replace(verdict, measured=f"{strategy}: {verdict.measured}")
+        if verdict.passed:
+            measured.append(strategy)
+    required = f"bit-equal over {LONG_RUN_STEPS} steps"
+    if not measured:
+        return not_applicable(gate, required=required, why="no strategy changes this model")
+    return Verdict(gate, True, f"{', '.join(measured)}: {LONG_RUN_STEPS} steps", required)
+
+
+def _long_run_of(case: Case, *, strategy: Apply) -> Verdict:
+    try:
+        return same_training("recompute/long-run", case, strategy, num_steps=LONG_RUN_STEPS)
+    except (NothingToMove, PolicyError) as reason:
+        return not_applicable("recompute/long-run", required="bit-equal", why=str(reason))
 
 
 def recomputed_flops(case: Case, *, apply: Apply = APPLY_FULL) -> Verdict:
@@ -261,6 +293,7 @@ RECOMPUTE_GATES = (
     Gate("recompute/flops", recomputed_flops, RECOMPUTE_TAKES),
     Gate("recompute/off", off, RECOMPUTE_TAKES),
     Gate("recompute/profiler", profiler, {"MemoryProfiler": Takes("profiled")}),
+    Gate("recompute/long-run", long_run, thorough=True),
 )
 
 

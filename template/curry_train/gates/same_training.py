@@ -36,14 +36,15 @@ from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size, take
 from .verdict import Implementation, Verdict, as_ours, not_applicable
 
-# Microbatches of each step.
-STEP_MICROBATCHES = (1, 2, 2)
+NUM_STEPS = 3
+# Microbatches of each step but the first, which has one.
+NUM_MICROBATCHES = 2
 # Of AdamW, whose first steps move each weight by about this much.
 LEARNING_RATES = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LEARNING_RATE = 1e-3
-# The step that runs all its forwards before one backward, and the one under autocast.
+# The step that runs all its forwards before one backward, and the ones under autocast.
 JOINT_STEP = 1
-AUTOCAST_STEP = 2
+AUTOCAST_STEPS = (2, 10)
 # Calls after which no more bytes may stay alive than before; what the first ones allocate may stay.
 NUM_LEAK_CALLS = 2
 MOST_LEAK_CALLS = 4
@@ -65,6 +66,7 @@ def same_training(
     by_block: bool = False,
     every_block: bool = False,
     can_leave_out: bool = True,
+    num_steps: int = NUM_STEPS,
 ) -> Verdict:
     """Check that a technique keeps losses, gradients, buffers and generators of a short training.
 
@@ -77,7 +79,7 @@ def same_training(
     then says.
     """
     otherwise = "; or leave it out with --blocks" if can_leave_out else ""
-    course, reference, plain = _plain(case)
+    course, reference, plain = _plain(case, num_steps)
     tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
     required = (
         "bit-equal"
@@ -88,7 +90,8 @@ def same_training(
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        hint = _where(case, alone or apply, "computes other tensors the second time") + otherwise
+        cause = "computes other tensors the second time"
+        hint = _where(case, alone or apply, cause, num_steps=num_steps) + otherwise
         return Verdict(gate, False, measured, required, hint)
 
     step, found = _first_difference(reference, candidate, tolerance)
@@ -219,7 +222,7 @@ class Course:
     joint: bool = True
     # Whether one step runs under autocast.
     autocast: bool = True
-    num_steps: int = len(STEP_MICROBATCHES)
+    num_steps: int = NUM_STEPS
     # The reasons for what is left out.
     left_out: tuple[str, ...] = field(default=(), compare=False)
 
@@ -231,13 +234,13 @@ class Course:
 _last_plain: list[Any] = []
 
 
-def _plain(case: Case) -> tuple[Course, list[StepRecord], Activity]:
+def _plain(case: Case, num_steps: int) -> tuple[Course, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
-    if _last_plain and _last_plain[0] == case:
+    if _last_plain and _last_plain[0] == (case, num_steps):
         course, reference, activity = _last_plain[1:]
         return course, reference, activity
     _last_plain.clear()
-    course = Course(autocast=case.dtype is torch.float32)
+    course = Course(autocast=case.dtype is torch.float32, num_steps=num_steps)
     course, (reference, activity, _) = _possible(case, course)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
     # What does not repeat itself shows it in the first step.
@@ -245,7 +248,7 @@ def _plain(case: Case) -> tuple[Course, list[StepRecord], Activity]:
     if not _first_difference(reference[:1], again, 0.0)[1].bit_equal:
         course = replace(course, trains=False)
         reference, activity, _ = _train(case, _nothing, course)
-    _last_plain[:] = [case, course, reference, activity]
+    _last_plain[:] = [(case, num_steps), course, reference, activity]
     return course, reference, activity
 
 
@@ -310,11 +313,11 @@ def _train(
 def _accumulated(case: Case, module: nn.Module, step: int, course: Course) -> Tensor:
     """Run forward and backward of the microbatches of one step, and return their losses."""
     precision: Any = nullcontext()
-    if course.autocast and step == AUTOCAST_STEP:
+    if course.autocast and step in AUTOCAST_STEPS:
         precision = torch.autocast(case.device.type, torch.bfloat16)
     values = []
-    for index in range(STEP_MICROBATCHES[step]):
-        batch = microbatch(case, sum(STEP_MICROBATCHES[:step]) + index)
+    for index in range(NUM_MICROBATCHES if step else 1):
+        batch = microbatch(case, step * NUM_MICROBATCHES + index)
         with precision:
             value = case.workload.mean_loss(module, batch)
         values.append(value)
@@ -439,12 +442,11 @@ def _cause(found: Parity) -> str:
     )
 
 
-def _where(case: Case, apply: Apply, cause: str, *, num_steps: int | None = None) -> str:
+def _where(case: Case, apply: Apply, cause: str, *, num_steps: int) -> str:
     """Name the blocks that break parity on their own within some steps, with the cause."""
-    course, reference, _ = _plain(case)
-    if num_steps is not None:
-        course = replace(course, num_steps=num_steps)
-        reference = reference[:num_steps]
+    course, reference, _ = _plain(case, max(num_steps, NUM_STEPS))
+    course = replace(course, num_steps=num_steps)
+    reference = reference[:num_steps]
     guilty = []
     try:
         names = list(find_blocks(case.build(), case.blocks))

@@ -5,6 +5,8 @@ A gate passes on a right implementation, and its tests show that it fails on wro
     curry-train validate --gate sac --impl my_package.sac:apply_sac
     curry-train validate --impl recompute=my_package.memory:checkpoint_layers
 
+What the gates promise stands in `claims.toml`, a table per gate; `claims` reads it.
+
 Each `gates/<technique>.py` lists in `JUDGED_CALLABLES` what its gates judge, the main one first,
 and each gate how it takes another one (`Gate.judges`). A gate that takes none of those named does
 not apply: it never judges ours in their place.
@@ -18,11 +20,13 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,6 +97,9 @@ class Gate:
 
     # What the gate judges, by its public name; an `Implementation` may take its place.
     judges: Mapping[str, Takes] = field(default_factory=dict)
+
+    # Whether it takes so long that it runs only where it is asked for.
+    thorough: bool = False
 
     def run(self, case: Case) -> Verdict:
         """Check a case; a check that fails on the user's model is a gate that does not hold."""
@@ -300,6 +307,33 @@ TECHNIQUES = (
 
 # First words of gate names that are not the name of the technique whose module holds the gates.
 TECHNIQUE_OF_GATES = {"run-journal": "checkpoint-policy"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A promise of a technique that a gate holds."""
+
+    name: str  # <skill>.<word>
+    gate: str
+    text: str
+    broken_by: str
+
+
+@functools.cache
+def claims() -> tuple[Claim, ...]:
+    """Read the claims of all gates, in the order of the file."""
+    tables = tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
+    return tuple(
+        Claim(f"{technique_of(gate)}.{word}", gate, text, broken_by)
+        for gate, entries in tables.items()
+        for word, (text, broken_by) in entries.items()
+    )
+
+
+def technique_of(gate: str) -> str:
+    """Return the technique, and skill, that a gate belongs to."""
+    word = gate.partition("/")[0]
+    return TECHNIQUE_OF_GATES.get(word, word)
 
 
 def _module_of(technique: str) -> Any:
