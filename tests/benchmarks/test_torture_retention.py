@@ -61,7 +61,7 @@ WRONG = {
         give_up=lambda store, folders: None, given_up=lambda files: frozenset()
     ),
     "given up without a note": dict(give_up=removes_one_by_one),
-    "NaN is saved": dict(what_is_wrong=lambda state, metrics: None),
+    "NaN is saved": dict(what_is_wrong=lambda *_, **__: None),
 }
 
 

@@ -14,6 +14,8 @@ A step at which both a rollback and a recovery are due is written once, as a rec
 as both on every kind of storage. A best-K is a separate file, because it has to stay when the
 optimizer's state is deleted.
 
+Why so long: when a state is due, whether it is sound, and what a save replaces are one decision.
+
 Proof: `python -m pytest tests/runs/test_cadence.py tests/runs/test_saving_policy.py`.
 """
 
@@ -21,7 +23,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .files import expected_save_seconds
-from .format import SavableState
+from .format import MODEL_PREFIX, Contents, Loading, SavableState, Snapshot
 from .layout import (
     BEST_KIND,
     CHECKPOINT_KINDS,
@@ -41,6 +43,7 @@ from .layout import (
     folder_name,
 )
 from .lock import is_being_read
+from .optimizer_state import parameter_names
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import NothingSaved, Resumed, choose, load_chosen
@@ -266,53 +269,111 @@ class AutomaticCadence(CadenceFromOverhead):
         self.waited(time.perf_counter() - began)
 
 
-# Check that a state is finite before it is saved.
+# Check that a state is sound before it is saved.
+
+# Buffers that are infinite only in damaged models; others may be masks.
+RUNNING_STATISTICS = (".running_mean", ".running_var")
 
 
-def what_is_wrong(state: SavableState, metrics: Mapping[str, Any]) -> str | None:
-    """Describe the first metric or parameter that is not finite; None if all are finite.
+class TakenState:
+    """A state whose snapshot is taken once, for the checks and the saves of one step."""
 
-    Buffers and moments are not checked: masks among the buffers are infinite in sound models, and
-    NaN in a moment reaches its parameter in the same step.
+    def __init__(self, state: SavableState) -> None:
+        self.state = state
+        self._snapshot: Snapshot | None = None
+
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
+            self._snapshot = self.state.snapshot()
+        return self._snapshot
+
+    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
+        return self.state.begin_load(contents, strict=strict)
+
+
+def what_is_wrong(
+    state: SavableState,
+    metrics: Mapping[str, Any],
+    *,
+    judged: Collection[str] = ("loss",),
+    by_design: Collection[str] = (),
+) -> str | None:
+    """Describe the first metric or tensor that makes a state unfit to be saved, or return None.
+
+    Metrics may be infinite unless they are `judged`. Parameters and running statistics have to be
+    finite; other buffers (masks), optimizer state and parts must not have NaN, except in the
+    tensors that `by_design` names.
     """
     for name, value in metrics.items():
-        if value is not None and not math.isfinite(number_of(value)):
-            return f"{name} is {number_of(value)}"
-    model = getattr(state, "model", None)
-    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
-    parameters = {}
-    for name, parameter in named:
-        tensor = _local(parameter.detach())
-        if tensor.is_floating_point() or tensor.is_complex():
-            parameters[name] = tensor
-    if not parameters or all_finite(list(parameters.values())):
-        return None
+        number = math.nan if value is None else number_of(value)
+        if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
+            return f"{name} is {number}"
 
-    # Search for the name only after the cheap check of all parameters together has failed.
-    for name, tensor in parameters.items():
-        if not all_finite([tensor]):
-            return f"{name} is not finite"
-    return "a parameter is not finite"
+    model = getattr(getattr(state, "state", state), "model", None)
+    named = parameter_names(model).values() if isinstance(model, torch.nn.Module) else ()
+    parameters = {f"{MODEL_PREFIX}{name}" for name in named}
+    tensors = {
+        name: tensor
+        for name, tensor in state.snapshot().tensors.items()
+        if not name.startswith("random.") and name not in by_design
+    }
+    # Search for NaN only in the few tensors whose sum is not finite.
+    for name in with_infinite_sum(tensors):
+        values = _floats(tensors[name])
+        is_judged = name.partition("/")[0] in parameters or name.endswith(RUNNING_STATISTICS)
+        if is_judged and not bool(torch.isfinite(values).all()):
+            return f"{name.removeprefix(MODEL_PREFIX)} is not finite"
+        if bool(torch.isnan(values).any()):
+            return f"{name.removeprefix(MODEL_PREFIX)} has NaN"
+    return None
+
+
+def nan_by_design(state: SavableState) -> frozenset[str]:
+    """Return the buffers and tensors of parts that have NaN already before a run trains."""
+    try:
+        tensors = state.snapshot().tensors
+    except Exception:  # noqa: BLE001 - the first save raises it, unless the state is complete then
+        return frozenset()
+    suspects = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(("random.", "optimizer.", "gradient."))
+    }
+    return frozenset(
+        name for name in with_infinite_sum(suspects) if bool(_floats(suspects[name]).isnan().any())
+    )
+
+
+def with_infinite_sum(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the tensors that may not be finite; synchronizes only once with each device.
+
+    A sum reads memory once and allocates none, and NaN or infinity in a tensor is in its sum too.
+    """
+    sums: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        values = _floats(tensor)
+        if values.numel():
+            sums.setdefault(values.device, {})[name] = torch.isfinite(values.sum())
+    found = []
+    for by_name in sums.values():
+        flags = torch.stack(list(by_name.values())).tolist()
+        found += [name for name, flag in zip(by_name, flags, strict=True) if not flag]
+    return found
+
+
+def _floats(tensor: Tensor) -> Tensor:
+    """Return this rank's floating-point elements; none of other tensors."""
+    to_local = getattr(tensor, "to_local", None)
+    values: Tensor = (to_local() if to_local is not None else tensor).detach()
+    if not (values.is_floating_point() or values.is_complex()):
+        return values.new_empty(0, dtype=torch.float32)
+    # Torch has no sums of the floats of 8 bits.
+    return values.float() if values.dtype.itemsize == 1 else values
 
 
 def number_of(value: Any) -> float:
     """Convert a number or a tensor, which may still require grad, to a float."""
     return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    """Return whether all tensors are finite; synchronizes only once with each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
-    return all(bool(torch.stack(flags).all()) for flags in by_device.values())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded parameter, or the tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    local: Tensor = to_local() if to_local is not None else tensor
-    return local
 
 
 # Save, delete and resume checkpoints according to a policy.
@@ -347,6 +408,7 @@ class SavingPolicy:
         self._pending: int | None = None
         self._entered = False
         self._begun = False
+        self._by_design: frozenset[str] = frozenset()
         self._cadence = AutomaticCadence(store, self.config, saver=saver)
 
     def __enter__(self) -> "SavingPolicy":
@@ -370,6 +432,7 @@ class SavingPolicy:
         """
         own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
         if own is None:
+            self._by_design = nan_by_design(state)
             return None
         resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
         self._damaged |= set(resumed.damaged)
@@ -377,6 +440,7 @@ class SavingPolicy:
             self._last = resumed.saved
             if what != "latest":
                 self.turn_back(resumed.saved.step)
+        self._by_design = nan_by_design(state)
         logger.info("%s", resumed.words)
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
@@ -385,13 +449,12 @@ class SavingPolicy:
     def after_step(
         self, step: int, state: SavableState, metrics: Mapping[str, Any]
     ) -> list[SavedCheckpoint]:
-        """Save what is due after `step` steps; nothing if a metric or parameter is not finite.
+        """Save what is due after `step` steps; nothing of a state with NaN.
 
         `metrics` holds figures of this step, numbers or tensors; they are read only where a save is
-        due. Leave out what may be infinite in correct training, such as the norm of a gradient that
-        a scaler skips.
+        due. Nothing is saved if one of them is NaN, or if the loss or the metric of the best-K is
+        infinite; or if the state is not sound (see `what_is_wrong`).
         """
-        ranks = Ranks(self.store.group)
         self._cadence.trained()
         kinds = due(step, self.config, automatic=self._cadence.is_due(step, state))
         measured = metrics.get(self.config.best_k_metric) is not None
@@ -400,14 +463,9 @@ class SavingPolicy:
             began = time.perf_counter()
             self._begun = False
             value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
-            wrong = ranks.exchange(
-                lambda: what_is_wrong(state, metrics),
-                lambda problems: [_first(problems)] * ranks.size,
-            )
-            if wrong:
-                self._note(f"step {step} was not saved: {wrong}")
-            else:
-                saved = self._save_due(step, state, kinds, value)
+            taken = TakenState(state)
+            if self._is_sound(step, taken, metrics):
+                saved = self._save_due(step, taken, kinds, value)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
         self._cadence.go_on()
         return saved
@@ -415,17 +473,25 @@ class SavingPolicy:
     def save_now(self, step: int, state: SavableState) -> list[SavedCheckpoint]:
         """Save a recovery at the end of a run, or before it is stopped.
 
-        Nothing is saved if this step is saved already, or if a parameter is not finite.
+        Nothing is saved if this step is saved already, or if the state is not sound.
         """
+        taken = TakenState(state)
+        if not self._is_sound(step, taken, {}):
+            return []
+        saved = self._save_due(step, taken, ("recovery",), math.nan)
+        return saved + self.finish()
+
+    def _is_sound(self, step: int, state: TakenState, metrics: Mapping[str, Any]) -> bool:
+        """Return whether the state of every rank may be saved; note the reason if not."""
         ranks = Ranks(self.store.group)
+        judged = ("loss", self.config.best_k_metric)
         wrong = ranks.exchange(
-            lambda: what_is_wrong(state, {}), lambda problems: [_first(problems)] * ranks.size
+            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design),
+            lambda problems: [_first(problems)] * ranks.size,
         )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
-            return []
-        saved = self._save_due(step, state, ("recovery",), math.nan)
-        return saved + self.finish()
+        return not wrong
 
     def turn_back(self, step: int) -> list[SavedCheckpoint]:
         """Delete the states of steps beyond `step` for good, and return them.

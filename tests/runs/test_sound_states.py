@@ -1,0 +1,143 @@
+"""A state with NaN is never saved, and a sound one always is.
+
+python -m pytest tests/runs/test_sound_states.py
+"""
+
+import math
+
+import pytest
+import torch
+from store_models import WIDTH, new_state, train
+from torch import nn
+
+from curry_train.runs import Store, TrainingState
+from curry_train.runs.policy import SavingPolicy, nan_by_design, what_is_wrong
+from curry_train.runs.policy_config import PolicyConfig
+
+EACH_STEP = PolicyConfig(rollback_every=1, recovery_every=None, best_k=1)
+
+
+class Holder:
+    """A part of a state that holds one tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {"x": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["x"]
+
+
+def odd_network():
+    """Return a network with an infinite mask, and with float8, sparse and empty tensors."""
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.full((2, 2), -math.inf))
+    model.register_buffer("table", torch.eye(3).to_sparse())
+    model.register_buffer("nothing", torch.zeros(0, 3))
+    model.register_buffer("unset", torch.full((2,), math.nan))
+    small = torch.ones(4).to(torch.float8_e4m3fn)
+    model.register_parameter("small", nn.Parameter(small, requires_grad=False))
+    large = torch.full((4,), 60000.0, dtype=torch.float16)
+    model.register_parameter("large", nn.Parameter(large, requires_grad=False))
+    return model
+
+
+def odd_state():
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    state = new_state(build=odd_network, extra={"x": Holder(torch.ones(2)), "average": average})
+    train(state, 1)
+    return state
+
+
+def moment(state):
+    return state.optimizers[0].state[state.model[0].weight]["exp_avg_sq"]
+
+
+DAMAGE = {
+    "parameter": (lambda s: s.model[0].weight.data, math.nan, "0.weight is not finite"),
+    "infinite parameter": (lambda s: s.model[0].bias.data, math.inf, "0.bias is not finite"),
+    "float8": (lambda s: s.model.small.data, math.nan, "small is not finite"),
+    "statistic": (lambda s: s.model[1].running_var, math.nan, "1.running_var is not finite"),
+    "infinite statistic": (
+        lambda s: s.model[1].running_mean,
+        -math.inf,
+        "1.running_mean is not finite",
+    ),
+    "mask": (lambda s: s.model.mask, math.nan, "mask has NaN"),
+    "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table/_values has NaN"),
+    "moment": (moment, math.nan, "optimizer.0.0.weight.exp_avg_sq has NaN"),
+    "part": (lambda s: s.parts["extra-x"].tensor, math.nan, "part.extra-x/x has NaN"),
+    "average": (
+        lambda s: s.parts["extra-average"].module.weight.data,
+        math.nan,
+        "part.extra-average/module.weight has NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_nan_in_any_tensor_is_not_saved(tmp_path, name):
+    find, value, message = DAMAGE[name]
+    state = odd_state()
+    by_design = nan_by_design(state)
+    assert what_is_wrong(state, {}, by_design=by_design) is None
+    # Torch can't write a single element of float8.
+    find(state).view(-1)[:1] = torch.tensor([value]).to(find(state).dtype)
+    assert what_is_wrong(state, {}, by_design=by_design) == message
+    with Store(tmp_path) as store:
+        policy = SavingPolicy(store, EACH_STEP)
+        policy._by_design = by_design
+        assert policy.after_step(1, state, {"loss": 1.0}) == []
+        assert policy.save_now(1, state) == []
+    assert policy.notes == [f"step 1 was not saved: {message}"] * 2
+
+
+def test_masks_odd_dtypes_and_nan_by_design_do_not_keep_a_state_from_being_saved(tmp_path):
+    state = odd_state()
+    with Store(tmp_path) as store:
+        policy = SavingPolicy(store, EACH_STEP)
+        policy.resume(state)
+        assert [one.step for one in policy.after_step(1, state, {"loss": 1.0})] == [1]
+
+
+def test_a_lazy_model_can_be_resumed_before_its_parameters_exist(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(2))
+    state = TrainingState(model, torch.optim.SGD(model.parameters()))
+    with Store(tmp_path) as store:
+        policy = SavingPolicy(store, EACH_STEP)
+        policy.resume(state)
+        model(torch.ones(1, 3))
+        assert [one.step for one in policy.after_step(1, state, {})] == [1]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_saved"),
+    [
+        ({"loss": math.inf}, False),
+        ({"dev_loss": math.inf}, False),
+        ({"accuracy": math.nan}, False),
+        ({"loss": 1.0, "grad_norm": math.inf}, True),
+        ({"loss": 1.0, "perplexity": torch.tensor(math.inf)}, True),
+        ({"loss": None}, True),
+    ],
+)
+def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(
+    tmp_path, metrics, is_saved
+):
+    state = new_state()
+    with Store(tmp_path) as store:
+        saved = SavingPolicy(store, EACH_STEP).after_step(1, state, metrics)
+    assert ("rollback" in [one.kind for one in saved]) == is_saved
+
+
+def test_a_step_takes_one_snapshot_for_its_checks_and_its_saves(tmp_path):
+    state = new_state()
+    count = []
+    take = state.snapshot
+    state.snapshot = lambda: count.append(1) or take()
+    with Store(tmp_path) as store:
+        saved = SavingPolicy(store, EACH_STEP).after_step(1, state, {"dev_loss": 1.0})
+    assert [one.kind for one in saved] == ["rollback", "best-k"]
+    assert len(count) == 1
