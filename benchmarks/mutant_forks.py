@@ -21,7 +21,6 @@ import gc
 import importlib
 import itertools
 import json
-import math
 import os
 import signal
 import sys
@@ -242,7 +241,7 @@ def _named_in_messages(
     tree: ast.Module, functions: Sequence[ast.FunctionDef], inside: set[int]
 ) -> Iterator[ast.AST]:
     """Yield arguments of our own functions that are used only inside nodes of messages."""
-    parameters = {function.name: [one.arg for one in function.args.args] for function in functions}
+    parameters = {function.name: _parameters(function) for function in functions}
     only = {
         (function.name, name)
         for function in functions
@@ -255,6 +254,10 @@ def _named_in_messages(
             pairs = list(zip(names, call.args, strict=False))
             pairs += [(keyword.arg, keyword.value) for keyword in call.keywords]
             yield from (node for name, node in pairs if (call.func.id, name) in only)
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    return [one.arg for one in function.args.args]
 
 
 def _is_message(node: ast.AST) -> bool:
@@ -312,6 +315,9 @@ KINDS_OF_CHECKS = ("gates", "tests")
 TIMES_LONGER = 10
 MORE_SECONDS = 20
 
+# A fork that runs when the time of a job is over may still end in these.
+MORE_SECONDS_AT_THE_END = 4.0
+
 # Of the checks of a mutant, those that take longest are left out from here on.
 MOST_SECONDS = 15.0
 
@@ -337,6 +343,9 @@ class Check:
         return not self.failure and function in self.called
 
 
+LATE = "did not end in time"
+
+
 class Fork:
     """A child process that runs a function and answers with JSON, within a time limit."""
 
@@ -353,24 +362,29 @@ class Fork:
         is_late = time.monotonic() > self._until
         if not child and not is_late:
             return None
-        self.kill()
         if not child:
-            # It may not have become the leader of its group yet.
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
+            self.kill()
+            return {"died": LATE}
+        self._kill_group()
         self._answer.seek(0)
         text = self._answer.read()
         self._answer.close()
-        if is_late and not child:
-            return {"died": "did not end in time"}
         return json.loads(text) if text else {"died": f"status {os.waitstatus_to_exitcode(status)}"}
+
+    def kill(self) -> None:
+        """End a child that runs, with all processes that it started."""
+        self._kill_group()
+        # It may not have become the leader of its group yet.
+        os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
+        self._answer.close()
 
     def wait(self) -> dict[str, Any]:
         while (answer := self.ended()) is None:
             time.sleep(0.01)
         return answer
 
-    def kill(self) -> None:
+    def _kill_group(self) -> None:
         try:
             os.killpg(self._child, signal.SIGKILL)
         except ProcessLookupError:
@@ -547,7 +561,7 @@ def run_mutants(
     waiting = tasks(job, kinds)
     is_over = False
     try:
-        while running or not is_over:
+        while (running or not is_over) and time.time() < job["until"] + MORE_SECONDS_AT_THE_END:
             while len(running) < job["at_once"] and not is_over:
                 row, checks = next(waiting, (None, []))
                 is_over = row is None or time.time() > job["until"]
@@ -608,7 +622,9 @@ class Forks:
         """Measure the checks without a mutant; those that there is no time for are left out."""
         now = time.time()
         until = now + SHARE_OF_FIRST_RUN * (self._job["until"] - now)
-        answer = Fork(lambda: {"rows": measure(checks, until)}, math.inf).wait()
+        answer = Fork(lambda: {"rows": measure(checks, until)}, self._job["until"] - now).wait()
+        if answer.get("died") == LATE:
+            return False
         if "died" in answer:
             self._say({"error": f"the {kind} without a mutant: {answer['died']}"})
             return False

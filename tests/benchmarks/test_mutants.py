@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("libcst", reason="mutmut is not installed: pip install '.[dev]'")
 
+import mutant_forks
 import mutants
 from mutant_forks import Check, Fork, in_order, mutate, run_mutants, shorten
 
@@ -189,6 +190,14 @@ def test_a_mutant_that_ends_its_process_is_caught_and_no_mutant_begins_after_the
     check = Check("exits", lambda: sys.exit(0), called=frozenset("f"))
     assert run_job({"gates": [check]}, "a") == {("a", "gates"): "status 3"}
     assert run_job({"gates": [check]}, "a", until=0.0) == {}
+
+
+def test_forks_are_killed_some_seconds_after_the_time_of_a_job(monkeypatch):
+    monkeypatch.setattr(mutant_forks, "MORE_SECONDS_AT_THE_END", 0.1)
+    sleeps = Check("sleeps", lambda: time.sleep(60), called=frozenset("f"))
+    started = time.monotonic()
+    assert run_job({"gates": [sleeps]}, "ab", until=time.time() + 1) == {}
+    assert time.monotonic() - started < 30
 
 
 def test_a_fork_that_does_not_end_is_killed():
