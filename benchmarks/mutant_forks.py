@@ -318,6 +318,9 @@ MORE_SECONDS = 20
 # A fork that runs when the time of a job is over may still end in these.
 MORE_SECONDS_AT_THE_END = 4.0
 
+# Tests of the gates themselves run them on many planted faults: the gates alone say as much.
+OTHER_TESTS = "not gate and not catch"
+
 # Of the checks of a mutant, those that take longest are left out from here on.
 MOST_SECONDS = 15.0
 
@@ -661,6 +664,7 @@ def main() -> None:
 
     fixtures.PYTHON_EXECUTABLE = warm_python.WarmPython()
     options = ["--numprocesses=0", "-p", "no:cacheprovider", "-q", "--capture=no"]
+    options += ["-k", OTHER_TESTS]
     reports = Reports()
     plugins = [reports, Forks(job, say, reports)]
     status = pytest.main([*options, *job["tests"]], plugins=plugins)
