@@ -3,6 +3,7 @@
 python -m pytest tests/workloads/test_batches.py
 """
 
+import textwrap
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -202,6 +203,47 @@ def test_an_object_that_can_not_be_cut_sets_the_batch_size_of_commands():
     refused = runner.invoke(validate_command, [*arguments, "--batch-size", "3"])
     assert refused.exit_code == 2
     assert "reads has one batch of 1, which can't be divided" in refused.output
+
+
+GRAPH = """
+    import torch
+    from torch import nn
+
+    class Neighbours(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, nodes, edges):
+            for layer in self.layers:
+                nodes = nodes + torch.tanh(layer(nodes)).index_select(0, edges[0])
+            return nodes
+
+    def build():
+        return Neighbours(), (torch.randn(6, 4), torch.stack([torch.arange(6).flip(0)] * 2))
+    """
+
+
+def test_rows_that_belong_together_are_one_batch(tmp_path):
+    path = tmp_path / "graph.py"
+    path.write_text(textwrap.dedent(GRAPH))
+    workload = load_workload(f"{path}:build")
+    assert not workload.is_divisible
+    assert workload.own_batch == 6
+    nodes, edges = workload.batch(6)
+    assert (nodes.shape, edges.shape) == ((6, 4), (2, 6))
+    with pytest.raises(IndivisibleBatch, match="does not run on 2 of the 6 rows"):
+        workload.batch(2)
+    case = Case(workload, batch_size=6)
+    with pytest.raises(IndivisibleBatch, match="does not run on"):
+        case.split(case.batch(), [3, 3])
+
+
+def test_a_model_that_fails_on_its_whole_batch_too_is_reported_as_before(tmp_path):
+    path = tmp_path / "wrong_graph.py"
+    path.write_text(textwrap.dedent(GRAPH).replace("torch.arange(6)", "torch.arange(7)"))
+    with pytest.raises(WorkloadError, match="a forward on the batch raised"):
+        load_workload(f"{path}:build")
 
 
 def test_an_empty_batch_is_refused():

@@ -6,6 +6,7 @@ attention, rotary positions, SwiGLU and RMS norms, a bottleneck ResNet and a spi
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -32,6 +33,7 @@ from .workload import (
     default_workload,
     mask_tails,
     token_loss,
+    undivided,
     without_cache,
 )
 
@@ -404,7 +406,16 @@ def load_workload(spec: str) -> Workload:
             workload = default_workload(spec.rsplit(":", 1)[1], build, made, spec=spec)
         except ValueError as error:
             raise WorkloadError(f"{spec}: {error}") from None
-    _try_once(workload)
+    try:
+        _try_once(workload)
+    except WorkloadError:
+        if workload.own_batch is None or not workload.is_divisible:
+            raise
+        whole = undivided(workload)
+        with contextlib.suppress(WorkloadError):
+            _try_once(whole)
+            return whole
+        raise
     return workload
 
 

@@ -252,6 +252,9 @@ class Case:
 
     def split(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
         """Split a batch into microbatches of these sizes, which must add up to the batch."""
+        if not self.workload.is_divisible and len(sizes) > 1:
+            # Raises what is the matter with it.
+            self.workload.batch(sizes[0])
         if sum(sizes) != batch_size(batch):
             raise WorkloadError(
                 f"sizes {list(sizes)} do not add up to a batch of {batch_size(batch)}: give sizes "
@@ -311,6 +314,21 @@ def default_workload(
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
     )
+
+
+def undivided(workload: Workload) -> Workload:
+    """Return a workload that makes its own batch alone, whose rows belong together."""
+    own = workload.own_batch
+
+    def batch(wanted: int) -> Any:
+        if wanted != own:
+            raise IndivisibleBatch(
+                f"the model does not run on {wanted} of the {own} rows of its batch, as where they "
+                "are the nodes of a graph: return a Workload whose batch makes one of any size"
+            )
+        return workload.batch(wanted)
+
+    return replace(workload, batch=batch, is_divisible=False)
 
 
 def _is_divisible(batch: Any) -> bool:
