@@ -104,6 +104,28 @@ def test_a_list_and_a_function_equal_the_policy_of_that_name():
         assert figures(lambda model, other=other: apply_sac(model, other))[1:] == named[1:]
 
 
+class Choice:
+    def __call__(self, context, operation, *args, **kwargs):
+        return False
+
+
+def save_nothing(context, operation, *args, **kwargs):
+    return False
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (save_nothing, "save_nothing"),
+        (functools.partial(save_nothing), "partial"),
+        (Choice(), "Choice"),
+        (["aten.mm"], "the list"),
+    ],
+)
+def test_an_error_names_the_policy_that_was_given(policy, name):
+    assert make_policy(policy).name == name
+
+
 def test_bytes_and_flops_equal_those_of_torchs_own():
     ours, theirs = figures(apply_sac), figures(lambda model: torch_sac(model, CASE))
     assert ours[1:] == theirs[1:]
