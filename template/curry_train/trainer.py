@@ -35,7 +35,7 @@ from .config import Config, OptimizerConfig
 from .core.blocks import NoBlocks, find_blocks
 from .core.measure import Loss
 from .core.rerun import untouched
-from .core.timing import find_device
+from .core.timing import find_device, memory_record
 from .data import Dataset, Stream
 from .loop import RunReport, StepReport, mean_loss, run_training_steps
 from .primitives import apply_config
@@ -136,6 +136,20 @@ def _check_launch(parallel: str, size: int, ranks: int | None) -> None:
             f"started: use --nproc-per-node {ranks}, or set ranks={size} (batch_size counts the "
             "samples of all ranks together)"
         )
+
+
+def recorded(
+    config: Config, device: torch.device, wanted: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that writes a memory snapshot among the runs if the device is full."""
+    if not wanted:
+        return contextlib.nullcontext()
+    if device.type != "cuda":
+        raise ValueError(
+            f"--record-memory records the memory of a GPU, and this training is on {device}: "
+            "leave it out"
+        )
+    return memory_record(Path(config.runs) / f"{config.name}-oom")
 
 
 def leave(status: int) -> NoReturn:

@@ -221,6 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="over config.yaml")
     parser.add_argument("--config", default="config.yaml", help="default: config.yaml")
     parser.add_argument("--resume", help="latest, RUN, RUN@STEP, RUN@before-STEP or RUN@best")
+    parser.add_argument("--record-memory", action="store_true", help="snapshot of a full GPU")
     parser.add_argument("--show-config", action="store_true", help="print every key and exit")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -229,7 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(config.to_yaml(), end="")
             return 0
         started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
-        with started as (ranks, device):
+        with started as (ranks, device), trainer.recorded(config, device, options.record_memory):
             training = build_training(config, ranks, device)
             folder, run = open_run(training, options.resume)
             with run:
@@ -238,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"ended after step {run.steps} ({run.ended_by}), saved in {folder}")
                 print(f"to continue: python train.py --resume {folder.name}")
             return run.exit_status
-    except (ValueError, NoSuchDevice, NonFiniteWindow, RunError) as error:
+    except (ValueError, NoSuchDevice, NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         print(f"Error: {error}", file=sys.stderr)
         if isinstance(error, NoSuchDevice):
             return 3

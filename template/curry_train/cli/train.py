@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
@@ -49,6 +50,7 @@ from ..trainer import (
     Watch,
     leave,
     open_run,
+    recorded,
     start_ranks,
     train_run,
 )
@@ -85,13 +87,16 @@ class DrawnSamples:
 
 
 @contextlib.contextmanager
-def open_named_run(config: Config, *, resume: str | None = None) -> Iterator[TrainingRun]:
+def open_named_run(
+    config: Config, *, resume: str | None = None, record_memory: bool = False
+) -> Iterator[TrainingRun]:
     """Join the ranks and open the run of a configuration that names its model and its data.
 
-    `resume` is `latest`, the name of a run, or a saved state.
+    `resume` is `latest`, the name of a run, or a saved state. `record_memory` is for a snapshot
+    where a GPU is out of memory.
     """
     started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
-    with started as (ranks, device):
+    with started as (ranks, device), recorded(config, device, record_memory):
         workload = load_workload(config.model)
         dtype = TRAINING_DTYPES[config.dtype]
         case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
@@ -176,6 +181,7 @@ def _vocabulary(module: nn.Module) -> int | None:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @click.option("--batch-size", type=click.IntRange(1), help="Samples per step; same as batch_size=.")
 @click.option("--seed", type=click.IntRange(0), help="Same as seed=.")
+@click.option("--record-memory", is_flag=True, help="Write a snapshot if a GPU is out of memory.")
 @json_option()
 @click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
@@ -187,23 +193,18 @@ def train_command(
     dtype: str | None,
     batch_size: int | None,
     seed: int | None,
+    record_memory: bool,
     json_path: str | None,
     show_config: bool,
     words: tuple[str, ...],
 ) -> None:
     """Train a model by its configuration.
 
-    Exit status: 0 done, 1 a loss or gradient was not finite or a state could not be saved, 2 wrong
-    usage, 3 device not available, 128 plus the signal's number after a signal (the state is saved).
+    Exit status: 0 done, 1 a loss or gradient was not finite, a state could not be saved or a GPU is
+    out of memory, 2 wrong usage, 3 device not available, 128 plus the signal's number after a
+    signal (the state is saved).
     """
-    options = {
-        "model": model,
-        "device": device,
-        "dtype": dtype,
-        "batch_size": batch_size,
-        "seed": seed,
-    }
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    given = _words(model=model, device=device, dtype=dtype, batch_size=batch_size, seed=seed)
     try:
         with contextlib.ExitStack() as opened:
             try:
@@ -219,7 +220,10 @@ def train_command(
                 ]
                 if config.log.tensorboard:
                     watch.append(write_tensorboard)
-                run = opened.enter_context(open_named_run(config, resume=resume))
+                opening = open_named_run(config, resume=resume, record_memory=record_memory)
+                run = opened.enter_context(opening)
+            except torch.OutOfMemoryError:
+                raise
             except NoSuchDevice as error:
                 raise DeviceMissing(str(error)) from error
             except (ValueError, RuntimeError) as error:
@@ -227,7 +231,7 @@ def train_command(
                     "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
                 ) from error
             trained = train_run(run, watch=watch)
-    except (NonFiniteWindow, RunError) as error:
+    except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         # Training can't go on, or its state can't be saved.
         click.echo(
             "\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True
@@ -235,6 +239,11 @@ def train_command(
         leave(1)
     _tell(config, trained, json_path)
     leave(_status(trained))
+
+
+def _words(**options: Any) -> list[str]:
+    """Return the options that were given as words of the configuration."""
+    return [f"{key}={value}" for key, value in options.items() if value is not None]
 
 
 def _here() -> str | None:

@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "ProfileReport",
             "SelectiveCheckpointer",
             "Timeline",
+            "memory_record",
         ),
         "saved": (
             "Plan",

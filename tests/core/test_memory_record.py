@@ -1,0 +1,157 @@
+"""A full GPU leaves a snapshot of its rank, and the error is raised again.
+
+CUDA's recorder is replaced: this runs without a GPU.
+"""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.cli.main import main
+from curry_train.config import load_config
+from curry_train.core import timing
+from curry_train.plan import memory_record
+from curry_train.trainer import recorded
+
+
+class Recorder:
+    """Stand-in for torch.cuda.memory: notes the calls, and dumps a small snapshot."""
+
+    def __init__(self):
+        self.calls = []
+        self.commands = []
+        self.fails = False
+
+    def history(self, enabled="all", max_entries=None):
+        self.calls.append("off" if enabled is None else max_entries)
+
+    def dump(self, path):
+        with Path(path).open("wb") as file:
+            if self.fails:
+                raise OSError(28, "No space left on device")
+            block = {"address": 512, "size": 2048, "requested_size": 2000, "frames": []}
+            block |= {"state": "active_allocated"}
+            segment = {"device": 0, "address": 512, "total_size": 2097152, "stream": 0}
+            segment |= {"segment_type": "small", "allocated_size": 2048, "active_size": 2048}
+            segment |= {"requested_size": 2000, "is_expandable": False, "segment_pool_id": (0, 0)}
+            segment |= {"frames": []}
+            rest = {"address": 2560, "size": 2095104, "requested_size": 0, "state": "inactive"}
+            segment["blocks"] = [block, rest | {"frames": []}]
+            pickle.dump({"segments": [segment], "device_traces": [[]]}, file)
+
+    def run(self, command, **options):
+        """Run `python -m curry_train ...` in this process."""
+        self.commands.append(command)
+        assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
+        ended = CliRunner().invoke(main, command[3:])
+        if ended.exit_code:
+            raise subprocess.CalledProcessError(ended.exit_code, command)
+        return subprocess.CompletedProcess(command, 0, stdout=ended.stdout)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    found = Recorder()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", found.history)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", found.dump)
+    monkeypatch.setattr(timing.subprocess, "run", found.run)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return found
+
+
+def fill(path, error=None):
+    """Run out of memory, directly or as the cause of another error."""
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if error is not None:
+        error.__cause__ = full
+    with pytest.raises(type(error or full)), memory_record(path):
+        raise error or full
+
+
+def test_a_full_device_leaves_a_snapshot_and_its_owners(recorder, tmp_path, capsys):
+    fill(tmp_path / "run/oom")
+    written = tmp_path / "run/oom.pickle"
+    assert pickle.loads(written.read_bytes())["segments"]
+    assert recorder.calls == [timing.MOST_RECORDED_EVENTS, "off"]
+    assert recorder.commands == [
+        [sys.executable, "-m", "curry_train", "memory", "--snapshot", str(written)]
+    ]
+    shown = capsys.readouterr().err
+    assert f"the snapshot is {written}" in shown
+    assert "reserved" in shown
+
+
+def test_an_earlier_snapshot_stays_and_a_cause_counts(recorder, tmp_path):
+    fill(tmp_path / "oom")
+    fill(tmp_path / "oom", RuntimeError("the step failed"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["oom-2.pickle", "oom.pickle"]
+
+
+def test_only_the_full_rank_writes_under_its_number(recorder, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    fill(tmp_path / "oom")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match="another"), memory_record(tmp_path / "oom"):
+        raise ValueError("another error")
+    with memory_record(tmp_path / "oom"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["oom-rank-3.pickle"]
+    assert recorder.calls.count("off") == 3
+
+
+def test_a_full_disk_and_a_missing_command_are_a_line_each(recorder, tmp_path, monkeypatch, capsys):
+    recorder.fails = True
+    fill(tmp_path / "oom")
+    assert "can't be written: [Errno 28]" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    recorder.fails = False
+
+    def missing(command, **_):
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(timing.subprocess, "run", missing)
+    fill(tmp_path / "oom")
+    shown = capsys.readouterr().err
+    assert f"curry-train memory --snapshot {tmp_path / 'oom.pickle'}" in shown
+
+
+def test_without_a_gpu_nothing_is_recorded_and_the_option_is_refused(tmp_path, capsys, config):
+    with memory_record(tmp_path / "oom"):
+        pass
+    assert "no CUDA device, so no memory is recorded" in capsys.readouterr().err
+    with recorded(config, torch.device("cpu"), False):
+        pass
+    with pytest.raises(ValueError, match="--record-memory records the memory of a GPU"):
+        recorded(config, torch.device("cpu"), True)
+
+
+def test_a_training_records_beside_its_runs(recorder, tmp_path, config):
+    with pytest.raises(torch.OutOfMemoryError), recorded(config, torch.device("cuda"), True):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert (tmp_path / "runs/mine-oom.pickle").is_file()
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load_config(None, ["name=mine", f"runs={tmp_path / 'runs'}", "steps=1"])
+
+
+def test_train_refuses_the_option_on_a_cpu_and_names_a_full_device(tmp_path, monkeypatch):
+    words = ["train", "--model", "mlp", "--device", "cpu", f"runs={tmp_path / 'runs'}", "steps=1"]
+    refused = CliRunner().invoke(main, [*words, "--record-memory"])
+    assert refused.exit_code == 2
+    assert "--record-memory records the memory of a GPU" in refused.stderr
+
+    def fill(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("curry_train.cli.train.open_named_run", fill)
+    full = CliRunner().invoke(main, words)
+    assert (full.exit_code, full.stderr) == (1, "Error: CUDA out of memory\n")
