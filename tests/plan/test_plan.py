@@ -163,6 +163,36 @@ def test_the_planner_puts_the_warning_into_its_plan():
     assert "its own dropout" not in whole.explain()
 
 
+class NormalizedBlock(nn.Module):
+    """A residual block whose norm refuses a batch of one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+NORMALIZED = Workload(
+    "normalized",
+    lambda: nn.Sequential(*(NormalizedBlock() for _ in range(3))),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
+    with Planner(NORMALIZED) as planner:
+        found = planner.plan(2**40, global_batch=4)
+        assert {candidate.microbatch for candidate in found.candidates} == {2, 4}
+        for microbatch in (None, 4):
+            with pytest.raises(Infeasible, match="nothing fits"):
+                planner.plan(1, global_batch=4, microbatch=microbatch)
+        with pytest.raises(ValueError, match="does not train on a microbatch of 1 sample"):
+            planner.plan(2**40, global_batch=4, microbatch=1)
+
+
 def test_a_budget_that_binds_a_deep_model_is_used():
     workload = transformer(depth=12)
     with Planner(workload, without=(SAC_KIND,), chunked_loss=False) as planner:

@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/plan/test_plan.py`.
 """
 
 import contextlib
+import functools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ from .whole_step import (
 
 # Explain a plan: why a candidate won, or what would help where nothing fits.
 
+# Part of torch's message where a norm over the batch gets a single value.
+NEEDS_SAMPLES_ERROR = "Expected more than 1 value per channel"
 DROPOUT_TYPES = (
     nn.Dropout,
     nn.Dropout1d,
@@ -412,12 +415,30 @@ class Planner:
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
         sizes = self.sharding.microbatches(global_batch, microbatch)
+        if sizes[0][0] == 1 and not self._runs_on_one_sample:
+            sizes = sizes[1:]
+            if not sizes:
+                raise ValueError(
+                    "the model does not train on a microbatch of 1 sample, which a norm over the "
+                    "batch may refuse: plan for 2 or more"
+                )
         if self.asked is not True:
             # This chain measures the blocks, which a chain with chunked loss reuses.
             self._chain(chunked=False)
         for chunked in self._heads():
             for size, steps in sizes:
                 yield size, steps, chunked
+
+    @functools.cached_property
+    def _runs_on_one_sample(self) -> bool:
+        """Whether a step on one sample runs, which norms over the batch may refuse."""
+        try:
+            self.sketch.step(1)
+        except ValueError as error:
+            if NEEDS_SAMPLES_ERROR not in str(error):
+                raise
+            return False
+        return True
 
     def _heads(self) -> list[bool]:
         """List the ways to run the loss that are tried: whole, in chunks, or both.
@@ -522,7 +543,7 @@ class Planner:
         """
         yield from self._cuda_levers(least)
         only = {candidate.microbatch for candidate in found} == {least.microbatch}
-        if only and least.microbatch > 1:
+        if only and least.microbatch > 1 and self._runs_on_one_sample:
             smaller = self._solve(1, least.microbatch * least.steps, least.chunked_loss, 1)
             yield "microbatch 1", self.whole_steps.peak(smaller)[0]
         if self.asked is False and not least.chunked_loss:
