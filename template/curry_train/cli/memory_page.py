@@ -17,16 +17,18 @@ from typing import Any
 
 from ..core.measure import Life
 from ..core.wording import format_mebibytes
+from ..plan.cuda_step import (
+    BACKWARD_TEMPORARIES,
+    FORWARD_TEMPORARIES,
+    STEP_TEMPORARIES,
+    WORKSPACES_OWNER,
+)
 from ..plan.owners import (
     ALL_OWNERS,
-    BACKWARD_TEMPORARIES,
     EARLIER_OWNER,
-    FORWARD_TEMPORARIES,
     LOGITS_OWNER,
     NO_STACK_OWNER,
     RESTS_OWNER,
-    STEP_TEMPORARIES,
-    WORKSPACES_OWNER,
     OwnedBlocks,
 )
 from ..plan.profiler import BYTES_PER_MIB, STEP_PHASES, Timeline

@@ -6,9 +6,11 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
+import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +254,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
     "--parallel",
     type=click.Choice(SHARDING_KINDS),
     metavar="KIND",
-    help=f"How ranks share the training: {' or '.join(SHARDING_KINDS)}.",
+    help=f"How --ranks N share the training: {' or '.join(SHARDING_KINDS)}.",
 )
 @click.option(
     "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
@@ -281,6 +283,10 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
 @click.option("--verify", is_flag=True, help="Measure a planned step on this device.")
 @output_option("Write the plan for `Plan.load`.", "--out")
 @plot_option("Draw cost against budget; needs matplotlib.")
+@output_option("Write the steps as a page.", "--html", "page_path", metavar="FILE")
+@output_option(
+    "Write the steps as torch's memory snapshot.", "--snapshot", "snapshot_out", metavar="FILE"
+)
 @json_option()
 def plan_command(
     spec: str,
@@ -301,8 +307,8 @@ def plan_command(
     explain: bool,
     verify: bool,
     out: str | None,
-    plot_path: str | None,
     json_path: str | None,
+    **paths: str | None,
 ) -> None:
     """Find the fastest way to train within a memory budget.
 
@@ -327,7 +333,8 @@ def plan_command(
             seed=seed,
             context_bytes=context_bytes,
         )
-        plan, plain = _find_plan(planner, budget_bytes, global_batch, microbatch, plot_path)
+        files = PlanFiles(**paths)
+        plan, plain = _find_plan(planner, budget_bytes, global_batch, microbatch, files)
         measured = _measure(plan, spec, place, DTYPES[dtype], optimizer, seed) if verify else None
     except Infeasible as error:
         console.print(str(error), markup=False)
@@ -343,6 +350,15 @@ def plan_command(
         write_json(json_path, provenance(place) | results)
 
 
+@dataclass(frozen=True)
+class PlanFiles:
+    """Paths of what a plan is drawn to; None for what is not wanted."""
+
+    plot_path: str | None
+    page_path: str | None
+    snapshot_out: str | None
+
+
 def _sharding(parallel: str | None, ranks: int, *, verify: bool) -> Sharding:
     if verify and ranks > 1:
         raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
@@ -354,24 +370,49 @@ def _find_plan(
     budget_bytes: int,
     global_batch: int,
     microbatch: int | None,
-    plot_path: str | None,
+    files: PlanFiles,
 ) -> tuple[Plan, Timeline]:
-    """Return the plan and the timeline of the plain step; draw the plan if `plot_path` is given.
+    """Return the plan and the timeline of the plain step; write the pictures of the plan.
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
     with messages_on_screen() as show_message, planner_for(tell=show_message) as planner:
         planner.check_settings(global_batch, microbatch)
-        if plot_path:
+        if files.plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
+        if files.page_path or files.snapshot_out:
+            planner.check_snapshot()
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
         plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
-        if plot_path:
+        if files.plot_path:
             show_message("drawing")
-            plot_plan(planner, plan, plot_path)
+            plot_plan(planner, plan, files.plot_path)
+        if files.page_path or files.snapshot_out:
+            show_message("predicting a snapshot")
+            _write_snapshot(planner.predicted_snapshot(), plan, files)
     return plan, plain
+
+
+def _write_snapshot(snapshot: dict[str, Any], plan: Plan, files: PlanFiles) -> None:
+    """Write the predicted steps for torch's viewer, and as a page."""
+    data = pickle.dumps(snapshot, protocol=4)
+    if files.snapshot_out:
+        try:
+            Path(files.snapshot_out).write_bytes(data)
+        except OSError as error:
+            # The error of a full disk names no file.
+            raise OSError(error.errno, error.strerror, files.snapshot_out) from error
+    if files.page_path:
+        # Imported here because most plans are drawn on no page.
+        from ..plan.owners import OwnedBlocks
+        from ..plan.snapshot import BlockHistory, snapshot_of
+        from .memory_page import course_of_blocks, write_page
+
+        owned = OwnedBlocks(BlockHistory(snapshot_of(data).devices[0]))
+        title = f"{plan.workload} on {plan.settings['device']}, as planned"
+        write_page(course_of_blocks(owned, title=title), files.page_path)
 
 
 def _print_plan(

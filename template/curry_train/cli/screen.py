@@ -27,7 +27,10 @@ SCREEN_WIDTH = 80
 LONGEST_OPTION_COLUMN = 20
 
 # Options that mean the same in every command share the last lines of a page; README explains them.
-BRIEF_OPTIONS = ("context_bytes", "device", "dtype", "batch_size", "seed", "json_path")
+BRIEF_OPTIONS = (
+    *("context_bytes", "device", "dtype", "batch_size", "ranks", "seed"),
+    *("page_path", "snapshot_out", "json_path"),
+)
 BRIEF_LABEL = "Also: "
 
 # Suffixes that click appends to a help text: the range of a number, which its error message has

@@ -10,6 +10,7 @@ the gradients, and the caller's logits and loss live until the next ones are the
 Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,12 @@ from torch import Tensor, nn
 
 from ..core.measure import Life
 from .cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull, MemoryBlock
-from .profiler import OPTIMIZER_STATE_GROUP
+from .profiler import (
+    ACTIVATIONS_GROUP,
+    OPTIMIZER_STATE_GROUP,
+    STEP_PHASES,
+    TEMPORARIES_GROUP,
+)
 from .timeline import StepLives
 
 # Bytes that cuBLAS allocates for each thread that multiplies; forward and autograd are two.
@@ -34,6 +40,15 @@ NUM_STEPS = 4
 LARGEST_NUMBER_BYTES = 8
 # The least device is found to this fraction of its memory.
 LEAST_DEVICE_FRACTION = 0.005
+
+# Owners beside those of a timeline, which a snapshot of CUDA's allocator shows.
+WORKSPACES_OWNER = "workspaces"
+FORWARD_TEMPORARIES = "temporaries of forward"
+BACKWARD_TEMPORARIES = "temporaries of backward"
+STEP_TEMPORARIES = "temporaries of the optimizer"
+# A predicted snapshot has owner, phase and module of a block in torch's user_metadata.
+NOTE_START = "curry-train"
+NOTE_SEPARATOR = "; "
 
 
 def workspace_of(card: str) -> int:
@@ -54,6 +69,8 @@ class StepTrace:
     gradients: tuple[int, ...]  # freed when the next step begins
     products: tuple[int, ...]  # indices of events before which a thread multiplies first
     first_sizes: tuple[int, ...] = ()  # bytes of the storages of the optimizer's first step
+    owners: tuple[tuple[str, str], ...] = ()  # group and layer of each storage
+    backward_start: int = 0  # index of the first event of backward
     first_events: tuple[int, ...] = ()  # of that step, by their own numbers
 
     def without_copies(self) -> "StepTrace":
@@ -86,31 +103,29 @@ def trace_of(
     numbers are left out, because they are in host memory.
     """
     numbers: dict[int, int] = {}
-    sizes: list[int] = []
+    numbered: list[Life] = []
 
     def number(life: Life) -> int:
         if id(life) not in numbers:
-            numbers[id(life)] = len(sizes)
-            sizes.append(life.nbytes)
+            numbers[id(life)] = len(numbered)
+            numbered.append(life)
         return numbers[id(life)]
 
     def counts(life: Life) -> bool:
-        is_number = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= step_begins
+        is_number = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
         return fused or not is_number or life.nbytes > LARGEST_NUMBER_BYTES
 
-    step_begins = record.ends["backward"]
     in_order = [life for tensor in _as_moved(module) for life in record.lives_of(tensor)]
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     given = [number(life) for life in dict.fromkeys([*in_order, *others])]
     state_numbers = [number(life) for life in state if counts(life)]
-
     events: list[int] = []
-    step_start = None
+    ends: dict[str, int] = {}
     products = []
     for index in range(len(record.given), len(record.events)):
-        if index == record.event_ends["backward"]:
-            step_start = len(events)
+        for phase in (phase for phase, end in record.event_ends.items() if end == index):
+            ends[phase] = len(events)
         products += [len(events) for place in record.products.values() if place == index]
         life, made = record.events[index]
         if counts(life):
@@ -121,17 +136,19 @@ def trace_of(
     first_numbers = {id(life): place for place, (life, _) in enumerate(first)}
     kept_gradients = [number(life) for life in record.gradients if life not in record.given]
     return StepTrace(
-        sizes=tuple(sizes),
+        sizes=tuple(life.nbytes for life in numbered),
         given=tuple(given),
         state=tuple(state_numbers),
         events=tuple(events),
-        step_start=len(events) if step_start is None else step_start,
+        step_start=ends.get("backward", len(events)),
         gradients=tuple(kept_gradients),
         products=tuple(products),
         first_sizes=tuple(life.nbytes for life, _ in first),
         first_events=tuple(
             first_numbers[id(life)] if made else ~first_numbers[id(life)] for life, made in first
         ),
+        owners=tuple(life.owner for life in numbered),
+        backward_start=ends.get("forward", 0),
     )
 
 
@@ -293,3 +310,170 @@ def least_device(
         else:
             high = middle
     return high + context_bytes
+
+
+# The predicted steps as a snapshot in torch's own format.
+
+
+class PredictedTraining(TrainingReplay):
+    """Steps of a training whose allocations are recorded as torch records them.
+
+    `snapshot()` is what torch.cuda.memory._dump_snapshot would pickle.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        *,
+        workspace_bytes: int = WORKSPACE_BYTES,
+        settings: AllocatorSettings | None = None,
+    ) -> None:
+        self.events: list[dict[str, Any]] = []
+        # The live blocks by address, each with the event that made it.
+        self._live: dict[int, tuple[MemoryBlock, dict[str, Any]]] = {}
+        # Bytes of each segment by address, and whether it is of small blocks.
+        self._segment_sizes: dict[int, tuple[int, bool]] = {}
+        self._reserved = 0
+        self._number: int | None = None
+        self._place = 0
+        early = {~event for event in trace.events[: trace.backward_start] if event < 0}
+        self._passing = early.difference(trace.given, trace.state)
+        super().__init__(trace, CudaAllocator(settings), workspace_bytes=workspace_bytes)
+
+    def step(self) -> None:
+        self._place = 0
+        super().step()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return segments, events and settings as torch's snapshot has them."""
+        settings = self.allocator.settings
+        divisions = settings.power_of_2_divisions or 0
+        return {
+            "segments": [*self._segments()],
+            "device_traces": [self.events],
+            "allocator_settings": {
+                "PYTORCH_CUDA_ALLOC_CONF": "",
+                "max_split_size": settings.max_split_bytes or -1,
+                "garbage_collection_threshold": 0.0,
+                "expandable_segments": settings.expandable_segments,
+                "roundup_power2_divisions": {str(2**power): divisions for power in range(16)},
+            },
+            "external_annotations": [],
+        }
+
+    def _run(self, event: int) -> None:
+        self._place += 1
+        super()._run(event)
+
+    def _make(self, number: int, num_bytes: int) -> None:
+        self._number = number
+        super()._make(number, num_bytes)
+        self._number = None
+
+    def _first_optimizer_step(self) -> None:
+        self._place = self.trace.step_start + 1
+        first = len(self.events)
+        super()._first_optimizer_step()
+        state = {self._blocks[number].address for number in self.trace.state}
+        for event in self.events[first:]:
+            owner = OPTIMIZER_STATE_GROUP if event["addr"] in state else STEP_TEMPORARIES
+            _annotate(event, owner, STEP_PHASES[2], "")
+
+    def _allocate(self, num_bytes: int) -> MemoryBlock:
+        block = super()._allocate(num_bytes)
+        if self.allocator.reserved > self._reserved:
+            self._record_growth(block)
+        event = self._record("alloc", block.address, num_bytes)
+        self._live[block.address] = block, event
+        return block
+
+    def _record_growth(self, block: MemoryBlock) -> None:
+        self._reserved = self.allocator.reserved
+        for address, size in self.allocator.segments.items():
+            there, _ = self._segment_sizes.get(address, (0, False))
+            if size > there:
+                is_grown = self.allocator.settings.expandable_segments
+                action = "segment_map" if is_grown else "segment_alloc"
+                self._record(action, address + there, size - there)
+                self._segment_sizes[address] = size, block.pool.small
+
+    def _free(self, block: MemoryBlock, num_bytes: int) -> None:
+        del self._live[block.address]
+        self._record("free_requested", block.address, num_bytes)
+        self._record("free_completed", block.address, num_bytes)
+        super()._free(block, num_bytes)
+
+    def _record(self, action: str, address: int, num_bytes: int) -> dict[str, Any]:
+        event = {"action": action, "addr": address, "size": num_bytes, "stream": 0}
+        event |= {"time_us": len(self.events), "compile_context": "N/A"}
+        self.events.append(event)
+        _annotate(event, *self._owner())
+        return event
+
+    def _owner(self) -> tuple[str, str, str]:
+        """Return owner, phase and module of what is allocated now."""
+        trace = self.trace
+        phase = STEP_PHASES[(self._place > trace.backward_start) + (self._place > trace.step_start)]
+        if self._number is None:
+            return WORKSPACES_OWNER, phase, ""
+        group, layer = trace.owners[self._number] if trace.owners else (ACTIVATIONS_GROUP, "")
+        if group == TEMPORARIES_GROUP:
+            group = STEP_TEMPORARIES if phase == STEP_PHASES[2] else BACKWARD_TEMPORARIES
+        elif group == ACTIVATIONS_GROUP and self._number in self._passing:
+            group = FORWARD_TEMPORARIES
+        return group, phase, layer
+
+    def _segments(self) -> Iterator[dict[str, Any]]:
+        is_expandable = self.allocator.settings.expandable_segments
+        addresses = sorted(self._live)
+        for start, (size, is_small) in sorted(self._segment_sizes.items()):
+            end = start + size
+            first = bisect.bisect_left(addresses, start)
+            inside = addresses[first : bisect.bisect_left(addresses, end)]
+            blocks = [*self._blocks_between(inside, start, end)]
+            used = sum(block["size"] for block in blocks if block["state"] != "inactive")
+            yield {
+                "device": 0,
+                "address": start,
+                "total_size": size,
+                "allocated_size": used,
+                "active_size": used,
+                "requested_size": sum(block["requested_size"] for block in blocks),
+                "stream": 0,
+                "segment_type": "small" if is_small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": is_expandable,
+                "frames": [],
+                "blocks": blocks,
+            }
+
+    def _blocks_between(
+        self, addresses: Sequence[int], start: int, end: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield live blocks, and the free ranges between them."""
+        position = start
+        for address in [*addresses, end]:
+            if address > position:
+                yield _recorded_block(position, address - position)
+            if address < end:
+                block, event = self._live[address]
+                yield _recorded_block(address, block.num_bytes, event)
+                position = address + block.num_bytes
+
+
+def _annotate(event: dict[str, Any], owner: str, phase: str, layer: str) -> None:
+    """Set owner, phase and module of an event; torch's viewer shows the frame."""
+    event["user_metadata"] = NOTE_SEPARATOR.join((NOTE_START, owner, phase, layer))
+    event["frames"] = [{"name": layer or phase, "filename": owner, "line": 0}]
+
+
+def _recorded_block(
+    address: int, num_bytes: int, event: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": num_bytes,
+        "requested_size": event["size"] if event else 0,
+        "state": "active_allocated" if event else "inactive",
+        "frames": event["frames"] if event else [],
+    }

@@ -21,7 +21,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
-from .cuda_step import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
+from .cuda_step import (
+    BACKWARD_TEMPORARIES,
+    FORWARD_TEMPORARIES,
+    HOPPER_WORKSPACE_BYTES,
+    NOTE_SEPARATOR,
+    NOTE_START,
+    STEP_TEMPORARIES,
+    WORKSPACE_BYTES,
+    WORKSPACES_OWNER,
+)
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -46,10 +55,6 @@ from .snapshot import (
 )
 
 LOGITS_OWNER = "logits and loss"
-FORWARD_TEMPORARIES = "temporaries of forward"
-BACKWARD_TEMPORARIES = "temporaries of backward"
-STEP_TEMPORARIES = "temporaries of the optimizer"
-WORKSPACES_OWNER = "workspaces"
 RESTS_OWNER = "unsplit rests"
 FREE_OWNER = "free blocks"
 EARLIER_OWNER = "made before the record"
@@ -70,9 +75,6 @@ ALL_OWNERS = (
     WORKSPACES_OWNER,
     RESTS_OWNER,
 )
-# A predicted snapshot has owner, phase and module of a block in torch's user_metadata.
-NOTE_START = "curry-train"
-NOTE_SEPARATOR = "; "
 NO_STACK_OWNER = "without a stack"
 
 # A run of so many allocations in forward begins the next microbatch or step.

@@ -28,7 +28,15 @@ from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
-from .cuda_step import CONTEXT_BYTES, StepTrace, cuda_memory, least_device, workspace_of
+from .cuda_step import (
+    CONTEXT_BYTES,
+    NUM_STEPS,
+    PredictedTraining,
+    StepTrace,
+    cuda_memory,
+    least_device,
+    workspace_of,
+)
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .saved import (
@@ -297,6 +305,8 @@ class Planner:
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
         self._overheads: dict[int, int] = {}
+        # The candidate of the latest plan.
+        self._best: Candidate | None = None
         self._heap = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
@@ -364,6 +374,25 @@ class Planner:
         return cuda_memory(
             trace, workspace_bytes=self._workspace_bytes, settings=settings
         ).reserved_bytes
+
+    def check_snapshot(self) -> None:
+        """Raise an error where steps can't be predicted as a snapshot."""
+        if self.sketch.kernels != "cuda" or self.sharding.ranks > 1:
+            raise ValueError(
+                "a predicted snapshot is of one GPU: name it with --target, such as --target h100, "
+                "and leave --ranks out"
+            )
+
+    def predicted_snapshot(self) -> dict[str, Any]:
+        """Return what torch would dump of the planned steps, recorded from their beginning."""
+        self.check_snapshot()
+        trace = None if self._best is None else self.whole_steps.trace(self._best)
+        if trace is None:
+            raise ValueError("there is no plan to predict a snapshot of: make one first")
+        training = PredictedTraining(trace, workspace_bytes=self._workspace_bytes)
+        for _ in range(NUM_STEPS):
+            training.step()
+        return training.snapshot()
 
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
         """Raise an error for wrong settings before anything is measured."""
@@ -498,6 +527,7 @@ class Planner:
         )
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
+        self._best = best
         module = self.sketch.build()
         blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
         chain = self._chain(chunked=best.chunked_loss)

@@ -132,11 +132,16 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
             if not file.seek(0, 2):
                 raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _SnapshotReader().snapshot(data)
+                return snapshot_of(data)
     except RefusedPickle as error:
         raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
     except UnusableSnapshot as error:
         raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
+
+
+def snapshot_of(data: bytes | mmap.mmap) -> MemorySnapshot:
+    """Read the snapshot in a pickle; raises RefusedPickle or UnusableSnapshot."""
+    return _SnapshotReader().snapshot(data)
 
 
 class _SnapshotReader:
@@ -147,7 +152,7 @@ class _SnapshotReader:
         # Lists can be shared in a pickle, so that a small file has any number of entries.
         self._entries_left = 0
 
-    def snapshot(self, data: mmap.mmap) -> MemorySnapshot:
+    def snapshot(self, data: bytes | mmap.mmap) -> MemorySnapshot:
         root = PickleReader(data, most_bytes=MOST_HOST_BYTES, on_dict=self._compact).load()
         self._entries_left = len(data)
         if isinstance(root, list):
