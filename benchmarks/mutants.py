@@ -183,7 +183,7 @@ class Record:
 
     def __init__(self, path: Path | None, *, resume: bool) -> None:
         self._path = path
-        self._reviewed = Reviewed(TABLE["reviewed"])
+        self.reviewed = Reviewed(TABLE["reviewed"])
         self.techniques: dict[str, Any] = {}
         if path is not None and path.exists() and resume:
             self.techniques = json.loads(path.read_text(encoding="utf-8"))["techniques"]
@@ -241,7 +241,7 @@ class Record:
                 "change": one.change,
                 "run_by_gates": self.row(technique, one).get("run_by_gates", True),
             }
-            | self._reviewed.reason(one)
+            | self.reviewed.reason(one)
             for made in modules.values()
             for one in made.mutants
             if self.is_missed(technique, one)
@@ -387,6 +387,16 @@ def print_lines(record: Record, technique: str, modules: Mapping[str, MutatedMod
             print(f"  {number:4} {figures}  {here[0].function}")
 
 
+def print_stale(reviewed: Reviewed, mutants: Sequence[Mutant]) -> None:
+    """Print entries of the reviewed table that are of no mutant any more."""
+    for module in dict.fromkeys(one.module for one in mutants):
+        for function, entries in reviewed.by_function.get(module, {}).items():
+            for entry in entries:
+                alone = Reviewed({module: {function: [entry]}})
+                if not any(map(alone.reason, mutants)):
+                    print(f"reviewed, and no mutant now: {module} {function}: {entry['change']}")
+
+
 def print_missed(found: Mapping[str, Any]) -> None:
     """Print each mutant that neither gates nor tests caught; those without a reason come last."""
     for one in sorted(found["missed"], key=lambda one: "kind" not in one):
@@ -516,6 +526,7 @@ def run_technique(
     record.write(technique, modules)
     if options.lines:
         print_lines(record, technique, modules)
+    print_stale(record.reviewed, everything)
     print_missed(record.techniques[technique])
     print(line_of(technique, record.techniques[technique]["summary"]), flush=True)
 
