@@ -173,7 +173,8 @@ class History:
             return
         step = states[choice % len(states)]
         self.files.left = crash
-        resumed = self.policy.resume(self.state, step)
+        # The states beyond are given up at once; a plain step keeps them until the next save.
+        resumed = self.policy.resume(self.state, f"before-{step + 1}")
         self.files.left = None
         expect(
             resumed is not None and self.state.step == step, f"resumed from {self.state.step}", step

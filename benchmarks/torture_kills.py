@@ -70,7 +70,7 @@ def life(
         SavingPolicy(store, config, saver=saver) as policy,
     ):
         say("resuming", turn)
-        resumed = policy.resume(state, "latest" if turn is None else turn)
+        resumed = policy.resume(state, "latest" if turn is None else f"before-{turn + 1}")
         say("resumed", state.step if resumed else 0)
         if resumed:
             compare()

@@ -101,5 +101,5 @@ def test_a_kill_while_a_rollback_is_noted_does_not_stop_later_rollbacks(tmp_path
             policy.after_step(state.step, state, {})
     (tmp_path / f".{TURNED_BACK_FILE_NAME}.new").write_bytes(b"[")
     with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
-        assert policy.resume(new_state(1), 2).saved.step == 2
+        assert policy.resume(new_state(1), "before-3").saved.step == 2
         assert store.latest().step == 2

@@ -77,4 +77,4 @@ def test_the_predicted_bytes_are_those_that_a_save_writes(tmp_path):
         with Store(tmp_path) as store:
             written = store.save(kind, 1, state, metric=metric).num_bytes
         predicted = bytes_to_write(state.snapshot(), model_only=kind == "best-k")
-        assert predicted <= written < predicted + FREE_SPACE_MARGIN_BYTES
+        assert written <= predicted <= 1.1 * written

@@ -128,7 +128,7 @@ def test_turning_back_gives_up_later_checkpoints(tmp_path):
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 20, dev={19: 0.1})
-        assert policy.resume(state, 16).saved.step == state.step == 16
+        assert policy.resume(state, "before-17").saved.step == state.step == 16
         assert SavedRun(tmp_path).latest().step == 16
         train_on(policy, state, 20)
         assert SavedRun(tmp_path).latest().step == 20
@@ -142,6 +142,54 @@ def test_turning_back_gives_up_later_checkpoints(tmp_path):
     assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_background):
+    """Resume at 6 of 10, and stop before, in the middle of and after the first save."""
+    state = new_state()
+    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+        train_on(policy, state, 10)
+    before = [SavedRun(tmp_path).verify(f"rollback/step-{step:08d}.dcp") for step in (8, 10)]
+
+    def resumed(number):
+        store = Store(tmp_path)
+        saver = BackgroundSaver(store) if in_background else None
+        policy = SavingPolicy(store, OFTEN, saver=saver)
+        state = new_state(1)
+        assert policy.resume(state, number).saved.step == number
+        return store, policy, state
+
+    store, policy, state = resumed(6)
+    train_on(policy, state, 7)
+    store.close()
+    assert load_chosen(tmp_path, new_state(1)).saved.step == 10
+
+    store, policy, state = resumed(6)
+    store.begin = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_on(policy, state, 8)
+    store.close()
+    assert load_chosen(tmp_path, new_state(1)).saved.step == 10
+    assert [SavedRun(tmp_path).verify(f"rollback/step-{n:08d}.dcp") for n in (8, 10)] == before
+
+    store, policy, state = resumed(6)
+    store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
+    with torch.no_grad():
+        state.model[0].weight.add_(1)
+    with pytest.raises(KeyboardInterrupt):
+        policy.finish() if train_on(policy, state, 8) == [] else None
+    store.close()
+    assert load_chosen(tmp_path, new_state(1)).saved.step == 8
+    assert SavedRun(tmp_path).verify("rollback/step-00000008.dcp") != before[0]
+
+    store, policy, state = resumed(8)
+    train_on(policy, state, 12)
+    policy.finish()
+    store.close()
+    assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
+    assert steps(tmp_path, "rollback") == [8, 10]
+    assert SavedRun(tmp_path).latest().step == 12
+
+
 def test_a_kill_while_turning_back_does_not_revive_later_checkpoints(tmp_path):
     """Kill between the note and the removals; the next process removes at its first save."""
     state = new_state()
@@ -149,7 +197,7 @@ def test_a_kill_while_turning_back_does_not_revive_later_checkpoints(tmp_path):
         train_on(policy, state, 10)
         store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
-            policy.resume(state, 6)
+            policy.resume(state, "before-7")
     assert SavedRun(tmp_path).latest().step == 10
     assert given_up(SavedRun(tmp_path).files) == {
         "rollback/step-00000008.dcp",
@@ -330,7 +378,8 @@ def test_parameters_only_rollbacks_after_a_rollback_are_given_up(light):
     folder, state, _ = light
     with Store(folder) as store, SavingPolicy(store, LIGHT) as policy:
         assert policy.resume(state, 6).saved.step == 6
-        assert [one.step for one in store.committed("best-k")] == [5, 7]
+        train_on(policy, state, 7)
+        assert sorted(one.step for one in store.committed("best-k")) == [5, 7, 8, 10]
         train_on(policy, state, 8)
         assert sorted(one.step for one in store.committed("best-k")) == [5, 7, 8]
 

@@ -259,7 +259,13 @@ class BackgroundSaver:
             self._error = None
 
     def save(
-        self, kind: str, step: int, state: SavableState, *, metric: tuple[str, float] | None = None
+        self,
+        kind: str,
+        step: int,
+        state: SavableState,
+        *,
+        metric: tuple[str, float] | None = None,
+        replace: bool = False,
     ) -> None:
         """Begin a save and return before it is copied.
 
@@ -270,7 +276,7 @@ class BackgroundSaver:
         ranks.all_do(self._settle)
         self._saved = None
 
-        writing = self.store.begin(kind, step, state, metric=metric)
+        writing = self.store.begin(kind, step, state, metric=metric, replace=replace)
         optimizers = writing.optimizers
         self._hook(optimizers)
         self._staging.begin(writing.tensors)

@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_objects.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import stat
@@ -19,6 +20,10 @@ from typing import Any, BinaryIO, Protocol
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
 # File access for a run: the storage interface and its implementation for local folders.
+
+
+MOST_POINTER_BYTES = 4096
+logger = logging.getLogger(__name__)
 
 
 class Files(ABC):
@@ -218,14 +223,33 @@ class LocalFiles(Files):
         except (OSError, NotImplementedError):
             # The file system has no symbolic links, or this user may not create them.
             new.write_text(target + "\n", encoding="utf-8")
+        self._move_folder_aside(key)
         new.replace(self.path(key))
         self.sync_folder("")
+
+    def _move_folder_aside(self, key: str) -> None:
+        """Rename a folder in place of a link: a copy with `cp -rL`, which may be the only one."""
+        path = self.path(key)
+        if path.is_dir() and not path.is_symlink():
+            number = 1
+            while (aside := self.path(f"{key}-was-a-folder-{number}")).exists():
+                number += 1
+            path.rename(aside)
+            logger.warning(
+                "%s was a folder and is %s now: a copy of a run that follows links makes one; "
+                "delete it if you need no second copy",
+                path,
+                aside.name,
+            )
 
     def pointed(self, key: str) -> str | None:
         path = self.path(key)
         if path.is_symlink():
             return str(path.readlink())
-        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+        if not path.is_file():
+            return None
+        with self.open(key) as stream:
+            return stream.read(MOST_POINTER_BYTES).decode("utf-8", errors="replace").strip()
 
     def free_bytes(self) -> int | None:
         return shutil.disk_usage(self.root).free
@@ -321,7 +345,10 @@ class ObjectFiles(Files):
             stream.write(data)
 
     def pointed(self, key: str) -> str | None:
-        return self.read(key).decode("utf-8").strip() if self.kind(key) == "file" else None
+        if self.kind(key) != "file":
+            return None
+        with self.open(key) as stream:
+            return stream.read(MOST_POINTER_BYTES).decode("utf-8", errors="replace").strip()
 
 
 # Estimate the duration of a save by timing a small write on the same volume.

@@ -46,11 +46,12 @@ from .lock import is_being_read
 from .optimizer_state import parameter_names
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
-from .resume import NothingSaved, Resumed, choose, load_chosen
+from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
 from .retention import (
     bytes_to_write,
     finish_giving_up,
     give_up,
+    give_up_once,
     given_up,
     is_among_best,
     is_of_line,
@@ -408,6 +409,8 @@ class SavingPolicy:
         self._pending: int | None = None
         self._entered = False
         self._begun = False
+        # The step at which this process left the line of states that it resumed from.
+        self._branched_at: int | None = None
         self._by_design: frozenset[str] = frozenset()
         self._cadence = AutomaticCadence(store, self.config, saver=saver)
 
@@ -428,7 +431,8 @@ class SavingPolicy:
     ) -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
-        Resuming this run from an earlier step deletes its later states (see `turn_back`).
+        Where this run resumes from an earlier step, its later states stay until it has saved a
+        state of the new line. `before-180` gives them up at once (see `turn_back`).
         """
         own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
         if own is None:
@@ -438,8 +442,10 @@ class SavingPolicy:
         self._damaged |= set(resumed.damaged)
         if own and resumed.saved.kind in RESUMABLE_KINDS:
             self._last = resumed.saved
-            if what != "latest":
+            if str(what).startswith(BEFORE_PREFIX):
                 self.turn_back(resumed.saved.step)
+            elif what != "latest":
+                self._branch_off(resumed.saved.step)
         self._by_design = nan_by_design(state)
         logger.info("%s", resumed.words)
         # Time spent reading must not count as a training step.
@@ -508,8 +514,32 @@ class SavingPolicy:
             give_up(self.store, [saved.folder for saved in given_up_states])
         if self._last and self._last.step > step:
             self._last = None
+        self._branched_at = None
         self._cadence.turned_back()
         return given_up_states
+
+    def _branch_off(self, step: int) -> None:
+        """Begin a new line of states at this step; the first one saved replaces the later ones."""
+        self._settle()
+        self._entered = False
+        self._branched_at = step
+        self._cadence.turned_back()
+
+    def _give_up_line(self, folder: str) -> bool:
+        """Before the first save of a new line, note the states that it replaces.
+
+        Return whether a state of the old line has its folder.
+        """
+        if self._branched_at is None:
+            return False
+        begin = self._branched_at
+
+        def beyond() -> list[str]:
+            return [one.folder for one in self._there() if one.step > begin and is_of_line(one)]
+
+        folders = Ranks(self.store.group).agree(beyond)
+        give_up_once(self.store, folders, folder)
+        return folder in folders
 
     def protect(self, saved: SavedCheckpoint) -> None:
         """Never delete this checkpoint in this process."""
@@ -545,9 +575,12 @@ class SavingPolicy:
         ranks = Ranks(self.store.group)
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
 
+        is_new_line = self._branched_at is not None and self._is_of_line(kind, metric)
+        replaced = self._give_up_line(folder) if is_new_line else False
+
         def is_saved() -> bool:
             committed = {saved.folder for saved in self.store.committed(kind)}
-            return folder in committed and self._is_good(folder)
+            return folder in committed and self._is_good(folder) and not replaced
 
         if ranks.agree(is_saved):
             self._note(f"{folder} was not saved: it already exists")
@@ -561,10 +594,11 @@ class SavingPolicy:
             lambda: bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND), check_room
         )
         committed: list[SavedCheckpoint] = []
+        options = {"replace": True} if replaced else {}
         if self.saver is None:
-            committed = [self.store.save(kind, step, state, metric=metric)]
+            committed = [self.store.save(kind, step, state, metric=metric, **options)]
         else:
-            self.saver.save(kind, step, state, metric=metric)
+            self.saver.save(kind, step, state, metric=metric, **options)
             self._pending = step
         self._begun = True
         return self._committed(committed, step)
@@ -586,6 +620,9 @@ class SavingPolicy:
             self._damaged.discard(saved.folder)
             if saved.kind in RESUMABLE_KINDS:
                 self._last = saved
+            if self._branched_at is not None and is_of_line(saved):
+                self._branched_at = None
+                finish_giving_up(self.store)
         for superseded in Ranks(self.store.group).agree(lambda: self._superseded(step)):
             self.store.discard(superseded)
             self.pruned.append(superseded)
@@ -612,6 +649,10 @@ class SavingPolicy:
         committed = [saved for kind in CHECKPOINT_KINDS for saved in self.store.committed(kind)]
         return [saved for saved in committed if saved.folder not in excluded]
 
+    @staticmethod
+    def _is_of_line(kind: str, metric: tuple[str, float] | None) -> bool:
+        return kind in RESUMABLE_KINDS or (metric or ("",))[0] == PARAMETERS_ONLY_METRIC
+
     def _is_good(self, folder: str) -> bool:
         return folder not in self._damaged
 
@@ -635,6 +676,8 @@ class SavingPolicy:
         finish_giving_up(self.store)
 
         def ahead() -> list[str]:
+            if self._branched_at is not None:
+                return []
             states = [saved for saved in self._there() if saved.step >= step and is_of_line(saved)]
             return [saved.folder for saved in states if self._is_good(saved.folder)]
 

@@ -16,10 +16,18 @@ from typing import Any
 
 from .files import Files, LocalFiles
 from .format import MODEL_PREFIX, Snapshot
-from .layout import BEST_KIND, PARAMETERS_ONLY_METRIC, RESUMABLE_KINDS, Metric, SavedCheckpoint
+from .layout import (
+    BEST_KIND,
+    PARAMETERS_ONLY_METRIC,
+    RESUMABLE_KINDS,
+    Metric,
+    SavedCheckpoint,
+    hash_bytes,
+    read_manifest,
+)
 from .lock import is_being_read
 from .policy_config import PolicyConfig
-from .ranks import Ranks, SaveError
+from .ranks import DamagedCheckpoint, Ranks, SaveError
 from .store import Store
 
 # Retention: which checkpoints to keep and which to delete.
@@ -153,17 +161,48 @@ def _metric(saved: SavedCheckpoint) -> str | None:
 # Delete the states beyond the step that a run resumes from, also across a kill.
 
 TURNED_BACK_FILE_NAME = "turned-back.json"
+MOST_NOTE_BYTES = 2**22
 
 
 def given_up(files: Files) -> frozenset[str]:
     """Return the folders that were given up and may still exist."""
+    note = _note(files)
+    if note.once is not None and _identity(files, note.once) not in (None, note.unlike):
+        return note.now | note.later
+    return note.now
+
+
+@dataclass(frozen=True)
+class _Note:
+    """The folders that are given up now, and later, when a new checkpoint has the name `once`."""
+
+    now: frozenset[str] = frozenset()
+    later: frozenset[str] = frozenset()
+    once: str | None = None
+    # The manifest's hash of an older checkpoint that has the name already.
+    unlike: str | None = None
+
+
+def _note(files: Files) -> _Note:
     if files.kind(TURNED_BACK_FILE_NAME) != "file":
-        return frozenset()
+        return _Note()
     try:
-        return frozenset(str(folder) for folder in json.loads(files.read(TURNED_BACK_FILE_NAME)))
-    except (ValueError, TypeError):
+        content = json.loads(files.read(TURNED_BACK_FILE_NAME, most_bytes=MOST_NOTE_BYTES))
+        if isinstance(content, list):
+            return _Note(frozenset(str(folder) for folder in content))
+        now, later = (frozenset(map(str, content[name])) for name in ("now", "later"))
+        return _Note(now, later, str(content["once"]), content["unlike"])
+    except (DamagedCheckpoint, KeyError, TypeError, ValueError):
         # The note was only partly written, on storage without rename: nothing was deleted yet.
-        return frozenset()
+        return _Note()
+
+
+def _identity(files: Files, folder: str) -> str | None:
+    """Return the hash of a checkpoint's manifest, or None without a valid one."""
+    try:
+        return hash_bytes("blake2b", read_manifest(files, folder).render())
+    except (DamagedCheckpoint, OSError):
+        return None
 
 
 def give_up(store: Store, folders: Iterable[str]) -> None:
@@ -177,10 +216,32 @@ def give_up(store: Store, folders: Iterable[str]) -> None:
     finish_giving_up(store)
 
 
+def give_up_once(store: Store, folders: Iterable[str], saved: str) -> None:
+    """Give these folders up as soon as the checkpoint `saved` is written, also across a kill.
+
+    Call `finish_giving_up` afterwards. All ranks call together.
+    """
+    files = store.files
+    names = sorted({*folders} - {saved})
+
+    def note() -> None:
+        content = {
+            "now": sorted(given_up(files)),
+            "later": names,
+            "once": saved,
+            "unlike": _identity(files, saved),
+        }
+        _replace_note(files, json.dumps(content).encode())
+
+    store.open()
+    Ranks(store.group).agree(note)
+
+
 def finish_giving_up(store: Store) -> None:
     """Delete the given-up folders that an earlier call left, because of a reader or a kill.
 
-    All ranks call together.
+    A note on what was to be given up after a save that never came is removed. All ranks call
+    together.
     """
     ranks = Ranks(store.group)
     files = store.files
@@ -192,7 +253,7 @@ def finish_giving_up(store: Store) -> None:
     def update_note() -> None:
         noted = given_up(files)
         remaining = {folder for folder in noted if files.kind(folder) is not None}
-        if remaining != noted:
+        if remaining != noted or _note(files).once is not None:
             _write(files, remaining)
 
     for folder in ranks.agree(removable):
@@ -202,19 +263,28 @@ def finish_giving_up(store: Store) -> None:
 
 def _write(files: Files, folders: Iterable[str]) -> None:
     names = sorted(folders)
+    _replace_note(files, json.dumps(names).encode() if names else None)
+
+
+def _replace_note(files: Files, data: bytes | None) -> None:
     if files.kind(TURNED_BACK_FILE_NAME) is not None and not (
-        names and isinstance(files, LocalFiles)
+        data is not None and isinstance(files, LocalFiles)
     ):
         files.remove_file(TURNED_BACK_FILE_NAME)
-    if names:
-        files.write(TURNED_BACK_FILE_NAME, json.dumps(names).encode())
+    if data is not None:
+        files.write(TURNED_BACK_FILE_NAME, data)
     files.sync_folder("")
 
 
 # Check for enough free disk space before a checkpoint is written.
 
-# Space for the manifest, the index and partly filled blocks of the file system.
-FREE_SPACE_MARGIN_BYTES = 2**20
+# Space for partly filled blocks of the file system, and for its own tables.
+FREE_SPACE_MARGIN_BYTES = 2**15
+# Torch writes each tensor as an archive of its own, and names it in two indexes.
+TENSOR_OVERHEAD_BYTES = 2000
+SAFETENSORS_OVERHEAD_BYTES = 120
+# The values beside the tensors are JSON with quotes and marks.
+VALUES_FACTOR = 1.3
 
 
 class NoRoom(SaveError):
@@ -222,12 +292,20 @@ class NoRoom(SaveError):
 
 
 def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
-    """Return the bytes that a save writes on all ranks together; sharded tensors count whole."""
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for name, tensor in snapshot.tensors.items()
-        if not model_only or name.startswith(MODEL_PREFIX)
+    """Return about the bytes that a save writes on all ranks together, rather more than fewer.
+
+    Sharded tensors count whole.
+    """
+    overhead = SAFETENSORS_OVERHEAD_BYTES if model_only else TENSOR_OVERHEAD_BYTES
+    num_bytes = 0
+    for name, tensor in snapshot.tensors.items():
+        if not model_only or name.startswith(MODEL_PREFIX):
+            num_bytes += tensor.numel() * tensor.element_size() + overhead
+    num_ranks = int(snapshot.values.get("world_size", 1))
+    values = VALUES_FACTOR * len(repr(snapshot.values)) + num_ranks * len(
+        repr(snapshot.rank_values)
     )
+    return num_bytes + int(values)
 
 
 def free_bytes(files: Files, kind: str) -> int | None:

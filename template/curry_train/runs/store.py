@@ -3,11 +3,14 @@
 A checkpoint is committed when its manifest verifies. All ranks make a store of the same folder and
 call together.
 
+Why so long: what commits a checkpoint and what takes it for committed have to agree to the letter.
+
 Proof: `python -m pytest tests/runs/test_store_kill.py tests/runs/test_store.py`.
 """
 
 import contextlib
 import datetime
+import errno
 import functools
 import json
 import logging
@@ -15,7 +18,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -55,7 +58,15 @@ from .layout import (
     verify_files,
 )
 from .lock import RunLock, reading, this_process
-from .ranks import DamagedCheckpoint, LockedRun, OtherRank, Ranks, SaveError, StepExists
+from .ranks import (
+    DamagedCheckpoint,
+    LockedRun,
+    OtherRank,
+    Ranks,
+    RunError,
+    SaveError,
+    StepExists,
+)
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
@@ -78,8 +89,10 @@ class Writing:
         *,
         folder: str,
         algorithm: str,
+        replaces: bool = False,
     ) -> None:
         self.files = files
+        self.replaces = replaces
         self.ranks = ranks
         self.kind = kind
         self.step = step
@@ -150,9 +163,50 @@ class Writing:
         self.files.sync_folder(self.folder)
 
         if self.folder != self.final:
-            self.files.rename(self.folder, self.final)
-        self.files.sync_folder(self.kind)
+            self._rename(manifest)
+        # From here on the checkpoint is committed, and an error does not undo it.
+        with committed_anyway(self.files.location(self.final)):
+            self.files.sync_folder(self.kind)
         return manifest
+
+    def _rename(self, manifest: Manifest) -> None:
+        """Give the folder its final name; one that it replaces is renamed just before."""
+        removed = ""
+        if self.replaces and self.files.kind(self.final) is not None:
+            removed = removed_name(self.final)
+            self.files.rename(self.final, removed)
+        try:
+            self.files.rename(self.folder, self.final)
+        except OSError:
+            # Some network file systems report an error for a rename that they have done.
+            if not self._is_renamed(manifest):
+                if removed:
+                    self.files.rename(removed, self.final)
+                raise
+        if removed:
+            with committed_anyway(self.files.location(self.final)):
+                self.files.remove_folder(removed)
+
+    def _is_renamed(self, manifest: Manifest) -> bool:
+        try:
+            there = self.files.kind(self.folder) is None
+            return there and read_manifest(self.files, self.final) == manifest
+        except (OSError, DamagedCheckpoint):
+            return False
+
+
+@contextlib.contextmanager
+def committed_anyway(location: str) -> Iterator[None]:
+    """Report an error as a warning, because the checkpoint is complete in its place."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s is saved, but an error followed: %s", location, error)
+
+
+def removed_name(folder: str) -> str:
+    """Return a new name for a folder that is being removed; a sweep removes what is left."""
+    return f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
 
 
 # Read-only access to a run: list, verify and load its checkpoints.
@@ -386,9 +440,17 @@ class Store(SavedRun):
             self._opened = True
 
     def _open_first(self, *, until: float) -> None:
-        for kind in CHECKPOINT_KINDS:
-            self.files.make_folder(kind)
-        self.files.sync_folder("")
+        try:
+            for kind in CHECKPOINT_KINDS:
+                self.files.make_folder(kind)
+            self.files.sync_folder("")
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise RunError(
+                f"{self.files.location('')} can't be written to ({error.strerror}): give the run a "
+                f"folder that this user may write to"
+            ) from error
         while True:
             try:
                 self._lock.acquire()
@@ -406,11 +468,17 @@ class Store(SavedRun):
         self._opened = False
 
     def save(
-        self, kind: str, step: int, state: SavableState, *, metric: tuple[str, float] | None = None
+        self,
+        kind: str,
+        step: int,
+        state: SavableState,
+        *,
+        metric: tuple[str, float] | None = None,
+        replace: bool = False,
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
         ranks = Ranks(self.group)
-        writing = self.begin(kind, step, state, metric=metric)
+        writing = self.begin(kind, step, state, metric=metric, replace=replace)
 
         def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
             return [self.commit(writing, parts)] * ranks.size
@@ -421,9 +489,18 @@ class Store(SavedRun):
             raise self.failed(writing, error) from error
 
     def begin(
-        self, kind: str, step: int, state: SavableState, *, metric: tuple[str, float] | None = None
+        self,
+        kind: str,
+        step: int,
+        state: SavableState,
+        *,
+        metric: tuple[str, float] | None = None,
+        replace: bool = False,
     ) -> Writing:
-        """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
+        """Prepare a save on all ranks together; afterwards each rank writes its part alone.
+
+        With `replace`, a valid checkpoint of this name stays until the new one is written.
+        """
         ranks = Ranks(self.group)
 
         def take() -> tuple[Metric | None, str, Snapshot]:
@@ -438,7 +515,7 @@ class Store(SavedRun):
         folder = ""
         try:
             self.open()
-            folder = ranks.agree(lambda: self._prepare(final))
+            folder = ranks.agree(lambda: self._prepare(final, replace=replace))
             return Writing(
                 self.files,
                 ranks,
@@ -448,6 +525,7 @@ class Store(SavedRun):
                 snapshot,
                 folder=folder,
                 algorithm=self.algorithm,
+                replaces=replace,
             )
         except Exception as error:
             failed = self._failed(ranks, final, folder, error)
@@ -463,7 +541,8 @@ class Store(SavedRun):
             manifest = writing.commit(parts)
             self._unfinished.discard(writing.folder)
             if writing.kind in RESUMABLE_KINDS:
-                self._point()
+                with committed_anyway(self.files.location(writing.final)):
+                    self._point()
         return self._saved(writing.final, manifest)
 
     def failed(self, writing: Writing, error: Exception) -> SaveError:
@@ -514,17 +593,22 @@ class Store(SavedRun):
                 self.files.remove_file(f"{folder}/{MANIFEST_FILE_NAME}")
             self.files.remove_folder(folder)
             return
-        removed = f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
+        removed = removed_name(folder)
         self.files.rename(folder, removed)
         self.files.sync_folder(folder.partition("/")[0])
         self.files.remove_folder(removed)
 
-    def _prepare(self, final: str) -> str:
+    def _prepare(self, final: str, *, replace: bool = False) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name is removed; a valid one raises StepExists.
+        A damaged checkpoint of the same name is removed; a valid one raises StepExists, unless it
+        is to be replaced.
         """
-        if self.files.kind(final) is not None:
+        if replace and self.files.kind(final) is not None:
+            # Without renames there is no place for the new one beside the old one.
+            if not self.files.renames:
+                self._remove(final)
+        elif self.files.kind(final) is not None:
             try:
                 self.verify(final)
             except DamagedCheckpoint as error:

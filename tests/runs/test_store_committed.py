@@ -1,0 +1,110 @@
+"""Errors after a commit do not undo it, and `latest` is healed whatever stands in its place.
+
+python -m pytest tests/runs/test_store_committed.py
+"""
+
+import errno
+import os
+import shutil
+
+import pytest
+from store_models import At, CountedFiles, fail, new_state
+
+from curry_train.runs import RunError, SavedRun, SaveError, Store
+from curry_train.runs.files import LocalFiles
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory):
+    """Return the operations of a second save, in order."""
+    found = []
+    folder = tmp_path_factory.mktemp("counted")
+    with Store(folder, files=CountedFiles(folder)) as store:
+        store.save("rollback", 1, new_state())
+        store.files.ask = found.append
+        store.save("rollback", 2, new_state())
+    return found
+
+
+def test_an_error_at_any_change_is_reported_as_what_it_is(tmp_path, operations, caplog):
+    """Fail at each change after the rename, and at those just before."""
+    state = new_state()
+    renamed = operations.index("rename done") + 1
+    assert len(operations) > renamed + 3
+    for number in range(renamed - 3, len(operations) + 1):
+        folder = tmp_path / str(number)
+        with Store(folder, files=CountedFiles(folder)) as store:
+            store.save("rollback", 1, state)
+            at = At(number, fail(OSError(errno.EIO, "Input/output error")))
+            store.files.ask = at
+            caplog.clear()
+            if number < renamed:
+                with pytest.raises(SaveError, match="was not saved"):
+                    store.save("rollback", 2, state)
+            else:
+                # Of an error in the rename itself, the rename is done or not.
+                assert store.save("rollback", 2, state).step == 2
+                assert caplog.text == "" or "is saved, but an error followed" in caplog.text
+                assert store.latest().step == 2
+            assert at.count >= number
+            store.files.ask = lambda operation: None
+            store.save("rollback", 3, state)
+        assert str((folder / "latest").readlink()) == "rollback/step-00000003.dcp"
+
+
+def test_a_copy_that_follows_links_is_healed_and_nothing_is_deleted(tmp_path, caplog):
+    with Store(tmp_path / "run") as store:
+        store.save("rollback", 1, new_state())
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
+    assert (tmp_path / "copy/latest").is_dir()
+    other = new_state(seed=1)
+    SavedRun(tmp_path / "copy").load("latest", other)
+    assert other.model[0].weight.equal(new_state().model[0].weight)
+    with Store(tmp_path / "copy") as store:
+        assert (tmp_path / "copy/latest-was-a-folder-1/manifest.json").is_file()
+        store.save("rollback", 2, new_state())
+    assert "delete it if you need no second copy" in caplog.text
+    assert str((tmp_path / "copy/latest").readlink()) == "rollback/step-00000002.dcp"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"x" * 10_000, b"rollback/gone.dcp\n"])
+def test_a_file_in_place_of_latest_is_replaced(tmp_path, content):
+    with Store(tmp_path) as store:
+        store.save("rollback", 1, new_state())
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").write_bytes(content)
+        store.save("rollback", 2, new_state())
+    assert str((tmp_path / "latest").readlink()) == "rollback/step-00000002.dcp"
+
+
+def test_a_pipe_in_place_of_latest_is_replaced(tmp_path):
+    with Store(tmp_path) as store:
+        store.save("rollback", 1, new_state())
+        (tmp_path / "latest").unlink()
+        os.mkfifo(tmp_path / "latest")
+        store.save("rollback", 2, new_state())
+    assert str((tmp_path / "latest").readlink()) == "rollback/step-00000002.dcp"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, number):
+    def refuse(files, key):
+        raise OSError(number, os.strerror(number), str(tmp_path))
+
+    monkeypatch.setattr(LocalFiles, "make_folder", refuse)
+    with pytest.raises(
+        RunError, match=r"can't be written to \(.*\): give the run a folder"
+    ) as found:
+        Store(tmp_path / "run").open()
+    assert "\n" not in str(found.value)
+
+
+def test_a_state_beside_the_tensors_that_is_too_large_to_be_read_is_not_saved(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("curry_train.runs.store.MOST_STATE_BYTES", 1000)
+    with (
+        Store(tmp_path) as store,
+        pytest.raises(SaveError, match=r"takes [\d,]+ bytes, and 1,000 are the most"),
+    ):
+        store.save("rollback", 1, new_state())
