@@ -14,10 +14,10 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long mutants torture spikes zoo check static lint types rules skills clients clean
+.PHONY: help validate test long mutants torture spikes zoo evidence-cuda check static lint types rules skills clients clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
 
 validate: $(run_ready)  ## run every gate on a model of the package; ARGS='--model transformer'
 	@$(PYTHON) scripts/validate_checkpointing.py $(ARGS)
@@ -39,6 +39,9 @@ spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watch
 
 zoo: .venv/zoo/.installed  ## models of 40 libraries through all gates and a plan; ARGS='--only bert' or '--json evidence/zoo.json'
 	@PYTHONPATH=template OMP_NUM_THREADS=1 $(PYTHON) benchmarks/zoo.py $(ARGS)
+
+evidence-cuda: $(run_ready)  ## record the figures of a CUDA device, going on where it stopped; ARGS='--dry-run --folder DIR'
+	@$(PYTHON) benchmarks/evidence_cuda.py $(ARGS)
 
 .venv/zoo/.installed: benchmarks/zoo_requirements.txt $(dev_ready)
 	@echo "installing the libraries of the zoo into .venv/zoo"

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "template"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
 from curry_train.bench.steps import Lever, TrainingStep, find_lever
 from curry_train.core.measure import is_out_of_memory, peak_of_step
@@ -43,13 +42,14 @@ from curry_train.plan.estimate import Sketch
 from curry_train.plan.planner import Infeasible, Planner
 from curry_train.primitives.chunked_loss import chunked_cross_entropy
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.strategies import STRATEGIES, Sample
+from curry_train.primitives.strategies import Sample
 from curry_train.runs.background import BackgroundSaver
 from curry_train.runs.state import TrainingState
 from curry_train.runs.store import Store
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload
 
+ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, Any]
 Row = tuple[str, Callable[[], Figures]]
 
@@ -380,6 +380,7 @@ def trace_numbers(
     order: list[Any] = []
     numbers: dict[int, int] = {}
     addresses: list[int] = []
+    lowest = min((event["addr"] for event in events), default=0)
     for event in events:
         action, address, size = event["action"], event["addr"], event["size"]
         if action == "alloc":
@@ -390,10 +391,9 @@ def trace_numbers(
         elif action == "free_completed" and address in numbers:
             order.append(-1 - numbers.pop(address))
         elif action in ("segment_alloc", "segment_map"):
-            order.append({"s": size, "at": address // 512})
+            order.append({"s": size, "at": (address - lowest) // 512})
         elif action in ("segment_free", "segment_unmap"):
             order.append({"r": size})
-    lowest = min((event["addr"] for event in events), default=0)
     check = sum(place * ((at - lowest) // 512) for place, at in enumerate(addresses, start=1))
     is_expandable = any(event["action"] == "segment_map" for event in events)
     return {
@@ -401,7 +401,6 @@ def trace_numbers(
         "expandable": is_expandable,
         "starts_empty": True,
         "start": [],
-        "lowest": lowest // 512,
         "address_check": check % (2**61 - 1),
         "reserved_peak": reserved,
         "peak_blocks": allocated,
@@ -721,7 +720,7 @@ def run_piece(name: str, setting: Setting, *, seconds: float, again: Sequence[st
 def _row(measure: Callable[[], Figures]) -> Figures:
     try:
         return measure()
-    except Exception as error:  # a row that fails must not cost the others
+    except Exception as error:  # noqa: BLE001  a row that fails must not cost the others
         return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 

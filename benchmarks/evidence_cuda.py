@@ -1,10 +1,10 @@
 """Record on a CUDA device what the bundle promises there, in pieces that go on where they stopped.
 
-    make evidence-cuda                             # 8 minutes at most, then the command to go on
-    make evidence-cuda ARGS='--piece memory loss'  # some pieces
-    make evidence-cuda ARGS='--dry-run --folder /tmp/cuda'  # toy sizes, on the CPU
+    make evidence-cuda PYTHON=python3                # 8 minutes at most, then the same again
+    make evidence-cuda ARGS='--piece memory loss'    # some pieces
+    make evidence-cuda ARGS='--dry-run --folder dry' # toy sizes, on the CPU
 
-It needs torch, and what curry-train itself needs; no network. Each piece of
+`PYTHON` is one that has torch and what curry-train needs; no network is. Each piece of
 `benchmarks/cuda_pieces.py` runs in a process of its own and writes FOLDER/PIECE.json after each
 row. `--goals` prints the figures beside what they are meant to be.
 

@@ -401,11 +401,12 @@ def bench_flops(case: Case, *, measure: Measure = measure_levers) -> Verdict:
 
     differing = [f"{row.name} {row.model_flops:,}" for row in rows if row.model_flops != plain]
     recomputed = {row.name: (row.executed_flops or 0) - plain for row in rows}
+    in_halves = recomputed.get(HALVED_LEVER.name, 0)
     held = (
         counted == by_hand
         and not differing
-        and min(recomputed.values()) >= 0
-        and recomputed.get(HALVED_LEVER.name, 0) in (0, _extra_of_halves(case))
+        and recomputed.get(FULL_LEVER.name, 0) >= 0
+        and in_halves in (0, _extra_of_halves(case) if in_halves else 0)
     )
     again = (
         f", full recomputes {recomputed[FULL_LEVER.name]:,}"
