@@ -635,6 +635,7 @@ class Forks:
         if "died" in answer:
             self._say({"error": f"the {kind} without a mutant: {answer['died']}"})
             return False
+        num_left_out = len(checks) - len(answer["rows"])
         del checks[len(answer["rows"]) :]
         for check, row in zip(checks, answer["rows"], strict=True):
             vars(check).update(row, called=frozenset(row["called"]))
@@ -642,7 +643,7 @@ class Forks:
         seconds = round(sum(check.seconds for check in checks), 1)
         reached = sorted(frozenset().union(*(check.called for check in checks)))
         row = {"kind": kind, "checks": len(checks), "seconds": seconds, "failed": failed}
-        self._say(row | {"reached": reached})
+        self._say(row | {"reached": reached, "left_out": num_left_out})
         return True
 
 

@@ -13,7 +13,6 @@ Proof: `python -m pytest tests/benchmarks/test_mutants.py`.
 
 import argparse
 import json
-import operator
 import os
 import random
 import re
@@ -26,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -109,9 +108,8 @@ def run(
             "log": f"{name}/log",
         }
         (Path(name) / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        places = [folder / "template", folder / "tests/house"]
         variables = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            "PYTHONPATH": f"{folder / 'template'}{os.pathsep}{folder / 'tests/house'}",
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "",
         }
@@ -129,14 +127,16 @@ def run(
                 for line in worker.stdout:
                     row = json.loads(line)
                     if "error" in row:
-                        log = Path(job["log"]).read_text(errors="replace")
-                        sys.exit(f"{row['error']}\n{log[-3000:]}")
+                        _end_with_log(row["error"], job["log"])
                     yield row
             finally:
                 worker.terminate()  # it kills its forks
         if worker.returncode:
-            log = Path(job["log"]).read_text(errors="replace")
-            sys.exit(f"the runner of mutants ended with {worker.returncode}:\n{log[-3000:]}")
+            _end_with_log(f"the runner of mutants ended with {worker.returncode}", job["log"])
+
+
+def _end_with_log(error: str, log: str) -> NoReturn:
+    sys.exit(f"{error}:\n{Path(log).read_text(errors='replace')[-3000:]}")
 
 
 def results(
@@ -170,7 +170,10 @@ def results(
 
 def print_first_run(row: Mapping[str, Any]) -> None:
     """Print how long the checks take without a mutant, and which of them fail then."""
-    print(f"{row['checks']} {row['kind']}: {row['seconds']} s without a mutant", flush=True)
+    no_time = f", no time for {row['left_out']} more" if row["left_out"] else ""
+    print(
+        f"{row['checks']} {row['kind']}: {row['seconds']} s without a mutant{no_time}", flush=True
+    )
     for name, why in row["failed"].items():
         print(f"  left out, because it fails without a mutant: {name}: {why}", flush=True)
 
@@ -307,20 +310,6 @@ class Reviewed:
         return {}
 
 
-COUNTS = (
-    "mutants",
-    "not_run_by_rule",
-    "not_run_yet",
-    "run",
-    "excused",
-    "excused_run_by_gates",
-    "run_by_gates",
-    "caught_by_gates",
-    "caught_by_tests",
-    "caught",
-)
-
-
 def summary_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Count the mutants of a technique; excused ones change nothing for a user."""
     rows = [row for rows in found["modules"].values() for row in rows["functions"].values()]
@@ -361,9 +350,11 @@ def _shares(counts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def total_of(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    summaries = list(summaries)
-    counts = {name: sum(map(operator.itemgetter(name), summaries)) for name in COUNTS}
-    return counts | _shares(counts)
+    """Add up the counts of all techniques."""
+    counts = Counter[str]()
+    for summary in summaries:
+        counts.update({name: n for name, n in summary.items() if not name.startswith("share_")})
+    return {**counts, **_shares(counts)}
 
 
 # Print.
@@ -389,7 +380,7 @@ def print_lines(record: Record, technique: str, modules: Mapping[str, MutatedMod
 
 def print_stale(reviewed: Reviewed, mutants: Sequence[Mutant]) -> None:
     """Print entries of the reviewed table that are of no mutant any more."""
-    for module in dict.fromkeys(one.module for one in mutants):
+    for module in {one.module: None for one in mutants}:
         for function, entries in reviewed.by_function.get(module, {}).items():
             for entry in entries:
                 alone = Reviewed({module: {function: [entry]}})
@@ -544,6 +535,7 @@ def run_changed(options: argparse.Namespace) -> int:
     reviewed = Reviewed(TABLE["reviewed"])
     modules_of = mutate_changed(changed_lines(base))
     caught_of_run: list[bool] = []
+    left_out: list[int] = []
     for at, (technique, modules) in enumerate(modules_of.items()):
         mutants = [one for made in modules.values() for one in made.mutants if not one.kind]
         random.Random(0).shuffle(mutants)
@@ -554,7 +546,12 @@ def run_changed(options: argparse.Namespace) -> int:
             continue
         seconds = max(FEWEST_SECONDS, remaining / (len(modules_of) - at))
         for one, caught in results(
-            TARGETS[technique], modules, mutants, at_once=options.at_once, seconds=seconds
+            TARGETS[technique],
+            modules,
+            mutants,
+            at_once=options.at_once,
+            seconds=seconds,
+            note=lambda row: left_out.append(row["left_out"]),
         ):
             if any(caught.values()):
                 caught_of_run.append(True)
@@ -563,7 +560,15 @@ def run_changed(options: argparse.Namespace) -> int:
                 print(f"  missed: {one.module}:{one.line} {one.function}: {one.change}")
     num_run = len(caught_of_run)
     print(f"{sum(caught_of_run)} of the {num_run} mutants of changed lines that ran were caught")
-    return int(num_run >= FEWEST_TO_JUDGE and sum(caught_of_run) < LEAST_SHARE * num_run)
+    return int(is_too_few(caught_of_run, left_out))
+
+
+def is_too_few(caught: Sequence[bool], left_out: Sequence[int]) -> bool:
+    """Judge a share only if every gate and test had time to run."""
+    if any(left_out):
+        print(f"not judged: there was no time for {sum(left_out)} of the gates and tests")
+        return False
+    return len(caught) >= FEWEST_TO_JUDGE and sum(caught) < LEAST_SHARE * len(caught)
 
 
 def mutate_changed(changed: Mapping[str, set[int]]) -> dict[str, dict[str, MutatedModule]]:

@@ -299,6 +299,14 @@ def test_a_reviewed_change_that_no_mutant_makes_any_more_is_printed(made, capsys
     ]
 
 
+def test_a_low_share_fails_unless_few_mutants_or_not_all_checks_ran():
+    low = [True] * 11 + [False] * 9
+    assert mutants.is_too_few(low, [0, 0])
+    assert not mutants.is_too_few([True] * 12 + [False] * 8, [0, 0])
+    assert not mutants.is_too_few(low[1:], [0, 0])
+    assert not mutants.is_too_few(low, [0, 3])
+
+
 def test_every_module_and_test_of_the_table_exists():
     for target in mutants.TARGETS.values():
         for module in target.modules:
