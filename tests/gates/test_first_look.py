@@ -106,6 +106,18 @@ class PartlyUnused(Frozen):
         self.unused = nn.ModuleList(OtherBlock() for _ in range(3))
 
 
+class Quantized(nn.Module):
+    """No gradient passes the rounding, so the encoder gets none."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(*(Block() for _ in range(3)))
+        self.decoder = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x):
+        return self.decoder(self.encoder(x).detach().round())
+
+
 class SparseWords(Body):
     def __init__(self):
         super().__init__()
@@ -184,6 +196,7 @@ FINDINGS = {
     Frozen: "body.0 to body.2 run in eval mode or without gradients",
     PartlyUnused: "unused.0 to unused.2 are never called, so nothing has an effect: name blocks "
     "that run (--blocks); body.0 to body.2 run in eval mode",
+    Quantized: "encoder.0 to encoder.2: no gradient comes back, so backward never recomputes",
     SparseWords: "words.weight: the gradient is sparse",
     Checkpointing: "body.0 to body.2 save nothing in forward: the model checkpoints by itself",
     Forces: "forward or loss takes derivatives of the model",

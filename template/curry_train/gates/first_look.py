@@ -69,6 +69,8 @@ MEASURE_TENSORS = (
     "recompute/profiler",
     "sac/regions",
 )
+# Gates that predict what backward recomputes in each block.
+EXPECT_BACKWARD = ("recompute/flops", "recompute/profiler", "sac/products")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
 PREVENTING_TRAITS = ("off", "writing", "refused", "checkpointed")
 
@@ -129,11 +131,13 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     except NoBlocks:
         names = []
     try:
-        yield from _on_blocks(record_forward(module, batch, case.workload.mean_loss), names)
+        record = record_forward(module, batch, case.workload.mean_loss)
+        yield from _on_blocks(record, names)
+        names = [name for name in names if name in record.calls]
     except HooksRefused as refusal:
         yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
     yield from _on_calls(case, module, batch)
-    yield from _on_step(case, batch)
+    yield from _on_step(case, batch, names)
 
 
 def _on_batch(batch: Any) -> Iterator[FailureCause]:
@@ -196,8 +200,8 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
         )
 
 
-def _on_step(case: Case, batch: Any) -> Iterator[FailureCause]:
-    """Find gradients that are not dense."""
+def _on_step(case: Case, batch: Any, names: Sequence[str]) -> Iterator[FailureCause]:
+    """Find gradients that are not dense, and blocks that get none."""
     module = case.build()
     with seeded(case.seed):
         case.workload.mean_loss(module, batch).backward()
@@ -212,3 +216,17 @@ def _on_step(case: Case, batch: Any) -> Iterator[FailureCause]:
             "compares; train with sparse=False, or judge the rest of the model",
             ("*",),
         )
+    unreached = [name for name in names if _is_unreached(module.get_submodule(name))]
+    if unreached:
+        yield FailureCause(
+            f"{listed(unreached)}: no gradient comes back, so backward never recomputes there, and "
+            "FLOPs and bytes are less than predicted; check the path to the loss, as around a "
+            "quantizer, or leave the blocks out",
+            EXPECT_BACKWARD,
+        )
+
+
+def _is_unreached(block: nn.Module) -> bool:
+    """Return whether a backward gave none of the block's trained parameters a gradient."""
+    trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    return bool(trained) and all(parameter.grad is None for parameter in trained)
