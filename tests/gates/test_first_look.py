@@ -49,8 +49,18 @@ class Keeping(Body):
         if self.last is not None:
             x = x + self.last
         y = self.body(x)
-        self.last = 0.1 * y.detach().mean()
+        self.last = 0.1 * y.detach().mean().item()
         return y
+
+
+class HoldingItsOutput(Body):
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        self.last = self.body(x)
+        return self.last
 
 
 class Noisy(Body):
@@ -190,6 +200,7 @@ def lazy_body():
 
 FINDINGS = {
     Keeping: "state stays in the model between calls: the loss of one batch changes from",
+    HoldingItsOutput: "last: a tensor of the last call stays in the module",
     Noisy: "the model draws random numbers in eval mode",
     Compiled: "body.0 to body.2 are compiled, scripted or wrapped already",
     Scripted: "body.0 to body.2: scripted, so neither hooks nor techniques reach",

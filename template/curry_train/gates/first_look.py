@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
 
@@ -71,6 +71,15 @@ MEASURE_TENSORS = (
 )
 # Gates that predict what backward recomputes in each block.
 EXPECT_BACKWARD = ("recompute/flops", "recompute/profiler", "sac/products")
+# Gates that count the bytes of one step, or take several steps of one module.
+HOLD_ONE_STEP = (
+    "bench/peak",
+    "grad-flow/held-bytes",
+    "memory-plan/*",
+    "recompute/memory",
+    "recompute/profiler",
+    "sac/regions",
+)
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
 PREVENTING_TRAITS = ("off", "writing", "refused", "checkpointed")
 
@@ -176,9 +185,21 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
     """Compare two calls of one module on one batch."""
     loss = case.workload.mean_loss
     values = []
+    attributes = _tensor_attributes(module)
     for _ in range(2):
         with seeded(case.seed), buffers_kept(module):
             values.append(loss(module, batch).item())
+    kept = [
+        name
+        for name, tensor in _tensor_attributes(module).items()
+        if attributes.get(name) is not tensor
+    ]
+    if kept:
+        yield FailureCause(
+            f"{listed(kept)}: a tensor of the last call stays in the module, with its graph if it "
+            "has one, and counts in what the next step holds; reset it before each step",
+            HOLD_ONE_STEP,
+        )
     if values[0] != values[1]:
         yield FailureCause(
             f"state stays in the model between calls: the loss of one batch changes from "
@@ -198,6 +219,16 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             "them only if module.training is set",
             COMPARE_CALLS,
         )
+
+
+def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are plain attributes of the modules inside, by name."""
+    return {
+        f"{name}.{attribute}".removeprefix("."): value
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _on_step(case: Case, batch: Any, names: Sequence[str]) -> Iterator[FailureCause]:
