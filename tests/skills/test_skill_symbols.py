@@ -67,6 +67,7 @@ CLASSES = (
 ABSENT = {"torch._dynamo.config.activation_memory_budget": "the page says that it does not exist"}
 WORDS = {  # names from elsewhere
     "aot_eager": "a backend, which torch finds by its name",
+    "max_split_size_mb": "a setting in PYTORCH_CUDA_ALLOC_CONF",
     "context.is_recompute": "torch's, on what a policy is given",
     "mean_hours_between_failures": "a key of a project's configuration",
     "output_hidden_states": "Hugging Face's",

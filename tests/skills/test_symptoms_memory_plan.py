@@ -16,6 +16,9 @@ from torch.nn import functional as F
 
 from curry_train.gates.memory_plan import measured_peak
 from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
+from curry_train.plan.cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull
+from curry_train.plan.cuda_step import cuda_memory
+from curry_train.plan.estimate import Sketch
 from curry_train.plan.profiler import SelectiveCheckpointer
 from curry_train.plan.whole_step import Sharding
 from curry_train.primitives import (
@@ -28,6 +31,7 @@ from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import Case, Workload
 
 KIB = 2**10
+MIB = 2**20
 QUICK = {"device": "cpu", "without": ["sac"], "chunked_loss": False}
 SMALL = net(64, 64)
 
@@ -147,6 +151,70 @@ def test_a_head_that_is_not_the_widest_layer_must_be_named():
     assert apply_chunked_loss(named, head="proj") == ["proj"]
     F.cross_entropy(named(rows), targets).backward()
     assert "in chunks" in str(chunked_loss_report(named)["proj"])
+
+
+def reserved_by_leftovers(*, empties=False, **settings):
+    """Return what is reserved and allocated at most where blocks leave rests that fit nothing."""
+    allocator = CudaAllocator(AllocatorSettings(**settings))
+    for _ in range(8):
+        allocator.free(allocator.allocate(100 * MIB))
+        allocator.allocate(60 * MIB)
+        allocator.free(allocator.allocate(80 * MIB))
+        if empties:
+            allocator.empty_cache()
+    return allocator.peak_reserved, allocator.peak_allocated
+
+
+@symptom("the error names much memory as `reserved by PyTorch but unallocated`")
+def test_expandable_segments_reserve_little_more_than_what_is_allocated():
+    native, allocated = reserved_by_leftovers()
+    expandable, _ = reserved_by_leftovers(expandable_segments=True)
+    assert native > 1.4 * allocated
+    assert expandable < 1.2 * allocated
+    emptied, _ = reserved_by_leftovers(empties=True)  # the wrong fix
+    assert emptied > 1.4 * allocated
+
+
+def reserved_by_lengths(lengths, **settings):
+    """Return the most that steps reserve whose activations are so long, beside what they leave."""
+    allocator = CudaAllocator(AllocatorSettings(**settings))
+    left = []
+    for length in lengths:
+        before = left
+        blocks = [allocator.allocate(length * MIB) for _ in range(4)]
+        left = [allocator.allocate(2 * MIB) for _ in range(4)]
+        for block in [*blocks, *before]:
+            allocator.free(block)
+    return allocator.peak_reserved
+
+
+@symptom("memory grows over steps with variable lengths")
+def test_the_longest_batch_first_reserves_less_than_last():
+    lengths = (30, 44, 58, 72, 86)
+    growing = reserved_by_lengths(lengths)
+    assert reserved_by_lengths(lengths[::-1]) < 0.5 * growing
+    assert reserved_by_lengths(lengths, expandable_segments=True) < 0.5 * growing
+    # The wrong fix.
+    assert reserved_by_lengths(lengths, max_split_bytes=32 * MIB) >= growing
+
+
+@symptom("out of memory at step 2")
+def test_the_second_step_reserves_more_than_the_first_and_a_plan_counts_it():
+    wide = Workload(
+        "wide",
+        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))),
+        lambda size: torch.randn(size, 1024),
+        lambda module, rows: module(rows).square().sum(),
+    )
+    with Sketch(wide, kernels="cuda") as sketch:
+        trace = sketch.step(16384).trace
+    memory = cuda_memory(trace)
+    assert memory.first_step_reserved_bytes < memory.reserved_bytes
+    # The wrong fix: a device that the first step fits.
+    settings = AllocatorSettings(capacity=memory.first_step_reserved_bytes)
+    assert cuda_memory(trace, settings=settings, num_steps=1).reserved_bytes <= settings.capacity
+    with pytest.raises(DeviceFull):
+        cuda_memory(trace, settings=settings)
 
 
 def test_every_row_has_a_test_and_every_test_a_row():
