@@ -28,6 +28,7 @@ from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import GradientSyncs, load_function, run_on_ranks
+from .trials import has_complex_parameters
 from .verdict import (
     Gate,
     Implementation,
@@ -139,6 +140,9 @@ def scaled_window(
         return not_applicable(
             gate, required="a scaler", why="the implementation takes no gradient scaler"
         )
+    if has_complex_parameters(case.build()):
+        why = "the model has complex parameters, and torch's scaler takes no complex gradients"
+        return not_applicable(gate, required="gradients that can be scaled", why=why)
     options: dict[str, Any] = {"train": train, "windows": windows}
     sizes = [2] * 4
     parity, tolerance = _parity(
@@ -559,7 +563,7 @@ def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[
         workload.loss(case.build().eval(), microbatches[0])
     if plain.num_in_forward:
         reason = "the model itself communicates between ranks, which computes another function"
-        return dict.fromkeys(("DDP", "FSDP2"), {"refused": reason})
+        return {kind: {"refused": reason} for kind in ("DDP", "FSDP2")}
     reference, tolerance = _reference(case, [of_ranks], batch)
 
     mesh = init_device_mesh("cpu", (num_ranks,))

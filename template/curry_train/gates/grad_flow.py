@@ -125,6 +125,8 @@ def held_bytes(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
         loss = case.workload.mean_loss
         if change is not None:
             change(module)
+        # The first forward may make what the model caches.
+        _held_bytes(module, batch, loss)
         plain = _held_bytes(module, batch, loss)
         with probe(module) as flow:
             probed = _held_bytes(module, batch, loss)
@@ -234,16 +236,18 @@ class _ByHand(_Nothing):
 
     def _keep_output(self, name: str, layer: nn.Module, arguments: Any, output: Any) -> None:
         self.outputs[name] += [
-            tensor.detach().clone() for tensor in tensors_in(output) if tensor.is_floating_point()
+            _real(tensor.detach().clone())
+            for tensor in tensors_in(output)
+            if tensor.is_floating_point() or tensor.is_complex()
         ]
 
     def _keep_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.gradients[name] = parameter.grad.clone()
+            self.gradients[name] = _real(parameter.grad.clone())
 
     def _keep_weights(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
-            self.weights[name].append(parameter.detach().double())
+            self.weights[name].append(_real(parameter.detach()).double())
 
     def errors(self, layers: Mapping[str, LayerFlow]) -> dict[str, float]:
         """Return the relative error of each figure of the probe; infinite if a count differs."""
@@ -260,6 +264,11 @@ class _ByHand(_Nothing):
                 flow, [self.weights[name] for name in layer.parameters]
             )
         return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as its real and imaginary parts, and another one as it is."""
+    return torch.stack([tensor.real, tensor.imag]) if tensor.is_complex() else tensor
 
 
 def _error(spread: ValueSpread | None, tensors: Sequence[Tensor]) -> float:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.rerun import seeded
@@ -131,10 +131,16 @@ def new_state(case: Case, parts: StoreComponents, *, seed: int) -> Any:
     model = replace(case, seed=seed).build()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    # A scale of a power of 2, which changes at each step, rounds nothing.
+    scaler = torch.amp.GradScaler(
+        case.device.type,
+        init_scale=2.0,
+        growth_interval=1,
+        enabled=not has_complex_parameters(model),
+    )
     objects = SimpleNamespace(
         scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-        # A scale of a power of 2, which changes at each step, rounds nothing.
-        scaler=torch.amp.GradScaler(case.device.type, init_scale=2.0, growth_interval=1),
+        scaler=scaler,
         seen=Seen(),
         generator=torch.Generator().manual_seed(seed),
     )
@@ -148,6 +154,11 @@ def new_state(case: Case, parts: StoreComponents, *, seed: int) -> Any:
     )
     _objects[state] = objects
     return state
+
+
+def has_complex_parameters(model: nn.Module) -> bool:
+    """Return whether a model has complex gradients, which torch's `GradScaler` does not take."""
+    return any(one.is_complex() and one.requires_grad for one in model.parameters())
 
 
 def train_step(case: Case, state: Any) -> Tensor:

@@ -418,7 +418,7 @@ class PretendedCase(Case):
     def build(self) -> nn.Module:
         with seeded(self.seed):
             module = _without_real(self.workload.build())
-            return module.to(self.device, self.dtype).train()
+            return self.place_module(module).train()
 
     def batch(self, size: int | None = None) -> Any:
         return map_tensors(

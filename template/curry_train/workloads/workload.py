@@ -203,15 +203,19 @@ class Case:
             if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
                 with torch.no_grad():
                     self.workload.loss(module, self.workload.batch(self.batch_size))
+        return self.place_module(module).train()
+
+    def place_module(self, module: nn.Module) -> nn.Module:
+        """Move a module to the device, and its floating tensors to the case's dtype."""
         tensors = [*module.parameters(), *module.buffers()]
         if not any(tensor.is_complex() for tensor in tensors):
-            return module.to(self.device, self.dtype).train()
+            return module.to(self.device, self.dtype)
         # `Module.to(dtype)` would drop the imaginary parts.
         module.to(self.device)
         for tensor in [*module.parameters(), *module.buffers()]:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(self.dtype)
-        return module.train()
+        return module
 
     def batch(self, size: int | None = None) -> Batch:
         """Make the same batch each time, on the device and in the case's dtype."""
