@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from compiled_models import TRACING, block_class, build, dropout, hidden, loss, rows
+from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from curry_train.core.blocks import find_blocks
@@ -16,7 +17,7 @@ from curry_train.primitives.compile_budget import Budgeted, memory_budget
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Case, Workload, default_workload
 
 pytestmark = TRACING
 
@@ -142,3 +143,45 @@ def test_the_strategy_refuses_what_cannot_be_compiled():
     model = build(hidden())
     with pytest.raises(ValueError, match=r"Hidden_\w+ produced no compiled graph"):
         STRATEGIES["memory_budget"].apply(model, Sample(rows(), loss))
+
+
+class Transposed(nn.Module):
+    """Normalises a transposed tensor, whose layout the compiler takes for another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Small(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def transposed():
+    return nn.Sequential(nn.Linear(8, 8), *(Transposed() for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    "check", [recompute.budget_parity, pytest.param(recompute.scope, marks=pytest.mark.long)]
+)
+def test_blocks_that_torch_itself_can_not_compile_are_not_judged(check):
+    """Of torch 2.11 and 2.13: BatchNorm1d has other strides on shapes than its kernel gives."""
+    workload = default_workload("transposed", transposed, (transposed(), torch.randn(4, 6, 8)))
+    case = Case(workload, batch_size=4, blocks="[12]")
+    verdict = check(case)
+    assert verdict.passed is None, verdict
+    assert "torch.compile itself can't run 2, without a budget either" in verdict.hint
+
+
+def test_an_error_of_the_implementation_alone_stays_one():
+    def broken(module, sample, budget):
+        raise RuntimeError("only this implementation fails")
+
+    workload = default_workload("small", Small, (Small(), torch.randn(2, 8)))
+    with pytest.raises(RuntimeError, match="only this implementation fails"):
+        recompute.budget_parity(Case(workload, blocks="[01]"), apply=broken)

@@ -341,8 +341,9 @@ def budget_parity(case: Case, *, apply: Bounded = _bounded) -> Verdict:
     for budget in MODEL_BUDGETS:
         module = case.build()
         try:
-            names = apply(module, sample, budget)
-            steps.append(_step(case, module))
+            with _limits_of_torch(case):
+                names = apply(module, sample, budget)
+                steps.append(_step(case, module))
         except CompileFailed as failure:
             return not_applicable(gate, required=required, why=str(failure))
         if not holds_compiled_code(module):
@@ -387,8 +388,9 @@ def scope(case: Case, *, apply: Bounded = _bounded) -> Verdict:
     try:
         for budget in MODEL_BUDGETS:
             module = case.build()
-            apply(module, _shortened(case), budget)
-            saved.append(saved_bytes(module, case.batch(), case.workload.mean_loss))
+            with _limits_of_torch(case):
+                apply(module, _shortened(case), budget)
+                saved.append(saved_bytes(module, case.batch(), case.workload.mean_loss))
     except CompileFailed as failure:
         return not_applicable(gate, required=required, why=str(failure))
 
@@ -434,6 +436,28 @@ MEMORY_BUDGET_GATES = (
     Gate("recompute/budget-parity", budget_parity, BUDGET_TAKES),
     Gate("recompute/budget-scope", scope, BUDGET_TAKES),
 )
+
+
+@contextlib.contextmanager
+def _limits_of_torch(case: Case) -> Iterator[None]:
+    """Turn an error into `CompileFailed` if the blocks compiled by torch alone raise it too."""
+    try:
+        yield
+    except CompileFailed:
+        raise
+    except RuntimeError as error:
+        module = case.build()
+        names = list(find_blocks(module, _shortened(case).blocks))
+        for name in names:
+            module.get_submodule(name).compile(backend="aot_eager")
+        try:
+            _step(case, module)
+        except RuntimeError as same:
+            raise CompileFailed(
+                f"torch.compile itself can't run {', '.join(names)}, without a budget either: "
+                f"{type(same).__name__}: {str(same).splitlines()[0]}"
+            ) from error
+        raise
 
 
 def _shortened(case: Case) -> Sample:
