@@ -31,8 +31,18 @@ long: $(dev_ready)  ## run the variants that `make test` leaves out, and only th
 mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac' or '--changed'
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
-torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
+ifdef PEER
+torture: .venv/torture/.installed
+	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
+else
+torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
+endif
+
+.venv/torture/.installed: benchmarks/torture_requirements.txt $(dev_ready)
+	@echo "installing the checkpoint libraries into .venv/torture"
+	@PYTHONPATH=template:benchmarks $(PYTHON) benchmarks/torture_peers.py --install
+	@touch $@
 
 spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)

@@ -28,7 +28,14 @@ from curry_train.runs.retention import TURNED_BACK_FILE_NAME
 from torture_shapes import calls, opcodes, places
 from torture_training import Training
 
-COMMANDS = ("list", "show", "verify", "diff")  # commands of `runs` that read checkpoints
+COMMANDS = (
+    "list",
+    "show",
+    "verify",
+    "diff",
+    "inspect",
+    "export",
+)  # commands of `runs` that read checkpoints
 GROUPS = ("calls", "opcodes", "data", "values", "paths")
 STEP = "rollback/step-00000002.dcp"
 _watched: set[str] = set()
@@ -113,11 +120,16 @@ class Ground:
                 continue
             except Exception as error:  # noqa: BLE001
                 wrong.append(f"a resume from {what} ended with {error!r}")
+        exported = self.root / "exported"
         for command in COMMANDS:
-            given = [str(self.run.parent)] if command == "list" else [str(self.run)]
-            done = CliRunner().invoke(
-                main, ["runs", command, *given, *([str(self.run)] if command == "diff" else [])]
-            )
+            words = {
+                "list": [str(self.run.parent)],
+                "diff": [str(self.run), str(self.run)],
+                "inspect": [str(self.run / STEP)],
+                "export": [str(self.run), STEP, "--out", str(exported)],
+            }
+            done = CliRunner().invoke(main, ["runs", command, *words.get(command, [str(self.run)])])
+            shutil.rmtree(exported, ignore_errors=True)
             if done.exception is not None and not isinstance(done.exception, SystemExit):
                 wrong.append(f"runs {command} ended with {done.exception!r}")
         return wrong + self.touched()

@@ -265,7 +265,7 @@ def commit_checkpoints(trainer: Any) -> Any:
     elif "accelerate" in libraries:
         trainer.save_state = _AcceleratorSaves(trainer)
     elif libraries & {"lightning", "pytorch_lightning"}:
-        trainer.strategy.checkpoint_io = _committing_io(trainer.strategy.checkpoint_io)
+        trainer.strategy.checkpoint_io = committing_io(trainer.strategy.checkpoint_io)
     else:
         raise TypeError(
             f"a {type(trainer).__name__} is no Trainer of transformers or Lightning and no "
@@ -394,7 +394,7 @@ class _AcceleratorSaves:
             _remove(aside)
 
 
-def _committing_io(base: Any) -> Any:
+def committing_io(base: Any) -> Any:
     """Return a CheckpointIO that writes through `base`, and commits."""
     interface = _interface(base, "CheckpointIO")
     return _with_methods("CommittingCheckpointIO", interface, _LightningCommits)(base)

@@ -1,0 +1,336 @@
+"""Checkpoint libraries as the torture of peers sees them: save a step, and load the newest one.
+
+Each is used as its own documentation shows it, on local files and synchronously. Who resumes takes
+the checkpoint with the highest step, as the scripts around these libraries do.
+
+Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
+"""
+
+import importlib.metadata
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The state that is saved: a few tensors whose values follow from the step.
+
+SIDE = 128
+NUM_LAYERS = 4
+State = dict[str, Tensor]
+
+
+def state_of(step: int) -> State:
+    """Return the state of a step; every byte of it depends on the step."""
+    generator = torch.Generator().manual_seed(step)
+    state = {
+        f"layer{number}": torch.randn(SIDE, SIDE, generator=generator)
+        for number in range(NUM_LAYERS)
+    }
+    return state | {"step": torch.tensor([step])}
+
+
+def step_of(state: State) -> int:
+    """Return the step of a loaded state; raise ValueError if it is not of one step."""
+    step = int(state["step"][0])
+    expected = state_of(step)
+    if any(not torch.equal(state[name], tensor) for name, tensor in expected.items()):
+        raise ValueError(f"the state is not that of step {step}")
+    return step
+
+
+class Peer:
+    """A library that saves and loads; `again` saves over a checkpoint of the same name."""
+
+    name = ""
+    distribution = "torch"
+    # Files that hold pickles, which the torture replaces by hostile ones.
+    pickled: tuple[str, ...] = ()
+
+    def prepare(self) -> None:
+        """Import and build what a save needs, before processes are forked."""
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        raise NotImplementedError
+
+    def load(self, root: Path) -> State:
+        """Load the newest checkpoint as a script that resumes would."""
+        return self.load_one(self.newest(root))
+
+    def load_one(self, path: Path) -> State:
+        raise NotImplementedError
+
+    def path(self, root: Path, step: int, *, again: bool) -> Path:
+        return root / ("step-0" if again else f"step-{step}")
+
+    def newest(self, root: Path) -> Path:
+        numbered = [
+            (int(found[1]), path)
+            for path in root.iterdir()
+            if (found := re.fullmatch(r"step-(\d+)(\.ckpt)?", path.name))
+        ]
+        if not numbered:
+            raise FileNotFoundError("no checkpoint stands here")
+        return max(numbered)[1]
+
+    def forge(self, path: Path) -> None:
+        """Make hashes fit after a file was replaced, as somebody hostile would."""
+
+    def version(self) -> str:
+        return importlib.metadata.version(self.distribution)
+
+
+class DistributedCheckpoint(Peer):
+    name = "dcp"
+    pickled = (".metadata", "*.distcp")
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(state, checkpoint_id=self.path(root, step, again=again))
+
+    def load_one(self, path: Path) -> State:
+        import torch.distributed.checkpoint as dcp
+
+        state = {name: torch.zeros_like(tensor) for name, tensor in state_of(0).items()}
+        dcp.load(state, checkpoint_id=path)
+        return state
+
+
+class TorchCheckpointing(Peer):
+    name = "torch_checkpointing"
+    distribution = "torch_checkpointing"
+    pickled = ("*.pt",)
+
+    def prepare(self) -> None:
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        # Direct I/O fails for files of other sizes than whole blocks on some file systems.
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        save = SyncCheckpointSaverConfig()
+        self._build = CheckpointManager.Config(save=save, storage_config=storage).build
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        manager = self._build()
+        manager.save(str(self.path(root, step, again=again)), {"model": state})
+        manager.close()
+
+    def load_one(self, path: Path) -> State:
+        manager = self._build()
+        into = {name: torch.zeros_like(tensor) for name, tensor in state_of(0).items()}
+        loaded = manager.load(str(path), into={"model": into})
+        manager.close()
+        found: State = (loaded or {"model": into})["model"]
+        return found
+
+
+class Orbax(Peer):
+    name = "orbax"
+    distribution = "orbax-checkpoint"
+
+    def prepare(self) -> None:
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        arrays = {name: tensor.numpy() for name, tensor in state.items()}
+        with self._ocp.PyTreeCheckpointer() as saver:
+            saver.save(self.path(root, step, again=again).absolute(), arrays, force=again)
+
+    def load_one(self, path: Path) -> State:
+        with self._ocp.PyTreeCheckpointer() as saver:
+            arrays = saver.restore(path.absolute())
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+
+
+class Holder(nn.Module):
+    """A module that holds a state, for libraries that save modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in state_of(0).items():
+            self.register_buffer(name, tensor)
+
+    def put(self, state: State) -> None:
+        for name, tensor in state.items():
+            getattr(self, name).copy_(tensor)
+
+
+class Accelerate(Peer):
+    name = "accelerate"
+    distribution = "accelerate"
+    pickled = ("random_states_*.pkl", "optimizer.bin")
+
+    def prepare(self) -> None:
+        from accelerate import Accelerator
+
+        self._holder = Holder()
+        self._accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], momentum=0.9)
+        self._model, _ = self._accelerator.prepare(self._holder, optimizer)
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        self._holder.put(state)
+        self._accelerator.save_state(str(self.path(root, step, again=again)))
+
+    def load_one(self, path: Path) -> State:
+        self._accelerator.load_state(str(path))
+        return {name: tensor.clone() for name, tensor in self._holder.state_dict().items()}
+
+
+class Lightning(Peer):
+    name = "lightning"
+    distribution = "lightning"
+    pickled = ("*.ckpt",)
+
+    def prepare(self) -> None:
+        from lightning.fabric.plugins.io import TorchCheckpointIO
+
+        self._io: Any = TorchCheckpointIO()
+
+    def path(self, root: Path, step: int, *, again: bool) -> Path:
+        return root / f"{super().path(root, step, again=again).name}.ckpt"
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        self._io.save_checkpoint({"state_dict": state}, self.path(root, step, again=again))
+
+    def load_one(self, path: Path) -> State:
+        found: State = self._io.load_checkpoint(path)["state_dict"]
+        return found
+
+
+class Ours(Peer):
+    name = "ours"
+    distribution = "curry-train"
+    pickled = (".metadata", "*.distcp")
+
+    def prepare(self) -> None:
+        from curry_train.runs import Store, TrainingState, load_chosen
+        from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
+
+        self._holder = Holder()
+        self._state = TrainingState(self._holder)
+        self._store = Store
+        self._load_chosen = load_chosen
+        self._parts = FileEntry, hash_bytes, parse_manifest
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        self._holder.put(state)
+        with self._store(root) as store:
+            store.save("rollback", 0 if again else step, self._state)
+
+    def load(self, root: Path) -> State:
+        self._load_chosen(root, self._state)
+        return {name: tensor.clone() for name, tensor in self._holder.state_dict().items()}
+
+    def load_one(self, path: Path) -> State:
+        self._store(path.parents[1]).load(f"rollback/{path.name}", self._state)
+        return {name: tensor.clone() for name, tensor in self._holder.state_dict().items()}
+
+    def path(self, root: Path, step: int, *, again: bool) -> Path:
+        return root / f"rollback/step-{0 if again else step:08d}.dcp"
+
+    def newest(self, root: Path) -> Path:
+        return max(root.glob("rollback/step-*.dcp"))
+
+    def forge(self, path: Path) -> None:
+        import dataclasses
+
+        file_entry, hash_bytes, parse_manifest = self._parts
+        manifest = parse_manifest((path / "manifest.json").read_bytes())
+        files = {}
+        for name in manifest.files:
+            data = (path / name).read_bytes()
+            files[name] = file_entry(len(data), hash_bytes(manifest.algorithm, data))
+        forged = dataclasses.replace(manifest, files=files).render()
+        (path / "manifest.json").write_bytes(forged)
+
+    def version(self) -> str:
+        from curry_train import __version__
+
+        return __version__
+
+
+class CommittedAccelerate(Accelerate):
+    """Accelerate with `commit_checkpoints`, and `newest_whole` at resume."""
+
+    name = "accelerate_committed"
+
+    def prepare(self) -> None:
+        from curry_train.runs import commit_checkpoints, newest_whole
+        from curry_train.runs.trainers import commit_folder
+
+        super().prepare()
+        commit_checkpoints(self._accelerator)
+        self._newest_whole: Callable[[Path], str | None] = newest_whole
+        self._commit = commit_folder
+
+    def newest(self, root: Path) -> Path:
+        found = self._newest_whole(root)
+        if found is None:
+            raise FileNotFoundError("no checkpoint here is whole")
+        return Path(found)
+
+    def forge(self, path: Path) -> None:
+        self._commit(path)
+
+
+class CommittedLightning(Lightning):
+    """Lightning with `commit_checkpoints`, and `newest_whole` at resume."""
+
+    name = "lightning_committed"
+
+    def prepare(self) -> None:
+        from curry_train.runs import newest_whole
+        from curry_train.runs.trainers import commit_file, committing_io
+
+        super().prepare()
+        self._io = committing_io(self._io)
+        self._newest_whole: Callable[[Path], str | None] = newest_whole
+        self._commit = commit_file
+
+    newest = CommittedAccelerate.newest
+
+    def forge(self, path: Path) -> None:
+        staged = path.with_name(".forged")
+        path.rename(staged)
+        self._commit(staged, path)
+
+
+PEERS: dict[str, Peer] = {
+    one.name: one
+    for one in (
+        Ours(),
+        DistributedCheckpoint(),
+        TorchCheckpointing(),
+        Orbax(),
+        Accelerate(),
+        CommittedAccelerate(),
+        Lightning(),
+        CommittedLightning(),
+    )
+}
+
+
+def prepared(name: str) -> Peer:
+    """Import a library and return it as a peer; SystemExit names the install command."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            PEERS[name].prepare()
+        except ImportError as error:
+            raise SystemExit(
+                f"{name} is not installed ({error}): make torture PEER={name}"
+            ) from error
+    return PEERS[name]
+
+
+def rendered(found: dict[str, Any]) -> str:
+    return json.dumps(found, sort_keys=True)

@@ -1,0 +1,427 @@
+"""The same torture for each checkpoint library: kills, flips, full disks and hostile files.
+
+    python -m torture_peers --peer dcp --json evidence/peers_torture.json
+    python -m torture_peers --table evidence/peers_torture.json
+
+`make torture PEER=dcp` installs the library beside the project's environment first. Counts add up
+over runs with the same versions, and each run draws other kills. It forks, and needs Linux.
+
+Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pickle
+import random
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from curry_train.core.wording import provenance, write_json
+from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
+from torture_shapes import calls
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = ROOT / ".venv" / "torture"
+REQUIREMENTS = Path(__file__).with_name("torture_requirements.txt")
+KILLS_OF_A_FOLDER = 5
+LONGEST_LOAD = 120  # seconds after which a load counts as hung
+FIRST_STEPS = (1, 2)
+# Limits of a file's size, as parts of the largest file of a checkpoint.
+FULL_PARTS = tuple(number / 20 for number in range(20))
+
+# Processes that save until they are killed, and processes that load.
+
+
+def in_a_fork(act: Callable[[Callable[[Any], None]], None]) -> tuple[int, int]:
+    """Fork a process that acts and reports lines of JSON; return its pid and the pipe."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    status = 1
+    try:
+        os.close(reading)
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        warnings.simplefilter("ignore")
+        signal.alarm(LONGEST_LOAD)
+        act(lambda what: os.write(writing, json.dumps(what).encode() + b"\n") and None)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def reports_of(pid: int, pipe: int) -> tuple[list[Any], int]:
+    """Wait for a fork to end; return its reports and its status."""
+    data = b""
+    while piece := os.read(pipe, 65536):
+        data += piece
+    os.close(pipe)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [json.loads(line) for line in data.splitlines()], status
+
+
+def loaded(load: Callable[[], Any]) -> dict[str, Any]:
+    """Load in a process of its own; return the step, or the error, or that it is another state."""
+
+    def act(report: Callable[[Any], None]) -> None:
+        try:
+            state = load()
+        except BaseException as error:  # noqa: BLE001 - whatever the library raises is the finding
+            report({"error": f"{type(error).__name__}: {error!s:.150}"})
+            return
+        try:
+            report({"step": step_of(state)})
+        except (ValueError, KeyError, IndexError) as error:
+            report({"silent": str(error)[:150]})
+
+    reports, status = reports_of(*in_a_fork(act))
+    return reports[0] if reports else {"error": f"the process ended with {status}"}
+
+
+def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...], *, again: bool = False) -> Any:
+    def act(report: Callable[[Any], None]) -> None:
+        for step in steps:
+            peer.save(root, step, state_of(step), again=again)
+            report(step)
+
+    reports, status = reports_of(*in_a_fork(act))
+    if status or reports != list(steps):
+        raise RuntimeError(f"{peer.name} saved {reports} of {steps}, status {status}")
+
+
+# Kills.
+
+
+def kill_many(
+    peer: Peer,
+    folder: Path,
+    number: int,
+    *,
+    again: bool = False,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, int]:
+    """Kill a process at random moments of its saves, and load in another; count what was lost.
+
+    With `again`, every save has the name of the one before.
+    """
+    generator = random.Random(f"{peer.name}-{again}-{seed}")
+    counts = dict.fromkeys(("kills", "newest_fails", "older", "lost", "silent", "refused"), 0)
+    root = folder / "kills"
+    longest = 0.0
+    history = _History()
+    while counts["kills"] < number:
+        if not counts["kills"] % KILLS_OF_A_FOLDER or not root.exists():
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
+            began = time.monotonic()
+            save_in_a_fork(peer, root, (1,), again=again)
+            longest = longest or 4 * (time.monotonic() - began)
+            history = _History()
+        _one_kill(peer, root, history, generator.uniform(0, longest), counts, again=again)
+        progress(counts["kills"])
+    return counts
+
+
+@dataclass
+class _History:
+    """The last step that was reported saved, and the last that a killed process may have saved."""
+
+    reported: int = 1
+    begun: int = 1
+
+
+def _one_kill(
+    peer: Peer,
+    root: Path,
+    history: _History,
+    seconds: float,
+    counts: dict[str, int],
+    *,
+    again: bool,
+) -> None:
+    """Save one step after the other, kill the process, and load in another one."""
+    first = history.begun + 1
+
+    def act(report: Callable[[Any], None]) -> None:
+        report("begin")
+        for step in range(first, first + 10_000):
+            try:
+                peer.save(root, step, state_of(step), again=again)
+            except Exception as error:  # noqa: BLE001 - a refusal to save over a save is one answer
+                report({"refused": str(error)[:100]})
+                return
+            report(step)
+
+    pid, pipe = in_a_fork(act)
+    select.select([pipe], [], [], LONGEST_LOAD)
+    time.sleep(seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    reports, _ = reports_of(pid, pipe)
+    steps = [one for one in reports if isinstance(one, int)]
+    history.reported = max(steps, default=history.reported)
+    history.begun = max(first, history.reported + 1)
+    counts["kills"] += 1
+    counts["refused"] += any(isinstance(one, dict) for one in reports)
+
+    found = loaded(lambda: peer.load(root))
+    counts["silent"] += "silent" in found
+    counts["newest_fails"] += "error" in found
+    counts["older"] += found.get("step", history.reported) < history.reported
+    if found.get("step", -1) < history.reported:
+        # Is the step that was reported saved still there, if it is loaded by its name?
+        path = peer.path(root, history.reported, again=again)
+        counts["lost"] += loaded(lambda: peer.load_one(path)).get("step", -1) < history.reported
+        shutil.rmtree(root)
+
+
+# Flips, full disks and hostile files.
+
+
+def flip_many(
+    peer: Peer,
+    folder: Path,
+    number: int,
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, int]:
+    """Flip single bits of the newest checkpoint, equally many in each file, and load."""
+    generator = random.Random(f"{peer.name}-{seed}")
+    root = folder / "flips"
+    root.mkdir(parents=True)
+    save_in_a_fork(peer, root, FIRST_STEPS)
+    newest = peer.path(root, FIRST_STEPS[-1], again=False)
+    files = _files_of(newest)
+    counts = dict.fromkeys(("flips", "found", "harmless", "silent"), 0)
+    for turn in range(number):
+        path = files[turn % len(files)]
+        data = path.read_bytes()
+        if not data:
+            continue
+        flipped = bytearray(data)
+        flipped[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        path.write_bytes(flipped)
+        found = loaded(lambda: peer.load(root))
+        path.write_bytes(data)
+        counts["flips"] += 1
+        # An error, or the step before, shows that the damage was noticed.
+        if "silent" in found:
+            counts["silent"] += 1
+        elif found.get("step") == FIRST_STEPS[-1]:
+            counts["harmless"] += 1
+        else:
+            counts["found"] += 1
+        progress(counts["flips"])
+    return counts
+
+
+def _files_of(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+
+
+def fill_disks(peer: Peer, folder: Path) -> dict[str, int]:
+    """Let the kernel refuse to write more than some bytes of a file, as a full disk does."""
+    counts = dict.fromkeys(("full", "not_reported", "newest_fails", "lost", "silent"), 0)
+    root = folder / "measured"
+    root.mkdir(parents=True)
+    save_in_a_fork(peer, root, (1,))
+    largest = max(one.stat().st_size for one in _files_of(peer.path(root, 1, again=False)))
+    for part in FULL_PARTS:
+        root = folder / f"full-{part}"
+        root.mkdir()
+        save_in_a_fork(peer, root, (1,))
+        limit = int(part * largest)
+
+        def act(report: Callable[[Any], None], root: Path = root, limit: int = limit) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            peer.save(root, 2, state_of(2))
+            report(2)
+
+        reports, _ = reports_of(*in_a_fork(act))
+        found = loaded(lambda root=root: peer.load(root))
+        counts["full"] += 1
+        counts["not_reported"] += bool(reports) and found.get("step") != 2
+        counts["newest_fails"] += "error" in found
+        counts["silent"] += "silent" in found
+        first = peer.path(root, 1, again=False)
+        counts["lost"] += loaded(lambda first=first: peer.load_one(first)).get("step") != 1
+        shutil.rmtree(root)
+    return counts
+
+
+def forge_many(peer: Peer, folder: Path) -> dict[str, int]:
+    """Replace each pickle of a checkpoint by one that calls a function, hashes fitting; load."""
+    counts = dict.fromkeys(("hostile", "executed"), 0)
+    canary = folder / "canary"
+    root = folder / "hostile"
+    for call in calls(str(canary)).values():
+        for pattern in peer.pickled:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
+            save_in_a_fork(peer, root, FIRST_STEPS)
+            newest = peer.path(root, FIRST_STEPS[-1], again=False)
+            files = [newest] if newest.is_file() else sorted(newest.glob(pattern))
+            for path in files:
+                _forge_file(path, call)
+            peer.forge(newest)
+            loaded(lambda: peer.load(root))
+            counts["hostile"] += 1
+            counts["executed"] += canary.exists()
+            if canary.is_dir():
+                canary.rmdir()
+            canary.unlink(missing_ok=True)
+    return counts
+
+
+def _forge_file(path: Path, call: Any) -> None:
+    """Put a hostile pickle in place of the pickle in a file."""
+    data = path.read_bytes()
+    if not data.startswith(b"PK"):
+        path.write_bytes(pickle.dumps(call, 2))
+        return
+    end = data.rindex(b"PK\x05\x06") + 22
+    with path.open("wb") as stream:
+        torch.save(call, stream)
+        stream.write(b"\0" * max(0, end - stream.tell()))
+    if not zipfile.is_zipfile(path):
+        torch.save(call, path)
+
+
+# The whole torture of one library, its record and its table.
+
+
+def torture_peer(peer: Peer, options: argparse.Namespace, *, seed: int) -> dict[str, Any]:
+    def shown(what: str, total: int) -> Callable[[int], None]:
+        def show(done: int) -> None:
+            if done % 50 == 0 or done == total:
+                print(f"{peer.name}: {done} of {total} {what}", file=sys.stderr, flush=True)
+
+        return show
+
+    folder = Path(tempfile.mkdtemp(prefix="peer-", dir=options.folder))
+    kills = options.kills
+    resaves = options.resaves
+    flips = options.flips
+    try:
+        found: dict[str, Any] = {
+            "kills": kill_many(peer, folder, kills, seed=seed, progress=shown("kills", kills)),
+            "resaves": kill_many(
+                peer, folder, resaves, again=True, seed=seed, progress=shown("resaves", resaves)
+            ),
+            "flips": flip_many(peer, folder, flips, seed=seed, progress=shown("flips", flips)),
+            "full_disks": fill_disks(peer, folder),
+            "hostile": forge_many(peer, folder),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Add the counts of two runs of the same versions."""
+    return {
+        part: {key: number + before.get(part, {}).get(key, 0) for key, number in counts.items()}
+        for part, counts in now.items()
+    }
+
+
+def record(path: Path, peer: Peer, options: argparse.Namespace) -> dict[str, Any]:
+    """Torture one library and add its counts to the record of all."""
+    written = json.loads(path.read_text()) if path.exists() else {"peers": {}}
+    row = written["peers"].get(peer.name, {})
+    facts = provenance(torch.device("cpu"))
+    versions = {"version": peer.version(), "torch": facts["torch"]}
+    same = all(row.get(key) == value for key, value in versions.items())
+    before = row.get("counts", {}) if same else {}
+    runs = row.get("runs", 0) if same else 0
+    counts = added(before, torture_peer(peer, options, seed=runs))
+    row = {**versions, "date": facts["date"], "runs": runs + 1, "counts": counts}
+    peers = written["peers"] | {peer.name: row}
+    write_json(str(path), facts | {"peers": peers})
+    return row
+
+
+COLUMNS = {
+    "kills": ("kills", "kills"),
+    "resume fails": ("kills", "newest_fails"),
+    "lost": ("kills", "lost"),
+    "saves over a save": ("resaves", "kills"),
+    "lost by them": ("resaves", "lost"),
+    "flips": ("flips", "flips"),
+    "loaded in silence": ("flips", "silent"),
+    "full disks": ("full_disks", "full"),
+    "resume fails after": ("full_disks", "newest_fails"),
+    "hostile": ("hostile", "hostile"),
+    "executed": ("hostile", "executed"),
+}
+
+
+def table_of(written: dict[str, Any]) -> str:
+    """Return the record as a table in Markdown."""
+    lines = [f"| library | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    order = [*PEERS, *written["peers"]]
+    for name, row in sorted(written["peers"].items(), key=lambda one: order.index(one[0])):
+        cells = [str(row["counts"][part][key]) for part, key in COLUMNS.values()]
+        lines.append(f"| {name} {row['version']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def install() -> None:
+    """Make an environment with the libraries, on top of the one that runs this script."""
+    subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
+    python = ENVIRONMENT / "bin" / "python"
+    words = [python, "-c", "import site; print(site.getsitepackages()[0])"]
+    folder = Path(subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
+    below = [path for path in sys.path if path.endswith("site-packages")]
+    (folder / "below.pth").write_text("\n".join([*below, str(ROOT / "template")]) + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--requirement", REQUIREMENTS], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peer", choices=[*PEERS], help="the library to torture")
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--resaves", type=int, default=100, help="kills of saves over a save")
+    parser.add_argument("--flips", type=int, default=600)
+    parser.add_argument("--folder", help="write here; files are removed afterwards")
+    parser.add_argument("--json", default="evidence/peers_torture.json")
+    parser.add_argument("--install", action="store_true", help="install the libraries and end")
+    parser.add_argument("--table", metavar="PATH", help="print a record as a table, and end")
+    options = parser.parse_args()
+    if options.install:
+        install()
+        return
+    if options.table:
+        print(table_of(json.loads(Path(options.table).read_text())))
+        return
+    if options.peer is None:
+        parser.error("give --peer, one of " + ", ".join(PEERS))
+    torch.set_num_threads(1)
+    row = record(Path(options.json), prepared(options.peer), options)
+    print(json.dumps(row["counts"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

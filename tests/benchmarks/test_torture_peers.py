@@ -1,0 +1,137 @@
+"""The torture of checkpoint libraries counts losses, silence and execution right.
+
+python -m pytest tests/benchmarks/test_torture_peers.py
+"""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
+from torture_peers import (
+    added,
+    fill_disks,
+    flip_many,
+    forge_many,
+    kill_many,
+    record,
+    save_in_a_fork,
+    table_of,
+    torture_peer,
+)
+
+
+class InPlace(Peer):
+    """A file of torch.save per step, written in place: without a hash, and unpickled."""
+
+    name = "in_place"
+    pickled = ("*.ckpt",)
+
+    def path(self, root, step, *, again):
+        return root / f"{super().path(root, step, again=again).name}.ckpt"
+
+    def save(self, root, step, state, *, again=False):
+        torch.save(state, self.path(root, step, again=again))
+
+    def load_one(self, path):
+        return torch.load(path, weights_only=False)
+
+
+class Forgetful(InPlace):
+    """Reports steps as saved that it never wrote."""
+
+    def save(self, root, step, state, *, again=False):
+        if step == 1:
+            super().save(root, step, state, again=again)
+
+
+def test_a_state_shows_its_step_and_any_change():
+    state = state_of(7)
+    assert step_of(state) == 7
+    state["layer2"][3, 3] += 1
+    with pytest.raises(ValueError, match="not that of step 7"):
+        step_of(state)
+
+
+def test_ours_survives_a_short_torture(tmp_path):
+    peer = prepared("ours")
+    kills = kill_many(peer, tmp_path, 4)
+    assert kills == {**dict.fromkeys(kills, 0), "kills": 4}
+    flips = flip_many(peer, tmp_path, 8)
+    assert flips == {"flips": 8, "found": 8, "harmless": 0, "silent": 0}
+
+
+def test_what_a_careless_library_loses_is_counted(tmp_path):
+    flips = flip_many(InPlace(), tmp_path / "flips", 6)
+    assert flips["silent"] >= 4
+    disks = fill_disks(InPlace(), tmp_path / "disks")
+    assert (disks["full"], disks["newest_fails"], disks["lost"]) == (20, 20, 0)
+    hostile = forge_many(InPlace(), tmp_path / "hostile")
+    assert (hostile["hostile"], hostile["executed"]) == (8, 8)
+
+
+def test_steps_that_were_only_reported_count_as_lost(tmp_path):
+    kills = kill_many(Forgetful(), tmp_path, 2)
+    assert kills["lost"] == kills["older"] == 2
+
+
+def test_a_save_that_fails_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="in_place saved"):
+        save_in_a_fork(InPlace(), tmp_path / "not there", (1,))
+
+
+def test_counts_of_runs_with_the_same_versions_add_up(tmp_path, monkeypatch):
+    counts = {part: {"kills": 2, "lost": 1} for part in ("kills", "resaves")}
+    assert added(counts, counts)["kills"] == {"kills": 4, "lost": 2}
+    assert added({}, counts) == counts
+
+    path = tmp_path / "peers.json"
+    options = argparse.Namespace(kills=1, resaves=1, flips=2, folder=None)
+    seeds = []
+
+    def tortured(peer, options, *, seed):
+        seeds.append(seed)
+        return {"kills": {"kills": 3}}
+
+    monkeypatch.setattr("torture_peers.torture_peer", tortured)
+    for total in (3, 6):
+        row = record(path, InPlace(), options)
+        assert row["counts"]["kills"]["kills"] == total
+    assert seeds == [0, 1]
+    monkeypatch.setattr(InPlace, "version", lambda self: "another")
+    assert record(path, InPlace(), options)["counts"]["kills"]["kills"] == 3
+
+
+def test_the_table_has_a_row_for_each_library():
+    counts = {part: dict.fromkeys(("kills", "newest_fails", "lost"), 1) for part in ("kills",)}
+    counts |= {"resaves": {"kills": 2, "lost": 0}, "flips": {"flips": 3, "silent": 4}}
+    counts |= {
+        "full_disks": {"full": 5, "newest_fails": 6},
+        "hostile": {"hostile": 7, "executed": 8},
+    }
+    row = {"version": "1.0", "counts": counts}
+    lines = table_of({"peers": {"dcp": row, "ours": row}}).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == "| ours 1.0 | 1 | 1 | 1 | 2 | 0 | 3 | 4 | 5 | 6 | 7 | 8 |"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PEERS)
+def test_a_short_torture_of_each_library(tmp_path, name):
+    try:
+        peer = prepared(name)
+    except SystemExit as error:
+        pytest.skip(str(error))
+    options = argparse.Namespace(kills=10, resaves=5, flips=12, folder=str(tmp_path))
+    found = torture_peer(peer, options, seed=0)
+    print(json.dumps(found))
+    assert found["kills"]["kills"] == 10
+    assert found["flips"]["flips"] == 12
+    if name in ("ours", "accelerate_committed", "lightning_committed"):
+        wrong = {key: number for part in found.values() for key, number in part.items()}
+        assert {wrong[key] for key in ("lost", "silent", "newest_fails", "not_reported")} == {0}
+    if name == "ours":
+        assert found["hostile"]["executed"] == 0
