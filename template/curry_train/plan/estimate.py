@@ -18,6 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -181,7 +182,7 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self._states: dict[Layouts, list[dict[str, Any]]] = {}
-        self._steps: dict[
+        self.recorded: dict[
             tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
         ] = {}
         self._is_replaced = False
@@ -216,10 +217,9 @@ class OptimizerSteps:
 
     def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
         """Replay the optimizer step recorded for gradients of this layout, or record it now."""
-        parameters = _parameters(optimizer)
-        key = _layouts(parameters), _layouts([parameter.grad for parameter in parameters])
-        if key in self._steps:
-            record.repeat(*self._steps[key])
+        key = self.key(optimizer)
+        if key in self.recorded:
+            record.repeat(*self.recorded[key])
             return
 
         first = record.num_operations
@@ -232,7 +232,16 @@ class OptimizerSteps:
             lives = [_from(first, life) for life in made]
             places = {id(life): place for place, life in enumerate(made)}
             events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
-            self._steps[key] = lives, events, record.num_operations - first
+            self.recorded[key] = lives, events, record.num_operations - first
+
+    @staticmethod
+    def key(
+        optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tensor] = MappingProxyType({})
+    ) -> tuple[Layouts, Layouts]:
+        """Return the layouts of parameters and gradients; `gradients` has missing ones by `id`."""
+        parameters = _parameters(optimizer)
+        given = [gradients.get(id(one)) if one.grad is None else one.grad for one in parameters]
+        return _layouts(parameters), _layouts(given)
 
 
 def _copy_of(value: Any) -> Any:
@@ -454,15 +463,21 @@ class Sketch:
             return {}
 
     def step(
-        self, batch_size: int, *, accumulated: bool = False, change: ModelChange | None = None
+        self,
+        batch_size: int,
+        *,
+        accumulated: bool = False,
+        change: ModelChange | None = None,
+        make: Callable[..., "PricedLives"] | None = None,
     ) -> StepEstimate:
         """Estimate a step at this batch size.
 
         `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
         `change` modifies the model first, for example to recompute blocks; the estimate without it
-        is cached.
+        is cached. `make` makes the record, if it is another one.
         """
-        if change is None and (batch_size, accumulated) in self._plain:
+        is_cached = change is None and make is None
+        if is_cached and (batch_size, accumulated) in self._plain:
             return self._plain[batch_size, accumulated]
         steps = self._optimizer_steps
         batch = self.batch(batch_size)
@@ -479,7 +494,7 @@ class Sketch:
             blocks=list(blocks) or None,
             accumulated=accumulated,
             give_state=None if steps is None else steps.give_state,
-            make=functools.partial(PricedLives, steps=steps),
+            make=functools.partial(make or PricedLives, steps=steps),
             keeps_output=self.kernels == "cuda",
         )
         found = _estimate(lives, module, blocks)
@@ -487,7 +502,7 @@ class Sketch:
             first_step = [] if steps is None else steps.first_step
             trace = trace_of(lives, module, first_step, fused=is_fused(optimizer))
             found = replace(found, trace=trace)
-        if change is None:
+        if is_cached:
             self._plain[batch_size, accumulated] = found
         return found
 

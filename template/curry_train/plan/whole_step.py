@@ -7,9 +7,11 @@ that fit. `Sharding` predicts by arithmetic how DDP and FSDP2 change the bytes o
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +22,7 @@ from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .profiler import BATCH_GROUP, GRADIENTS_GROUP, PARAMETERS_GROUP
+from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -118,6 +121,17 @@ NEAR_BUDGET_RATIO = 1.1  # up to this peak, a choice other than the chain's may 
 
 CHAIN_OVERESTIMATE_RATIO = 1.35  # the chain may overestimate a whole step by up to this factor
 
+# Errors that the code of a model may raise.
+ERRORS_OF_MODELS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 # Microbatch, accumulated, chunked loss, and options.
 PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
 
@@ -194,19 +208,15 @@ class WholeSteps:
         # Traces of the whole steps, for the model of CUDA's allocator.
         self.traces: dict[PlanKey, StepTrace] = {}
 
+        # Whether a step can be recorded from some of its equal blocks; None until it was tried.
+        self._repeats: bool | None = None
+
         # Chunked loss and accumulated, where the chain's least peak was checked.
         self.seen: set[tuple[bool, bool]] = set()
 
     def start(self, chain: Chain, *, chunked: bool) -> None:
         """Take the plain step of a chain as the first whole step, and correct the chain by it."""
-        plain = Candidate(
-            MEASURED_MICROBATCH_SIZES[-1],
-            1,
-            chunked,
-            0,
-            None,
-            dict.fromkeys(chain.names, Option(NONE_KIND)),
-        )
+        plain = _plain(chain, chunked=chunked)
         step = chain.steps[-1]
         peak = step.peak_bytes + self.extra_bytes(step, accumulated=False)
         self._remember(self._key(plain), step, peak)
@@ -216,25 +226,55 @@ class WholeSteps:
         """Return the peak of the whole step, and the FLOPs of one microbatch."""
         key = self._key(candidate)
         if key not in self.known:
-            with drop_saved() as offload:
-
-                def change(module: nn.Module) -> None:
-                    apply_options(
-                        module,
-                        candidate.options,
-                        offload=offload if self.sketch.why_real is None else None,
-                    )
-                    if candidate.chunked_loss:
-                        primitives.apply_chunked_loss(
-                            module, chunk_tokens=self.chain(candidate).chunk_tokens
-                        )
-
-                step = self.sketch.step(
-                    candidate.microbatch, accumulated=candidate.steps > 1, change=change
-                )
+            step = self._shortened(candidate) or self._recorded(candidate)
             extra = self.extra_bytes(step, accumulated=candidate.steps > 1)
             self._remember(key, step, step.peak_bytes + extra)
         return self.known[key]
+
+    def _recorded(self, candidate: Candidate, **options: Any) -> StepEstimate:
+        """Estimate the whole step of a candidate."""
+        with drop_saved() as offload:
+
+            def change(module: nn.Module) -> None:
+                apply_options(
+                    module,
+                    candidate.options,
+                    offload=offload if self.sketch.why_real is None else None,
+                )
+                if candidate.chunked_loss:
+                    primitives.apply_chunked_loss(
+                        module, chunk_tokens=self.chain(candidate).chunk_tokens
+                    )
+
+            return self.sketch.step(
+                candidate.microbatch, accumulated=candidate.steps > 1, change=change, **options
+            )
+
+    def _shortened(self, candidate: Candidate) -> StepEstimate | None:
+        """Estimate the step from some of its equal blocks; None if all of them must run."""
+        chain = self.chain(candidate)
+        if self._repeats is None:
+            # The plain step was recorded in full; shortened, it must have the same record.
+            step = chain.steps[-1]
+            plain = _plain(chain, chunked=candidate.chunked_loss)
+            found = None
+            if self.sketch.why_real is None and not self.sketch.draws.drawn:
+                found = self._of_runs(plain, step)
+            self._repeats = found is not None and same_record(found, step)
+        return self._of_runs(candidate, chain.steps[-1]) if self._repeats else None
+
+    def _of_runs(self, candidate: Candidate, step: StepEstimate) -> StepEstimate | None:
+        """Run some blocks of each run of equal ones; None if there is no run, or no repetition."""
+        kinds = [names for names, _ in self.chain(candidate).kinds]
+        once = [name for name, block in step.blocks.items() if block.calls == 1]
+        runs = equal_runs(kinds, candidate.options, once)
+        if not runs:
+            return None
+        try:
+            return self._recorded(candidate, make=functools.partial(RepeatedLives, runs=runs))
+        except (NotRepeated, *ERRORS_OF_MODELS):
+            # A model may read from its blocks what those that do not run never made.
+            return None
 
     def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
         self.known[key] = peak, float(step.flops.sum())
@@ -437,6 +477,12 @@ class WholeSteps:
             candidate.chunked_loss,
             tuple(candidate.options.items()),
         )
+
+
+def _plain(chain: Chain, *, chunked: bool) -> Candidate:
+    """Return the plain step of a chain, at its larger size, as a candidate."""
+    options = dict.fromkeys(chain.names, Option(NONE_KIND))
+    return Candidate(MEASURED_MICROBATCH_SIZES[-1], 1, chunked, 0, None, options)
 
 
 def _way(candidate: Candidate) -> tuple[bool, bool]:
