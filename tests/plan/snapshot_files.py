@@ -224,6 +224,7 @@ class Training:
     parameters: list = field(default_factory=list)
     logits: list = field(default_factory=list)
     has_workspaces: bool = False
+    clips: bool = False
 
     def stack(self, *frames, op="empty"):
         listed = [native("c10::cuda::CUDACachingAllocator::malloc")] if self.native_frames else []
@@ -345,7 +346,21 @@ class Training:
                 self.drop(saved.pop())
         self.drop(flowing, *saved)
 
+    def clip(self):
+        """Make a norm for each gradient, as clip_grad_norm_ does."""
+        frames = self.stack(
+            python("_get_total_norm", f"{TORCH}/nn/utils/clip_grad.py", 100),
+            python("clip_grad_norm_", f"{TORCH}/nn/utils/clip_grad.py", 220),
+            python("train_step", self.code, 92),
+        )
+        norms = [
+            self.make("temporaries of the optimizer", 512, frames) for _ in self.parameter_sizes()
+        ]
+        self.drop(*norms)
+
     def optimizer(self):
+        if self.clips:
+            self.clip()
         if not self.state:
             frames = self.in_step("_init_group")
             for size in self.parameter_sizes():

@@ -49,7 +49,7 @@ def true_owners(owned, training):
     return {owner: size for owner, size in found.items() if size}
 
 
-STYLES = [{}, {"native_frames": False}, {"windows": True}, {"foreach": False}]
+STYLES = [{}, {"native_frames": False}, {"windows": True}, {"foreach": False}, {"clips": True}]
 
 
 @pytest.mark.parametrize("recorded_from", [None, 0])

@@ -638,6 +638,9 @@ def _is_optimizer(frame: Frame) -> bool:
         return False
     if "/torch/optim/" in path or path.startswith("torch/optim/"):
         return "lr_scheduler" not in path
+    # Clipping and unscaling read all gradients between backward and the step.
+    if path.endswith(("/nn/utils/clip_grad.py", "/amp/grad_scaler.py")):
+        return frame.function != "scale"
     return frame.function == "step" and "optim" in path.rsplit("/", 1)[-1].lower()
 
 
