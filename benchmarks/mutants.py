@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -465,6 +465,9 @@ def _parse_options() -> argparse.Namespace:
         choices=["both", *KINDS_OF_CHECKS],
         help="run again what neither caught, or what gates or tests did not catch",
     )
+    parser.add_argument(
+        "--tests", nargs="+", metavar="TEST", help="with --missed: in place of the technique's own"
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="of each technique, N mutants")
     parser.add_argument("--lines", action="store_true", help="print counts for each source line")
     parser.add_argument("--changed", action="store_true", help="run mutants of changed lines only")
@@ -476,6 +479,8 @@ def _parse_options() -> argparse.Namespace:
         parser.error(f"no mutants for {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     if (options.resume or options.missed) and not options.json:
         parser.error("--resume and --missed need --json, the file with the earlier results")
+    if options.tests and not options.missed:
+        parser.error("--tests needs --missed: a new test is tried on what the others missed")
     options.resume = options.resume or options.missed is not None
     if options.seconds is None:
         options.seconds = MOST_SECONDS_FOR_CHANGES if options.changed else float("inf")
@@ -487,6 +492,8 @@ def run_technique(
 ) -> None:
     """Run the mutants of a technique that the record does not have, and print what is missed."""
     target = TARGETS[technique]
+    if options.tests:
+        target = replace(target, tests=options.tests)
     modules = {
         path: mutate(path, (ROOT / PACKAGE / path).read_text(encoding="utf-8"))
         for path in target.modules

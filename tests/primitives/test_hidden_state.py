@@ -180,6 +180,35 @@ def test_a_state_that_is_not_a_number_anywhere_is_sound():
     assert check_step(step, TIMESTEPS, torch.zeros(2)) == set()
 
 
+def test_a_state_that_is_passed_through_is_sound():
+    layer = nn.Linear(2, 2)
+    assert check_step(lambda x, state: (layer(x), state), TIMESTEPS, torch.zeros(2)) == set()
+
+
+class Silent(torch.autograd.Function):
+    """A neuron that never spikes, with a gradient as if it did."""
+
+    @staticmethod
+    def forward(ctx, potential):
+        return torch.zeros_like(potential)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_value_that_only_gradients_reach_is_refused():
+    cell = Cell()
+    cell.potential = torch.zeros(2)
+
+    def step(x, state):
+        cell.potential = cell.potential + cell.layer(x)
+        return Silent.apply(cell.potential), cell.layer(state)
+
+    with pytest.raises(HiddenState, match="attribute 'potential'"):
+        check_step(step, TIMESTEPS, torch.zeros(2))
+
+
 def test_a_counter_that_is_only_counted_is_restored_and_named():
     cell = Cell()
 
