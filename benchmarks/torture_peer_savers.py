@@ -1,4 +1,4 @@
-"""Checkpoint libraries as the torture of peers sees them: save a step, and load the newest one.
+"""Checkpoint libraries, as the torture uses them: save a step, and load the newest one.
 
 Each is used as its own documentation shows it, on local files and synchronously. Who resumes takes
 the checkpoint with the highest step, as the scripts around these libraries do.
@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 """
 
 import importlib.metadata
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -330,7 +329,3 @@ def prepared(name: str) -> Peer:
                 f"{name} is not installed ({error}): make torture PEER={name}"
             ) from error
     return PEERS[name]
-
-
-def rendered(found: dict[str, Any]) -> str:
-    return json.dumps(found, sort_keys=True)

@@ -340,10 +340,11 @@ def torture_peer(peer: Peer, options: argparse.Namespace, *, seed: int) -> dict[
 
 def added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Add the counts of two runs of the same versions."""
-    return {
-        part: {key: number + before.get(part, {}).get(key, 0) for key, number in counts.items()}
-        for part, counts in now.items()
-    }
+    total: dict[str, Any] = {}
+    for part, counts in now.items():
+        earlier = before.get(part, {})
+        total[part] = {key: number + earlier.get(key, 0) for key, number in counts.items()}
+    return total
 
 
 def record(path: Path, peer: Peer, options: argparse.Namespace) -> dict[str, Any]:
@@ -358,6 +359,8 @@ def record(path: Path, peer: Peer, options: argparse.Namespace) -> dict[str, Any
     counts = added(before, torture_peer(peer, options, seed=runs))
     row = {**versions, "date": facts["date"], "runs": runs + 1, "counts": counts}
     peers = written["peers"] | {peer.name: row}
+    # Each run tortures one library; its counts are those of all its runs.
+    facts["command"] = f"make torture PEER={peer.name}"
     write_json(str(path), facts | {"peers": peers})
     return row
 

@@ -364,3 +364,10 @@ def test_unknown_files_can_not_be_told(tmp_path):
     assert found.tensors == []
     (tmp_path / "empty").mkdir()
     assert inspect(tmp_path / "empty").whole is None
+
+
+def test_a_manifest_of_another_program_does_not_matter(checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "accelerate", tmp_path / "state")
+    (tmp_path / "state/manifest.json").write_text('{"name": "something else"}')
+    found = inspect(tmp_path / "state")
+    assert (found.format, found.problems) == ("Accelerate state", [])

@@ -70,9 +70,8 @@ class FileContent:
     problems: list[str] = field(default_factory=list)
     # What the format does not allow to tell.
     unknown: list[str] = field(default_factory=list)
-    # Records whose checksum was compared with their bytes, and those without one.
+    # Records whose checksum was compared with their bytes.
     num_hashed: int = 0
-    num_unhashed: int = 0
     algorithm: str = ""
 
 
@@ -493,7 +492,6 @@ def _check_records(region: Region, records: list[zipfile.ZipInfo], content: File
             differ.append(record.filename)
     if differ and not content.num_hashed:
         # torch.serialization.set_crc32_options(False) writes another number there.
-        content.num_unhashed = len(differ)
         content.unknown.append("it was saved without checksums: a changed bit can't be told")
     elif differ:
         more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""

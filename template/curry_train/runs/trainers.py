@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 FOREIGN_KIND = "trainer"
 # Folders below the given one that are searched: `lightning_logs/version_0/checkpoints`.
 DEEPEST_SEARCH = 4
+# A checkpoint whose deletion was interrupted.
+LEFT_PATTERN = re.compile(r"\..+\.removed-[0-9a-f]{8}")
 # Names that the three libraries give to checkpoints.
 FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 
@@ -85,6 +87,18 @@ def commit_folder(folder: str | os.PathLike[str]) -> Commit:
     return Commit(path, manifest, _number(manifest))
 
 
+def _sweep(final: Path) -> None:
+    """Remove what interrupted saves of this name, and interrupted deletions, left beside it."""
+    for path in final.parent.iterdir():
+        is_of_this_name = path.name.startswith((f".{final.name}.partial-", f".{final.name}.aside-"))
+        if not is_of_this_name and not LEFT_PATTERN.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def commit_file(staged: Path, final: Path) -> Commit:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
     algorithm = default_algorithm()
@@ -98,6 +112,7 @@ def commit_file(staged: Path, final: Path) -> Commit:
     _write_manifest(_manifest_of(final), manifest)
     staged.replace(final)
     _sync_folder(final.parent)
+    _sweep(final)
     return Commit(final, manifest, _number(manifest))
 
 
@@ -305,7 +320,9 @@ class _HuggingFaceCommits:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The Trainer would delete older checkpoints before the new one is committed.
-        self._limit = args.save_total_limit
+        # None is what an earlier training of this process left, if it ended with an error.
+        if args.save_total_limit is not None:
+            self._limit = args.save_total_limit
         args.save_total_limit = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -338,8 +355,7 @@ class _HuggingFaceCommits:
     def _commit(self, args: Any, state: Any) -> None:
         path = _checkpoint_of(args, state)
         commit_folder(path)
-        if self._aside is not None and self._aside.exists():
-            _remove(self._aside)
+        _sweep(path)
         best = state.best_model_checkpoint
         folders = [one for one in path.parent.glob("checkpoint-*") if one.is_dir()]
         _keep_newest(folders, self._limit, keep=None if best is None else Path(best))
@@ -380,18 +396,18 @@ class _AcceleratorSaves:
 
     def _commit_automatic(self, written: Path) -> None:
         commit_folder(written)
+        _sweep(written)
         folders = [one for one in written.parent.glob("checkpoint_*") if one.is_dir()]
         _keep_newest(folders, self._limit)
 
     def _rename(self, staged: Path, final: Path) -> None:
         commit_folder(staged)
-        aside = _set_aside(final)
+        _set_aside(final)
         if final.exists():
             _remove(final)
         staged.rename(final)
         _sync_folder(final.parent)
-        if aside is not None:
-            _remove(aside)
+        _sweep(final)
 
 
 def committing_io(base: Any) -> Any:
