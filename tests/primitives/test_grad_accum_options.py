@@ -163,6 +163,40 @@ def test_windows_are_numbered_as_their_errors_say():
         train(make_model(), windows[2], joint=False)
 
 
+def test_decisions_of_a_window_begin_at_its_first_microbatch_with_its_divisor():
+    window = window_of(make_microbatches(0))
+    decisions = [window.train_step_kwargs(index) for index in range(3)]
+    assert [one["zero_grad"] for one in decisions] == [True, False, False]
+    assert [one["collect_metrics"] for one in decisions] == [False, False, True]
+    assert [one["loss_divisor"] for one in decisions] == [8.0] * 3
+
+
+def test_a_parameter_outside_of_the_loss_does_not_decay():
+    model = make_model()
+    model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        model.unused.grad = torch.ones(3, dtype=torch.float64)  # of another loss
+        train_window(
+            model, window_of(make_microbatches(0)), lambda m, b: m[:3](b[0]).sum(), optimizer
+        )
+    assert model.unused.grad is None
+    assert torch.equal(model.unused, torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_scaler_leaves_the_gradients_of_the_large_batch(joint):
+    model = make_model()
+    microbatches = make_microbatches(0)
+    loss, expected = large_batch_gradients([microbatches], joint=joint)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    result = train(model, window_of(microbatches), joint=joint, scaler=scaler)
+    assert result.stepped
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
 def test_a_window_divides_by_the_terms_of_its_group_of_ranks():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:

@@ -151,6 +151,18 @@ def test_a_long_container_is_recorded_by_its_length():
     assert before.changed(ValueSnapshot({"cell": cell})) == [("cell", "history")]
 
 
+def test_containers_that_hold_themselves_and_deep_ones_are_recorded_to_a_depth():
+    cell = Cell()
+    cell.loop = []
+    cell.loop.append(cell.loop)
+    cell.deep = [[[[[[0]]]]]]
+    before = ValueSnapshot({"cell": cell})
+    cell.deep[0][0][0][0][0][0] = 1
+    assert before.changed(ValueSnapshot({"cell": cell})) == []
+    cell.deep[0][0][0][0] = 1
+    assert before.changed(ValueSnapshot({"cell": cell})) == [("cell", "deep")]
+
+
 def test_filling_with_the_same_contents_changes_nothing():
     history = deque([1, 2], maxlen=2)
     fill(history, {0: 1, 1: 2, 2: 3})
