@@ -233,6 +233,23 @@ def test_an_expression_between_modules_is_to_be_moved_into_its_own():
     assert {(name, move) for name in "012"} <= edits
 
 
+class Gained(Functional):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(64))
+
+    def activation(self, x):
+        return x * self.gain.tanh()
+
+
+def test_a_tensor_that_a_weight_gives_is_reported_too():
+    model = chain(Gained)
+    apply_regions(model)
+    rows = report_regions(model, torch.randn(32, 16), square).unreached
+    found = [(row.module, row.made_by, row.nbytes) for row in rows]
+    assert found == [(name, "TanhBackward0", 64 * 4) for name in "012"]
+
+
 def test_the_table_of_a_report_sums_blocks_and_begins_with_the_most():
     rows = [("h.0.act", "ReluBackward0", 1), ("h.1.act", "ReluBackward0", 2)]
     rows += [("h.1.norm", "AddBackward0", 4)]
