@@ -14,7 +14,7 @@ from torch.cuda import _memory_viz
 
 from curry_train.cli.main import main
 from curry_train.plan.cuda_allocator import AllocatorSettings
-from curry_train.plan.cuda_step import NUM_STEPS, PredictedTraining, cuda_memory
+from curry_train.plan.cuda_step import NUM_STEPS, cuda_memory, predicted_snapshot
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.owners import OwnedBlocks
 from curry_train.plan.snapshot import BlockHistory, read_snapshot
@@ -38,13 +38,6 @@ SETTINGS = [
 LATER_FIELDS = {"device", "is_expandable", "time_us", "compile_context", "user_metadata"}
 
 
-def predicted(trace, settings=None):
-    training = PredictedTraining(trace, settings=settings)
-    for _ in range(NUM_STEPS):
-        training.step()
-    return training.snapshot()
-
-
 def read(tmp_path, snapshot):
     (record,) = read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices
     return BlockHistory(record)
@@ -52,7 +45,7 @@ def read(tmp_path, snapshot):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["native", "expandable", "powers of 2"])
 def test_the_reader_finds_the_predicted_figures(tmp_path, trace, settings):
-    history = read(tmp_path, predicted(trace, settings))
+    history = read(tmp_path, predicted_snapshot(trace, settings=settings))
     found = cuda_memory(trace, settings=settings)
     assert history.peak_allocated == found.allocated_bytes
     assert history.peak_reserved == found.reserved_bytes
@@ -60,7 +53,7 @@ def test_the_reader_finds_the_predicted_figures(tmp_path, trace, settings):
 
 
 def test_the_owners_are_those_of_the_estimate(tmp_path, trace):
-    owned = OwnedBlocks(read(tmp_path, predicted(trace)))
+    owned = OwnedBlocks(read(tmp_path, predicted_snapshot(trace)))
     rounded = AllocatorSettings().rounded
     expected = {"parameters": 0, "buffers and batch": 0}
     for number in trace.given:
@@ -76,7 +69,7 @@ def test_the_owners_are_those_of_the_estimate(tmp_path, trace):
 
 
 def test_torchs_own_viewer_reads_it_to_the_byte(tmp_path, trace):
-    snapshot = predicted(trace)
+    snapshot = predicted_snapshot(trace)
     history = read(tmp_path, snapshot)
     # The totals that torch prints are checked against the segments by an assertion of its own.
     text = _memory_viz.segsum(snapshot)
@@ -94,7 +87,7 @@ def test_torchs_own_viewer_reads_it_to_the_byte(tmp_path, trace):
 
 
 def test_the_fields_are_those_of_torchs_documentation(trace):
-    snapshot = predicted(trace)
+    snapshot = predicted_snapshot(trace)
     segment = snapshot["segments"][0]
     block = next(block for block in segment["blocks"] if block["state"] == "active_allocated")
     event = snapshot["device_traces"][0][0]
@@ -134,5 +127,12 @@ def test_what_has_no_allocator_is_refused_before_the_work(tmp_path, options):
     path = tmp_path / "plan.pickle"
     ended = CliRunner().invoke(main, [*PLAN, *options, "--snapshot", str(path)])
     assert ended.exit_code == 2
-    assert "a predicted snapshot is of one GPU" in ended.output
+    assert "a predicted snapshot is of one GPU" in " ".join(ended.output.split())
     assert not path.exists()
+
+
+def test_a_plan_for_the_cpu_is_drawn_on_a_page_too(tmp_path):
+    path = tmp_path / "plan.html"
+    ended = CliRunner().invoke(main, [*PLAN, "--target", "cpu", "--html", str(path)])
+    assert ended.exit_code == 0, ended.output
+    assert "mlp on cpu, as planned" in path.read_text()

@@ -10,7 +10,7 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -380,7 +380,7 @@ def _find_plan(
         planner.check_settings(global_batch, microbatch)
         if files.plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
-        if files.page_path or files.snapshot_out:
+        if files.snapshot_out:
             planner.check_snapshot()
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
@@ -390,14 +390,24 @@ def _find_plan(
             show_message("drawing")
             plot_plan(planner, plan, files.plot_path)
         if files.page_path or files.snapshot_out:
-            show_message("predicting a snapshot")
-            _write_snapshot(planner.predicted_snapshot(), plan, files)
+            show_message("predicting the planned steps")
+            _write_steps(planner, plan, files)
     return plan, plain
 
 
-def _write_snapshot(snapshot: dict[str, Any], plan: Plan, files: PlanFiles) -> None:
-    """Write the predicted steps for torch's viewer, and as a page."""
-    data = pickle.dumps(snapshot, protocol=4)
+def _write_steps(planner: Planner, plan: Plan, files: PlanFiles) -> None:
+    """Write the planned steps for torch's viewer, and as a page."""
+    # Imported here because most plans are drawn on no page.
+    from ..plan.owners import OwnedBlocks
+    from ..plan.snapshot import BlockHistory, snapshot_of
+    from .memory_page import course_of_blocks, course_of_timeline, write_page
+
+    title = f"{plan.workload} on {plan.settings['device']}, as planned"
+    if not planner.predicts_snapshots:
+        course = course_of_timeline(planner.planned_timeline())
+        write_page(replace(course, title=title), str(files.page_path))
+        return
+    data = pickle.dumps(planner.predicted_snapshot(), protocol=4)
     if files.snapshot_out:
         try:
             Path(files.snapshot_out).write_bytes(data)
@@ -405,13 +415,7 @@ def _write_snapshot(snapshot: dict[str, Any], plan: Plan, files: PlanFiles) -> N
             # The error of a full disk names no file.
             raise OSError(error.errno, error.strerror, files.snapshot_out) from error
     if files.page_path:
-        # Imported here because most plans are drawn on no page.
-        from ..plan.owners import OwnedBlocks
-        from ..plan.snapshot import BlockHistory, snapshot_of
-        from .memory_page import course_of_blocks, write_page
-
         owned = OwnedBlocks(BlockHistory(snapshot_of(data).devices[0]))
-        title = f"{plan.workload} on {plan.settings['device']}, as planned"
         write_page(course_of_blocks(owned, title=title), files.page_path)
 
 

@@ -461,6 +461,20 @@ class PredictedTraining(TrainingReplay):
                 position = address + block.num_bytes
 
 
+def predicted_snapshot(
+    trace: StepTrace,
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    settings: AllocatorSettings | None = None,
+    num_steps: int = NUM_STEPS,
+) -> dict[str, Any]:
+    """Return what torch would dump of a training's first steps."""
+    training = PredictedTraining(trace, workspace_bytes=workspace_bytes, settings=settings)
+    for _ in range(num_steps):
+        training.step()
+    return training.snapshot()
+
+
 def _annotate(event: dict[str, Any], owner: str, phase: str, layer: str) -> None:
     """Set owner, phase and module of an event; torch's viewer shows the frame."""
     event["user_metadata"] = NOTE_SEPARATOR.join((NOTE_START, owner, phase, layer))

@@ -30,15 +30,15 @@ from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
 from .cuda_step import (
     CONTEXT_BYTES,
-    NUM_STEPS,
-    PredictedTraining,
     StepTrace,
     cuda_memory,
     least_device,
+    predicted_snapshot,
     workspace_of,
 )
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
+from .profiler import Timeline
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -375,24 +375,28 @@ class Planner:
             trace, workspace_bytes=self._workspace_bytes, settings=settings
         ).reserved_bytes
 
+    @property
+    def predicts_snapshots(self) -> bool:
+        """Check that the plan is of one GPU, whose allocator is modelled."""
+        return self.sketch.kernels == "cuda" and self.sharding.ranks == 1
+
     def check_snapshot(self) -> None:
         """Raise an error where steps can't be predicted as a snapshot."""
-        if self.sketch.kernels != "cuda" or self.sharding.ranks > 1:
+        if not self.predicts_snapshots:
             raise ValueError(
-                "a predicted snapshot is of one GPU: name it with --target, such as --target h100, "
-                "and leave --ranks out"
+                "a predicted snapshot is of one GPU: name it, as --target h100, without --ranks"
             )
+
+    def planned_timeline(self) -> Timeline:
+        """Return the timeline of the planned step."""
+        assert self._best is not None, "a plan is made first"
+        return self.whole_steps.recorded(self._best).timeline
 
     def predicted_snapshot(self) -> dict[str, Any]:
         """Return what torch would dump of the planned steps, recorded from their beginning."""
-        self.check_snapshot()
         trace = None if self._best is None else self.whole_steps.trace(self._best)
-        if trace is None:
-            raise ValueError("there is no plan to predict a snapshot of: make one first")
-        training = PredictedTraining(trace, workspace_bytes=self._workspace_bytes)
-        for _ in range(NUM_STEPS):
-            training.step()
-        return training.snapshot()
+        assert trace is not None, "a plan is made first"
+        return predicted_snapshot(trace, workspace_bytes=self._workspace_bytes)
 
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
         """Raise an error for wrong settings before anything is measured."""

@@ -226,12 +226,12 @@ class WholeSteps:
         """Return the peak of the whole step, and the FLOPs of one microbatch."""
         key = self._key(candidate)
         if key not in self.known:
-            step = self._shortened(candidate) or self._recorded(candidate)
+            step = self._shortened(candidate) or self.recorded(candidate)
             extra = self.extra_bytes(step, accumulated=candidate.steps > 1)
             self._remember(key, step, step.peak_bytes + extra)
         return self.known[key]
 
-    def _recorded(self, candidate: Candidate, **options: Any) -> StepEstimate:
+    def recorded(self, candidate: Candidate, **options: Any) -> StepEstimate:
         """Estimate the whole step of a candidate."""
         with drop_saved() as offload:
 
@@ -271,7 +271,7 @@ class WholeSteps:
         if not runs:
             return None
         try:
-            return self._recorded(candidate, make=functools.partial(RepeatedLives, runs=runs))
+            return self.recorded(candidate, make=functools.partial(RepeatedLives, runs=runs))
         except (NotRepeated, *ERRORS_OF_MODELS):
             # A model may read from its blocks what those that do not run never made.
             return None
