@@ -210,6 +210,9 @@ def test_moving_an_expression_into_a_module_gives_it_a_recipe():
     assert (row.module, row.made_by) == ("0", "AddBackward0")
     assert row.edit == "compute the input of down in its own module, and name that with also=[...]"
     assert len(others) == 2
+    apply_regions(nested := nn.Sequential(chain(Functional)))
+    deeper = report_regions(nested, x, square).unreached[0]
+    assert (deeper.module, deeper.edit) == ("0.0", row.edit)
     edited = chain(Edited)
     apply_regions(edited, also=["*.wave"])
     saved = (
