@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from curry_train.core.wording import provenance, write_json
 from curry_train.runs import SavedRun, Store, saving
-from torture_ranks import QUICK, Ranks
+from torture_ranks import QUICK, RankReport, Ranks
 
 EPOCHS = 3
 STEPS_PER_EPOCH = 4
@@ -285,9 +285,9 @@ def end(life: Life) -> None:
                     statuses[rank] = status
                     until = until or time.monotonic() + GRACE_SECONDS
         is_over = until is not None and time.monotonic() > until
-        is_failed = any(
-            os.waitstatus_to_exitcode(status) not in (0, STOPPED) for status in statuses.values()
-        )
+        # A run that is closed has given back the signal, which then ends its process.
+        fine = {0, STOPPED} | ({-signal.SIGTERM} if life.phase == "closing" else set())
+        is_failed = any(os.waitstatus_to_exitcode(each) not in fine for each in statuses.values())
         if (is_over or is_failed) and len(statuses) < len(pids):
             # A launcher does the same where a rank fails.
             time.sleep(0 if is_over else 1.0)
@@ -297,9 +297,11 @@ def end(life: Life) -> None:
             until = float("inf")
         time.sleep(0.002)
     life.ranks.statuses = statuses
-    os.set_blocking(life.ranks.pipe, True)
-    life.ranks._rest += data
-    life.ranks._read()
+    with contextlib.suppress(BlockingIOError):
+        while piece := os.read(life.ranks.pipe, 65536):
+            data += piece
+    for line in (life.ranks._rest + data).splitlines():
+        life.ranks.reports.append(RankReport(*json.loads(line)))
     os.close(life.ranks.pipe)
     Path(life.ranks.meeting).unlink(missing_ok=True)
 
@@ -319,9 +321,16 @@ def judge(life: Life, folder: Path, expected: list[list[str]] | None, before: in
     for rank in range(len(statuses)):
         losses = life.losses(rank)
         if expected is not None:
-            wanted = [(number, expected[rank][number - 1]) for number, _ in losses]
-            if losses != wanted:
-                life.wrong.append(f"rank {rank} has other losses than the run without signals")
+            different = [
+                (number, loss, expected[rank][number - 1])
+                for number, loss in losses
+                if loss != expected[rank][number - 1]
+            ]
+            if different:
+                life.wrong.append(
+                    f"rank {rank} has other losses than the run without signals: {different[:2]} "
+                    f"of steps {[number for number, _ in losses]}"
+                )
     opened = {one.rank for one in reports if one.word == "resumed"}
     handled = life.sent_at is None or (
         life.phase not in UNHANDLED
@@ -401,11 +410,12 @@ class Record:
             empty[key] = {}
         return cls(path, {**empty, "wrong": [], **found})
 
-    def add(self, world: int, life: Life) -> None:
+    def add(self, world: int, life: Life, how: Mapping[str, Any] | None = None) -> None:
         found = self.found
         found["lives"] += 1
         found["hung"] += life.hung
-        found["wrong"] += [f"{world} ranks, {life.phase}, {life.to}: {one}" for one in life.wrong]
+        where = f"training {found['trainings']}, {world} ranks, {how}, {life.phase}, {life.to}"
+        found["wrong"] += [f"{where}: {one}" for one in life.wrong]
         if life.sent_at is None:
             return
         found["signals"] += 1
@@ -448,7 +458,7 @@ def torture(options: argparse.Namespace, folder: Path, say: Callable[[str], None
             folder / "signalled", world, generator, expected[world, num_workers], **how
         )
         for life in lives:
-            record.add(world, life)
+            record.add(world, life, how)
         record.found["trainings"] += 1
         record.found["seconds"] = seconds + round(time.monotonic() - began)
         record.write()

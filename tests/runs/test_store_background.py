@@ -4,6 +4,7 @@ python -m pytest tests/runs/test_store_background.py
 """
 
 import gc
+import os
 import subprocess
 import threading
 import time
@@ -17,6 +18,7 @@ from warm_python import warm_python
 
 from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
+from curry_train.runs.store import Writing
 
 
 def shared_memory():
@@ -236,3 +238,49 @@ def test_best_and_sweep_while_a_save_runs(tmp_path):
         while saver.busy:
             assert store.sweep() == []
         store.verify(saver.finish())
+
+
+COPIED = {
+    "bfloat16": torch.randn(3, 5).bfloat16(),
+    "float8": torch.randn(7).to(torch.float8_e4m3fn),
+    "boolean": torch.tensor([True, False]),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "transposed": torch.randn(3, 5).t(),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "part": torch.arange(10)[3:7],
+}
+
+
+def test_copies_of_any_layout_are_equal():
+    staging = Staging()
+    for _ in range(2):  # in new buffers, and in the same ones again
+        staging.begin(list(COPIED.values()))
+        for (name, source), copy in zip(COPIED.items(), staging.copy(), strict=True):
+            assert torch.equal(
+                copy.double() if name == "float8" else copy,
+                source.double() if name == "float8" else source,
+            ), name
+            assert copy.data_ptr() != source.data_ptr() or not source.numel()
+
+
+def test_the_thread_that_writes_gives_way_and_leaves_no_option_of_torch_changed(store, monkeypatch):
+    """Ask inside the write: its sums are off and its priority is lower, in its thread alone."""
+    seen = {}
+
+    def look(writing, tensors=None, write=Writing.write):
+        thread = threading.get_native_id()
+        seen["priority"] = os.getpriority(os.PRIO_PROCESS, thread)
+        part = write(writing, tensors)
+        seen["sums"] = torch.serialization.get_crc32_options()
+        return part
+
+    monkeypatch.setattr(Writing, "write", look)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with BackgroundSaver(store) as saver:
+        saver.save("rollback", 1, new_state())
+        saved = saver.finish()
+    assert seen == {"priority": min(own + 5, 19), "sums": True}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+    assert torch.serialization.get_crc32_options()
+    store.verify(saved)

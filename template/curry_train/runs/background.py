@@ -12,6 +12,8 @@ import atexit
 import contextlib
 import json
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +22,7 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -102,7 +105,26 @@ class Staging:
 
     def _copy_all(self, *, non_blocking: bool) -> None:
         for buffer, source in zip(self._buffers, self._sources, strict=True):
-            buffer.copy_(source, non_blocking=non_blocking)
+            if _has_plain_bytes(source):
+                _copy_with_one_thread(buffer, source)
+            else:
+                buffer.copy_(source, non_blocking=non_blocking)
+
+
+def _has_plain_bytes(source: Tensor) -> bool:
+    is_plain = type(source) is Tensor and source.is_cpu and source.layout is torch.strided
+    is_view = source.is_conj() or source.is_neg()
+    return is_plain and not is_view and not source.is_quantized and source.is_contiguous()
+
+
+def _copy_with_one_thread(buffer: Tensor, source: Tensor) -> None:
+    """Copy a tensor with plain bytes.
+
+    Torch would copy with as many threads as the training computes with, in turn with those.
+    """
+    if source.numel():
+        target = buffer.reshape(-1).view(torch.uint8).numpy()
+        numpy.copyto(target, source.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def _fits(buffer: Tensor, source: Tensor) -> bool:
@@ -350,7 +372,9 @@ class BackgroundSaver:
         try:
             try:
                 with notes.showing_life():
-                    part = writing.write(self._staging.copy())
+                    tensors = self._staging.copy()
+                    _yield_to_training()
+                    part = writing.write(tensors)
             except Exception as error:
                 if not writing.ranks.first:
                     notes.leave(None, f"{type(error).__name__}: {error}")
@@ -370,6 +394,18 @@ class BackgroundSaver:
                 f"a save in the background failed, and no later call raised its error: "
                 f"{self._error}; call finish() or close() before the process ends"
             ) from self._error
+
+
+def _yield_to_training() -> None:
+    """Give this thread, until it ends, less of the cores than the threads that train.
+
+    Before the copies are done training may wait for them, so they are made at full speed.
+    """
+    if sys.platform == "linux":
+        # A sandbox may forbid it, and then the thread competes as before.
+        with contextlib.suppress(OSError):
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
 
 
 def _call(method: Any) -> None:

@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.p
 """
 
 import difflib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -254,6 +255,7 @@ def _text(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
+@functools.lru_cache(maxsize=256)
 def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     try:

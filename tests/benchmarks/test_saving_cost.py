@@ -1,0 +1,32 @@
+"""The benchmark of what saving costs measures each saver on a small state; it asserts no figures.
+
+python -m pytest tests/benchmarks/test_saving_cost.py
+"""
+
+import json
+
+from saving_cost import Round, figures, main
+
+
+def test_savers_are_compared_and_no_file_is_left_behind(tmp_path, capsys):
+    words = ["--mib", "12", "--every", "3", "--batch", "4", "--rounds", "1", "--small-steps", "60"]
+    words += ["--savers", "none", "ours", "dcp", "--folder", str(tmp_path)]
+    main([*words, "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["state_bytes"] > 12 * 2**20
+    assert list(found["savers"]) == ["none", "ours", "dcp"]
+    for each in found["savers"].values():
+        assert min(each["all_steps"], each["steps_under_way"], each["slowest_step"]) > 0
+    assert found["savers"]["none"]["all_steps"] == 1
+    assert found["small"]["lowest"] <= found["small"]["loop"] <= found["small"]["highest"]
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert capsys.readouterr().out.count(", at most") == 3
+
+
+def test_the_figures_compare_a_round_with_the_one_without_a_save_beside_it():
+    warm = Round([9.0, 1.0, 1.0], 1)
+    found = figures([warm, Round([2.0, 1.5, 1.0, 1.0], 2)], [warm, Round([1.0] * 4, 0)])
+    assert found["all_steps"] == 5.5 / 4
+    assert found["steps_under_way"] == 1.75
+    assert found["slowest_step"] == found["slowest_step_of_all"] == 2.0
+    assert found["num_steps_under_way"] == 2
