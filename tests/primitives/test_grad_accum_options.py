@@ -118,6 +118,7 @@ def test_a_joint_loss_that_is_not_finite_changes_no_weight():
             torch.optim.SGD(model.parameters(), lr=0.1),
             joint_loss=lambda outputs: contrastive(outputs) * float("nan"),
         )
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
