@@ -43,7 +43,8 @@ def new_format_1_state(seed: int = 0) -> TrainingState:
     torch.manual_seed(seed)
     model = nn.Sequential(Scaled(3, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), foreach=False)
-    extra = {"odd": Odd(), "data": DataPosition()}
+    average = torch.optim.swa_utils.AveragedModel(model[1])
+    extra = {"odd": Odd(), "data": DataPosition(), "average": average}
     return TrainingState(model, optimizer, extra=extra, config={"lr": 0.01})
 
 
@@ -54,6 +55,7 @@ def train_format_1(state: TrainingState) -> None:
         state.model(inputs).square().sum().backward()
         state.optimizers[0].step()
         state.optimizers[0].zero_grad()
+        state.parts["extra-average"].update_parameters(state.model[1])
         state.step += 1
         state.position += 4
     state.parts["extra-odd"].load_state_dict(

@@ -343,6 +343,26 @@ def test_an_average_of_the_weights_is_filled_in_place_with_its_versions(store):
     assert other.parts["extra-average"].module[0].weight is held
 
 
+def test_an_average_of_another_model_is_refused_before_anything_changes(store):
+    state = new_state(extra={"average": nn.Linear(2, 2)})
+    train(state, 1)
+    saved = store.save("rollback", 1, state)
+    for other_average in (nn.Linear(2, 3), nn.Linear(2, 2, bias=False), nn.Linear(2, 2).double()):
+        other = new_state(seed=1, extra={"average": other_average})
+        before = tensors_of(other)
+        with pytest.raises(StateMismatch, match=r"part.extra-average/.* was .* and is"):
+            store.load(saved, other)
+        assert equal(tensors_of(other), before)
+
+
+def test_a_model_without_memory_is_refused_with_the_reason(store):
+    saved = store.save("rollback", 1, new_state())
+    with torch.device("meta"):
+        other = new_state(seed=1)
+    with pytest.raises(StateMismatch, match=r"nothing can be loaded into this model: .*meta"):
+        store.load(saved, other)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -262,8 +262,10 @@ class TrainingState:
         ranks = Ranks(self.group)
         check_values(contents)
         values = contents.values
-        held = CollectedTensors()
-        own, ties, model_values = self._model_state(held)
+        try:
+            own, ties, model_values = self._model_state(CollectedTensors())
+        except ValueError as error:
+            raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         report = LoadReport()
         load = _Load(contents, own, report, ranks, self._source_rank(contents, ranks))
         load.extras = _saved_extras(contents, model_values, report)
@@ -332,6 +334,8 @@ class TrainingState:
         for name, part in modules.items():
             place = Place(name, PART_PREFIX + name_component(name, 0))
             encode(part.state_dict(), place, held)
+            if name in load.parts:
+                load.require_same(f"{place.name}/", load.parts[name], held.by_name)
         load.add_new([load.parts[name] for name in self.parts if name in load.parts], held.by_name)
         suffix = f".rank-{load.source_rank}"
         for name, facts in load.contents.tensors.items():
@@ -610,6 +614,25 @@ class _Load:
         """The JSON of shared parts, and of this rank's parts."""
         return {**self.contents.values["parts"], **_parts_of(self.contents, self.source_rank)}
 
+    def require_same(self, prefix: str, content: Any, own: Mapping[str, Tensor]) -> None:
+        """Raise StateMismatch unless a module that is a part has the saved tensors."""
+        saved = {found.name: self.contents.tensors.get(found.name) for found in references(content)}
+        if not any(name.startswith(prefix) for name in saved):
+            # Format 1 has other names; the part's own load_state_dict compares.
+            return
+        for name in sorted(saved.keys() | own.keys()):
+            # Nested tensors are of extra state, and may differ from save to save.
+            key = name.removeprefix(prefix)
+            if key == name or "/" in key or key.endswith("_extra_state"):
+                continue
+            facts = saved.get(name)
+            current = own.get(name)
+            if facts is None or current is None or not _has(current, facts):
+                raise StateMismatch(
+                    f"{name} was {_shape_of(facts)} and is {_shape_of(current)}: build the part as "
+                    f"at the save"
+                )
+
     def add_new(
         self,
         content: Any,
@@ -638,6 +661,10 @@ def _device(kind: Any) -> torch.device:
     if kind == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _shape_of(tensor: Tensor | TensorFacts | None) -> str:
+    return "missing" if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
 
 
 def _has(tensor: Tensor, facts: TensorFacts) -> bool:
