@@ -2,6 +2,7 @@
 
     python benchmarks/mutants.py grad-accum sac --json evidence/mutants.json --resume
     python benchmarks/mutants.py --changed      # only lines that differ from the base commit
+    python benchmarks/mutants.py sac --json R --missed tests --tests tests/test_x.py  # a new test
 
 mutmut makes the mutants, and `mutant_forks.py` runs them: `mutmut run` itself takes eight times as
 long on this package, because it starts torch again, and selects no test that starts processes.
