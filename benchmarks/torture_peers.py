@@ -1,7 +1,7 @@
 """The same torture for each checkpoint library: kills, flips, full disks and hostile files.
 
     python -m torture_peers --peer dcp --json evidence/peers_torture.json
-    python -m torture_peers --table evidence/peers_torture.json
+    python -m torture_peers --page skills/checkpoint-policy/references/peers.md
 
 `make torture PEER=dcp` installs the library beside the project's environment first. Counts add up
 over runs with the same versions, and each run draws other kills. It forks, and needs Linux.
@@ -365,6 +365,8 @@ def record(path: Path, peer: Peer, options: argparse.Namespace) -> dict[str, Any
     return row
 
 
+TABLE_BEGIN = "<!-- table of evidence/peers_torture.json -->"
+TABLE_END = "<!-- end of the table -->"
 COLUMNS = {
     "kills": ("kills", "kills"),
     "resume fails": ("kills", "newest_fails"),
@@ -390,6 +392,13 @@ def table_of(written: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def with_table(page: str, written: dict[str, Any]) -> str:
+    """Return a page with the table of a record between its two comments."""
+    before, rest = page.split(TABLE_BEGIN)
+    _, after = rest.split(TABLE_END)
+    return f"{before}{TABLE_BEGIN}\n{table_of(written)}\n{TABLE_END}{after}"
+
+
 def install() -> None:
     """Make an environment with the libraries, on top of the one that runs this script."""
     subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
@@ -411,13 +420,14 @@ def main() -> None:
     parser.add_argument("--folder", help="write here; files are removed afterwards")
     parser.add_argument("--json", default="evidence/peers_torture.json")
     parser.add_argument("--install", action="store_true", help="install the libraries and end")
-    parser.add_argument("--table", metavar="PATH", help="print a record as a table, and end")
+    parser.add_argument("--page", metavar="PATH", help="put the table of --json into a page, end")
     options = parser.parse_args()
     if options.install:
         install()
         return
-    if options.table:
-        print(table_of(json.loads(Path(options.table).read_text())))
+    if options.page:
+        page = Path(options.page)
+        page.write_text(with_table(page.read_text(), json.loads(Path(options.json).read_text())))
         return
     if options.peer is None:
         parser.error("give --peer, one of " + ", ".join(PEERS))

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from tree import ROOT
 
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_peers import (
@@ -20,6 +21,7 @@ from torture_peers import (
     save_in_a_fork,
     table_of,
     torture_peer,
+    with_table,
 )
 
 
@@ -115,6 +117,16 @@ def test_the_table_has_a_row_for_each_library():
     lines = table_of({"peers": {"dcp": row, "ours": row}}).splitlines()
     assert len(lines) == 4
     assert lines[2] == "| ours 1.0 | 1 | 1 | 1 | 2 | 0 | 3 | 4 | 5 | 6 | 7 | 8 |"
+
+
+def test_the_page_shows_the_recorded_table():
+    page = (ROOT / "skills/checkpoint-policy/references/peers.md").read_text()
+    written = json.loads((ROOT / "evidence/peers_torture.json").read_text())
+    assert with_table(page, written) == page
+    ours = written["peers"]["ours"]["counts"]
+    assert ours["kills"]["kills"] >= 20
+    wrong = ("newest_fails", "older", "lost", "silent", "executed", "not_reported")
+    assert {part[key] for part in ours.values() for key in wrong if key in part} == {0}
 
 
 @pytest.mark.long

@@ -78,6 +78,8 @@ WORDS = {  # names from elsewhere
     "neuron": "stands for the user's",
     "norm": "stands for the user's",
     "numpy.random": "numpy's",
+    "accelerator.load_state": "of Accelerate, on an instance",
+    "trainer.fit": "of Lightning, on an instance",
 }
 LOOKED_UP = {*MODULES, "aten", "curry_train"}
 OTHERS = {
