@@ -8,16 +8,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from faulty_sac import NOISY, SQUARE, any_policy, aten, miscounting, no_op, torch_policy
+from saboteurs import faults
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from trained_on_ranks import compare_on_ranks
 
-from curry_train.core.blocks import find_blocks
 from curry_train.gates import sac
 from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.verdict import Gate
@@ -26,7 +22,6 @@ from curry_train.primitives.sac import apply_sac
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
-aten = torch.ops.aten
 CHECKS = {gate.name: gate.run for gate in sac.GATES}
 
 # The gates hold on the right implementation.
@@ -51,78 +46,6 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
 
 
 # The saboteurs.
-
-
-def torch_policy(policy):
-    """Build a technique: torch's selective checkpointing with this policy or list, unchecked."""
-
-    def apply(model, ignored=None, *, blocks=None):
-        names = list(find_blocks(model, getattr(ignored, "blocks", blocks)))
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        for name in names:
-            block = model.get_submodule(name)
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
-            )
-        return names
-
-    return apply
-
-
-def any_policy(model, policy, *, blocks=None):
-    """Build a technique: `apply_sac` without its checks."""
-    return torch_policy(policy if callable(policy) else [aten.linear.default])(model, blocks=blocks)
-
-
-def miscounting():
-    """Build a policy that counts products over all blocks, and over both runs together."""
-    seen = [0]
-
-    def policy(context, operation, *args, **kwargs):
-        if operation not in (aten.mm.default, aten.addmm.default):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        seen[0] += 1
-        return CheckpointPolicy.MUST_SAVE if seen[0] % 3 == 1 else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def miscounted(model, policy, *, blocks=None):
-    return torch_policy(miscounting())(model, blocks=blocks)
-
-
-def keeps_drawn(context, operation, *args, **kwargs):
-    return operation in (aten.mm.default, aten.randn_like.default)
-
-
-def no_op(model, ignored=None, *, blocks=None):
-    return list(find_blocks(model, getattr(ignored, "blocks", blocks)))
-
-
-def detached(model, *ignored, **also_ignored):
-    names = apply_sac(model)
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args: (args[0].detach(), *args[1:])
-        )
-    return names
-
-
-def reads_changed_boundary(model, *ignored, **also_ignored):
-    """Apply regions, and overwrite the input, undetected, after the block has read it."""
-    names = apply_regions(model)
-
-    def write_over(module, args, output):
-        args[0].data.mul_(1.5)  # .data does not raise the version counter
-
-    for name in names:
-        model.get_submodule(name).register_forward_hook(write_over)
-    return names
-
-
-def regions_of_everything(model, *, blocks=None):
-    """Recompute all of a block, including its products."""
-    return torch_policy([aten._softmax.default])(model, blocks=blocks)
 
 
 class Conv(nn.Module):
@@ -215,50 +138,6 @@ def test_a_dispatch_mode_or_nothing_at_all_is_no_region(name):
         assert verdict.passed is False, verdict
 
 
-class Noisy(nn.Module):
-    """A block that draws before and after a product: saving the first draw shifts the second."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x):
-        noisy = torch.sin(self.linear(x + 0.5 * torch.randn_like(x)))
-        return x + F.dropout(noisy, 0.5) * noisy
-
-
-NOISY = Workload(
-    "noisy",
-    lambda: nn.Sequential(*[Noisy() for _ in range(3)]),
-    lambda size: torch.randn(size, 16),
-    lambda module, batch: module(batch).square().sum(),
-)
-
-
-class ThreeProducts(nn.Module):
-    """A block with products of one shape, so that a saved output fits in place of another.
-
-    The last product is never recomputed.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        for linear in self.linears[:2]:
-            x = x + torch.sin(linear(x))
-        return self.linears[2](x)
-
-
-SQUARE = Workload(
-    "square",
-    lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]),
-    lambda size: torch.randn(size, 16),
-    lambda module, batch: module(batch).square().sum(),
-)
-
-
 class Shared(nn.Module):
     """A model whose blocks share a weight under autocast, which casts it once for all."""
 
@@ -291,40 +170,6 @@ def parity(case, *, apply):
 
 def keeps_casts(context, operation, *args, **kwargs):
     return operation in (aten.mm.default, aten._to_copy.default)
-
-
-@pytest.mark.parametrize(
-    ("check", "saboteur", "workload", "in_hint"),
-    [
-        (parity, no_op, "transformer", "nothing ran twice or was freed"),
-        (parity, detached, "transformer", "gets no gradient"),
-        (parity, torch_policy(keeps_drawn), NOISY, "computes another value"),
-        (parity, reads_changed_boundary, "transformer", "computes another value"),
-        (sac.products, no_op, "transformer", "names operations that never run"),
-        (sac.products, any_policy, "transformer", "names operations that never run"),
-        (sac.products, miscounted, SQUARE, "counts the second"),
-        (sac.regions, no_op, "transformer", "nothing is freed"),
-        (sac.regions, regions_of_everything, "transformer", "a product runs again"),
-        (
-            sac.regions,
-            torch_policy([aten.mm.default, aten.bmm.default]),
-            "transformer",
-            "a dispatch mode is on",
-        ),
-        (
-            sac.refusals,
-            any_policy,
-            "transformer",
-            "matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD",
-        ),
-        (sac.refusals, no_op, "transformer", "matches nothing"),
-    ],
-)
-def test_gate_catches(check, saboteur, workload, in_hint):
-    case = Case(load_workload(workload) if isinstance(workload, str) else workload)
-    verdict = check(case, apply=saboteur)
-    assert verdict.passed is False, verdict
-    assert in_hint in verdict.hint, verdict
 
 
 class Lone(nn.Module):
@@ -457,3 +302,8 @@ def test_collectives_are_kept_or_repeated_on_all_ranks_alike():
     for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
         assert calls == [2, 2, 4]
         assert equal == [True, True]
+
+
+@pytest.mark.parametrize("saboteur", faults("faulty_sac"), ids=str)
+def test_gate_catches(saboteur):
+    saboteur.check()

@@ -163,6 +163,8 @@ def print_mode(console: Console, rows: Sequence[GateRow], left_out: Sequence[Gat
     """Print how many claims were checked, and those that only `--thorough` checks."""
     run = {row.verdict.gate for row in rows if row.verdict.passed is not None}
     checked = sum(claim.gate in run for claim in claims())
+    if not checked:
+        return
     line = f"{checked} claims checked"
     if left_out:
         gates = ", ".join(gate.name for gate in left_out)

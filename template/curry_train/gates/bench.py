@@ -184,7 +184,7 @@ def whole_step(
 
 
 class TimedSteps:
-    """What happens between two readings of a clock: samples, optimizer steps and their gradients.
+    """Records of what runs between two readings of a clock: samples, steps and gradients.
 
     It watches every optimizer of torch, so that no step under test reports on itself.
     """
@@ -259,10 +259,10 @@ def timed_step(case: Case, *, measure: Measure = measure_levers) -> Verdict:
     hint = ""
     if len(timed.samples) != num_measured:
         hint = "read the clock that is given once before and once after each step"
-    elif short:
-        hint = f"a timed step takes {sum(short[0])} of {case.batch_size} samples: time all of them"
     elif without_step:
         hint = "time the whole step: forward, backward and one step of the optimizer"
+    elif short:
+        hint = f"a timed step takes {sum(short[0])} of {case.batch_size} samples: time all of them"
     elif differing or not found:
         hint = "time the step that is checked: its gradients differ from those by hand"
     measured = (

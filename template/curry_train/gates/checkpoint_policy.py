@@ -43,9 +43,9 @@ from .trials import (
     backward_of,
     broken_promise,
     differing,
-    facts_of,
     new_state,
     random_history,
+    restored_facts,
     same_bits,
     tensors_of,
     train_step,
@@ -77,7 +77,7 @@ def committed(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     """Interrupt the save of step 2 at each change it makes on the disk, after a save of step 1."""
     gate = "checkpoint-policy/committed"
     required = "after each, the newest committed checkpoint is complete and as saved"
-    with trained(case, parts) as (state, folder):
+    with trained(case, parts) as (state, folder), unheard(Store.__module__):
         expected = {1: tensors_of(state)}
         if too_large := _too_large(expected[1]):
             return not_applicable(gate, required=required, why=too_large)
@@ -115,7 +115,7 @@ def committed(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
 
 
 def bitwise(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
-    """Load a checkpoint into a fresh training; compare everything that it has, and the next step.
+    """Load a checkpoint into a fresh training; compare its whole state and the next step.
 
     The checkpoint is made between two steps, with gradients. Compared are model, gradients,
     optimizer, scheduler, scaler, extra, counters, and the generators of torch, Python and NumPy.
@@ -124,18 +124,18 @@ def bitwise(case: Case, *, parts: StoreComponents = SOUND_STORE) -> Verdict:
     required = "state and next step equal to the bit"
     with trained(case, parts) as (state, folder):
         backward_of(case, state)
-        expected = facts_of(state)
+        expected = restored_facts(state)
         with Store(folder) as store:
             saved = store.save(ROLLBACK_KIND, 1, state)
         next_loss = train_step(case, state)
-        after_next = facts_of(state)
+        after_next = restored_facts(state)
 
         other = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved.folder, other)
-        wrong = differing(expected, facts_of(other))
+        wrong = differing(expected, restored_facts(other))
         other_loss = train_step(case, other)
         is_next_step_right = torch.equal(next_loss, other_loss) and not differing(
-            after_next, facts_of(other)
+            after_next, restored_facts(other)
         )
         comparison = "equal" if is_next_step_right else "not equal"
         is_only_step_wrong = not wrong and not is_next_step_right
@@ -304,7 +304,7 @@ def _repeats(case: Case, parts: StoreComponents, folder: Path, saved: str) -> bo
         fresh = new_state(case, parts, seed=case.seed + 1)
         parts.load(SavedRun(folder), saved, fresh)
         losses.append(train_step(case, fresh))
-        states.append(facts_of(fresh))
+        states.append(restored_facts(fresh))
     return torch.equal(*losses) and not differing(*states)
 
 

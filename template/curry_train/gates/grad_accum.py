@@ -4,6 +4,8 @@ Each gate takes the implementation as `train`, so that its tests can plant a wro
 batch is compared in eval mode: dropout and BatchNorm depend on the microbatch, and would differ for
 the right implementation too.
 
+Why so long: the gates of one technique share the loop by hand and its tolerance.
+
 Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
 

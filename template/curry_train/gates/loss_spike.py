@@ -171,7 +171,7 @@ class Positions:
 
 
 def lowered_rate(case: Case, *, attach: Callable[..., Any] = saving) -> Verdict:
-    """Train with `lower_rate` on a planted model through a spike; record the factor of each step.
+    """Train with `lower_rate` through a planted spike, and record the factor of each step.
 
     It has to be 1 until the rollback, `lower_rate` until `lower_rate_steps` after the spike, and 1
     again.
@@ -254,7 +254,7 @@ GATES = (
 
 
 # The positions to skip, by the configuration alone: step n takes position n - 1.
-SKIPPED = (
+SKIPPED_POSITIONS = (
     FIRST_BAD - 1 - TRIAL_SPIKE_CONFIG.skip_around,
     FIRST_BAD - 1 + TRIAL_SPIKE_CONFIG.patience + TRIAL_SPIKE_CONFIG.skip_around,
 )
@@ -277,7 +277,8 @@ def _compared(
     That run has no bad samples, and skips from its start the positions that the configuration
     names: those of the bad steps until the alarm, and `skip_around` steps on each side.
     """
-    required = f"one rollback, positions {SKIPPED[0]} to {SKIPPED[1] - 1} skipped, bit-equal"
+    start, stop = SKIPPED_POSITIONS
+    required = f"one rollback, positions {start} to {stop - 1} skipped, bit-equal"
     try:
         for run in runs:
             tensors = run()
@@ -293,7 +294,7 @@ def _compared(
         folder / "straight",
         SOUND_SPIKE,
         bad=lambda step, position: False,
-        skipped=(SKIPPED,),
+        skipped=(SKIPPED_POSITIONS,),
         saving=replace(TRIAL_POLICY_CONFIG, rollback_every=None),
     )
     expected = reference.run()
@@ -305,7 +306,7 @@ def _compared(
     measured = f"{len(recoveries)} rollbacks, {ranges} skipped, "
     measured += f"{num_equal} of {len(expected)} tensors equal"
     hint = ""
-    if len(skipped) == 1 and skipped[0] != SKIPPED:
+    if len(skipped) == 1 and skipped[0] != SKIPPED_POSITIONS:
         hint = "skip the samples of the bad steps and of skip_around steps on each side, no others"
     elif wrong:
         hint = (

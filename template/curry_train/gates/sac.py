@@ -151,7 +151,7 @@ def regions(case: Case, *, apply: Callable[..., Any] = apply_regions) -> Verdict
 
 
 def _blocks_left_out(case: Case, changed: nn.Module) -> list[str]:
-    """Return the blocks that save what they save in the plain model, unlike blocks of their kind.
+    """Return the blocks that save as much as in the plain model, unlike blocks like them.
 
     Hooks around a block see the tensors that no hooks inside of it have taken.
     """

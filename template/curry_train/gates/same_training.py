@@ -1,4 +1,4 @@
-"""Compare a short training with a technique to the plain one, and name the blocks that differ.
+"""Compare a short training with a technique to the plain one; name the blocks that differ.
 
     same_training("sac/parity", case, STRATEGIES["sac"].apply)
 
@@ -6,7 +6,7 @@ The training has several optimizer steps, with another microbatch in each call, 
 that is right once and stale later is found. One step runs both forwards before their backward, and
 one runs under autocast.
 
-Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_same_training.py`.
+Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
 import functools
@@ -68,7 +68,7 @@ def same_training(
     can_leave_out: bool = True,
     num_steps: int = NUM_STEPS,
 ) -> Verdict:
-    """Check that a technique keeps losses, gradients, buffers and generators of a short training.
+    """Check that a technique keeps losses, gradients, buffers and generators of a training.
 
     They must be equal bit for bit in every step if the plain training repeats bit for bit; else
     the weights stay as they are, so that each step is within the bound of one step. To find the
@@ -81,11 +81,9 @@ def same_training(
     otherwise = "; or leave it out with --blocks" if can_leave_out else ""
     course, reference, plain = _plain(case, num_steps)
     tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
-    required = (
-        "bit-equal"
-        if course.trains
-        else f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
-    )
+    required = "bit-equal"
+    if not course.trains:
+        required = f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
     try:
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
@@ -99,13 +97,12 @@ def same_training(
         return not_applicable(
             gate, required=required, why="the strategy finds nothing worth changing"
         )
-    hint = ""
-    if not found.holds:
-        hint = _where(case, alone or apply, _cause(found), num_steps=step + 1) + otherwise
     measured = f"{found.describe()}; {len(names)} modules, {course.describe()}"
     if not found.holds:
         measured = f"step {step + 1} of {course.num_steps}: {measured}"
-    elif not ours.differs_from(plain):
+        hint = _where(case, alone or apply, _cause(found), num_steps=step + 1) + otherwise
+        return Verdict(gate, False, measured, required, hint)
+    if not ours.differs_from(plain):
         if by_block and not _torch_reruns(case, plain, course):
             why = (
                 "torch's own checkpoint of each block frees nothing and runs nothing again, "
@@ -116,13 +113,21 @@ def same_training(
             f"nothing ran twice or was freed, though {len(names)} modules changed: "
             "is the wrapper in the forward?"
         )
-    elif ours.growth > 0 and ours.growth > plain.growth:
-        measured += f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
-        hint = "inputs or activations are kept after backward: drop them with the graph"
-    elif every_block and (idle := _idle_blocks(case, ours, plain, names, course)):
-        measured += f"; {len(idle)} run as plain"
+        return Verdict(gate, False, measured, required, hint)
+    idle = _idle_blocks(case, ours, plain, names, course) if every_block else []
+    more, hint = _left_behind(ours, plain, idle)
+    return Verdict(gate, not hint, measured + more, required, hint)
+
+
+def _left_behind(ours: "Activity", plain: "Activity", idle: Sequence[str]) -> tuple[str, str]:
+    """Return what was measured, and the hint, of a leak or of blocks that did not run again."""
+    if ours.growth > 0 and ours.growth > plain.growth:
+        more = f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
+        return more, "inputs or activations are kept after backward: drop them with the graph"
+    if idle:
         hint = f"{', '.join(idle[:4])} did not run again: wrap every block that is named"
-    return Verdict(gate, not hint, measured, required, hint)
+        return f"; {len(idle)} run as plain", hint
+    return "", ""
 
 
 def in_place(*arguments: Any, errors: Sequence[type[Exception]] = ()) -> Callable[..., Apply]:
@@ -213,7 +218,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingCourse:
     """The steps of the training that is compared, and what the plain model can't do in them."""
 
     # Whether the weights change; they do not if the plain step does not repeat itself.
@@ -234,13 +239,13 @@ class Course:
 _last_plain: list[Any] = []
 
 
-def _plain(case: Case, num_steps: int) -> tuple[Course, list[StepRecord], Activity]:
+def _plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
     if _last_plain and _last_plain[0] == (case, num_steps):
         course, reference, activity = _last_plain[1:]
         return course, reference, activity
     _last_plain.clear()
-    course = Course(autocast=case.dtype is torch.float32, num_steps=num_steps)
+    course = TrainingCourse(autocast=case.dtype is torch.float32, num_steps=num_steps)
     course, (reference, activity, _) = _possible(case, course)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
     # What does not repeat itself shows it in the first step.
@@ -252,7 +257,7 @@ def _plain(case: Case, num_steps: int) -> tuple[Course, list[StepRecord], Activi
     return course, reference, activity
 
 
-def _possible(case: Case, course: Course) -> tuple[Course, Any]:
+def _possible(case: Case, course: TrainingCourse) -> tuple[TrainingCourse, Any]:
     """Train the plain model, without the ways in which it does not run."""
     for autocast in (course.autocast, False):
         for joint in (True, False):
@@ -266,7 +271,7 @@ def _possible(case: Case, course: Course) -> tuple[Course, Any]:
     raise AssertionError("the last way returns or raises")
 
 
-def _without(course: Course, error: Exception) -> tuple[str, ...]:
+def _without(course: TrainingCourse, error: Exception) -> tuple[str, ...]:
     what = "one backward of two forwards" if course.joint else "autocast"
     note = f"without {what}: the plain model raises {type(error).__name__}"
     return tuple(dict.fromkeys((*course.left_out, note)))
@@ -289,7 +294,7 @@ def microbatch(case: Case, index: int) -> Any:
 
 
 def _train(
-    case: Case, apply: Apply, course: Course
+    case: Case, apply: Apply, course: TrainingCourse
 ) -> tuple[list[StepRecord], Activity, list[str]]:
     """Train with a strategy; return a record of each step, its activity and the changed modules."""
     module = case.build()
@@ -310,7 +315,7 @@ def _train(
     return records, Activity(calls, measure), names
 
 
-def _accumulated(case: Case, module: nn.Module, step: int, course: Course) -> Tensor:
+def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
     """Run forward and backward of the microbatches of one step, and return their losses."""
     precision: Any = nullcontext()
     if course.autocast and step in AUTOCAST_STEPS:
@@ -362,7 +367,7 @@ def _torch_checkpoint(running: set[str]) -> Apply:
     return around
 
 
-def _torch_reruns(case: Case, plain: Activity, course: Course) -> bool:
+def _torch_reruns(case: Case, plain: Activity, course: TrainingCourse) -> bool:
     """Check whether torch's own checkpoint of each block has an effect, or cannot be tested.
 
     It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
@@ -376,7 +381,7 @@ def _torch_reruns(case: Case, plain: Activity, course: Course) -> bool:
 
 
 def _idle_blocks(
-    case: Case, ours: Activity, plain: Activity, names: Sequence[str], course: Course
+    case: Case, ours: Activity, plain: Activity, names: Sequence[str], course: TrainingCourse
 ) -> list[str]:
     """Return the named blocks that did not run again, but do under torch's own checkpoint."""
     idle = [name for name in names if ours.calls_in(name) <= plain.calls_in(name)]

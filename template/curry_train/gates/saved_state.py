@@ -1,4 +1,4 @@
-"""Gates of what a run does while it saves: syncs, waits, refuses, deletes, and writes its journal.
+"""Gates of a run while it saves: what it syncs, waits for, refuses, deletes and records.
 
 They train a planted model of two layers, because none of these claims depends on the model. The
 gates of `checkpoint_policy.py` save and load the state of the model itself.
@@ -158,9 +158,9 @@ class DiskEvents:
 
             return move
 
-        os.fsync = fsync
-        os.rename = moved("rename")
-        os.replace = moved("replace")
+        recording = {"fsync": fsync, "rename": moved("rename"), "replace": moved("replace")}
+        for name, function in recording.items():
+            setattr(os, name, function)
         try:
             yield
         finally:
@@ -208,15 +208,15 @@ def _is_synced(path: Path, events: DiskEvents, *, until: int) -> bool:
 
 
 def _nan_in_parameter(state: TrainingState) -> None:
-    state.model.layers[2].weight.data[0, 0] = math.nan
+    state.model.get_parameter("layers.2.weight").data[0, 0] = math.nan
 
 
 def _inf_in_parameter(state: TrainingState) -> None:
-    state.model.layers[0].bias.data[1] = math.inf
+    state.model.get_parameter("layers.0.bias").data[1] = math.inf
 
 
 def _nan_in_buffer(state: TrainingState) -> None:
-    state.model.layers[1].running_var[2] = math.nan
+    state.model.get_buffer("layers.1.running_var")[2] = math.nan
 
 
 def _nan_in_moment(state: TrainingState) -> None:
@@ -233,7 +233,9 @@ POISONS: dict[str, Callable[[TrainingState], None]] = {
 }
 
 
-def finite(case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPolicy) -> Verdict:
+def finite_states(
+    case: Case, *, policy: Callable[[Store, PolicyConfig], Any] = SavingPolicy
+) -> Verdict:
     """Save states that are not finite, and one that is, with an infinite mask in a buffer."""
     gate = "checkpoint-policy/finite"
     config = PolicyConfig(rollback_every=1, recovery_every=None, best_k=0)
@@ -373,7 +375,7 @@ JUDGED_HERE = (
 SAVED_STATE_GATES = (
     Gate("checkpoint-policy/background", background, {"BackgroundSaver": Takes("saver")}),
     Gate("checkpoint-policy/synced", synced, {"LocalFiles": Takes("files")}),
-    Gate("checkpoint-policy/finite", finite, POLICY_TAKES),
+    Gate("checkpoint-policy/finite", finite_states, POLICY_TAKES),
     Gate("checkpoint-policy/deletes", deletes, POLICY_TAKES),
 )
 JOURNAL_EVENT_GATES = (Gate("run-journal/events", journal_events, {"saving": Takes("attach")}),)

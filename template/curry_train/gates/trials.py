@@ -103,7 +103,7 @@ def trained(case: Case, parts: StoreComponents) -> Iterator[tuple[Any, Path]]:
         yield state, Path(folder)
 
 
-class Seen:
+class PlantedExtra:
     """A planted object with a state of its own, as callers pass in `extra`."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ def new_state(case: Case, parts: StoreComponents, *, seed: int) -> Any:
     objects = SimpleNamespace(
         scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
         scaler=scaler,
-        seen=Seen(),
+        seen=PlantedExtra(),
         generator=torch.Generator().manual_seed(seed),
     )
     state = parts.state(
@@ -188,7 +188,7 @@ def backward_of(case: Case, state: Any) -> Tensor:
     return loss.detach()
 
 
-def facts_of(state: Any) -> dict[str, Any]:
+def restored_facts(state: Any) -> dict[str, Any]:
     """Return copies of everything that a resume restores, read from the objects themselves."""
     objects = _objects[state]
     gradients = {name: one.grad for name, one in state.model.named_parameters()}

@@ -1,0 +1,99 @@
+"""Tests of the claims: each has a gate and a planted fault, and pages promise only claims.
+
+python -m pytest tests/gates/test_claims.py
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from saboteurs import faults, gates, planted, tried
+
+from curry_train.cli.validate import list_claims, quick_gates
+from curry_train.gates.verdict import TECHNIQUES, claims, discover, technique_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("skills/*/SKILL.md"))]
+# <!-- claims: sac.products sac.regions -->
+MARK = re.compile(r"<!-- claims: ([a-z0-9. -]+?) -->")
+# Faults of gates whose tests replace a part of the workload, the compiler or the ranks.
+HELD_ELSEWHERE = {
+    "bench.peak": "tests/bench",
+    "grad-accum.two-ranks": "tests/gates/test_grad_accum.py",
+    "grad-accum.one-sync": "tests/gates/test_grad_accum.py",
+    "memory-plan.chunked-loss": "tests/gates/test_memory_plan.py",
+    "memory-plan.chunked-memory": "tests/gates/test_memory_plan.py",
+    "memory-plan.estimate": "tests/gates/test_memory_plan_fit.py",
+    "memory-plan.fits": "tests/gates/test_memory_plan_fit.py",
+    "memory-plan.plan-parity": "tests/gates/test_memory_plan_fit.py",
+    "recompute.budget-parity": "tests/gates/test_memory_budget_gates.py",
+    "recompute.budget-scope": "tests/gates/test_memory_budget_gates.py",
+    "recompute.long-run": "its steps are those of recompute.later-steps",
+}
+
+
+def test_every_claim_has_a_gate_and_every_gate_a_claim():
+    names = [gate.name for gate in discover()]
+    claimed = {claim.gate for claim in claims()}
+    assert sorted(claimed) == sorted(names)
+    assert len(claims()) >= 100
+    assert Counter(claim.name for claim in claims()).most_common(1)[0][1] == 1
+    assert {technique_of(claim.gate) for claim in claims()} == set(TECHNIQUES)
+
+
+def test_a_claim_is_a_sentence_with_what_breaks_it():
+    for claim in claims():
+        assert claim.text[0].isupper(), claim
+        assert claim.text.endswith("."), claim
+        assert claim.broken_by, claim
+
+
+def test_every_claim_has_a_planted_fault():
+    broken = {fault.claim for fault in faults()}
+    names = {claim.name for claim in claims()}
+    assert broken <= names, broken - names
+    assert names - broken <= set(HELD_ELSEWHERE), names - broken - set(HELD_ELSEWHERE)
+    assert len(faults()) >= 100
+    assert Counter(map(str, faults())).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_a_page_promises_claims_that_exist(page):
+    names = {claim.name for claim in claims()}
+    marked = [name for mark in MARK.findall(page.read_text()) for name in mark.split()]
+    assert marked, f"{page} names no claim: mark what it promises"
+    assert set(marked) <= names, set(marked) - names
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_skill_names_every_claim_of_its_gates(technique):
+    page = (ROOT / "skills" / technique / "SKILL.md").read_text()
+    marked = {name for mark in MARK.findall(page) for name in mark.split()}
+    own = {claim.name for claim in claims() if technique_of(claim.gate) == technique}
+    assert marked == own
+
+
+def test_claims_are_listed_with_their_gates():
+    listed = list_claims([gates()["sac/refused"]])
+    assert listed == "sac.refused  sac/refused  A policy that saves nothing useful is an error."
+
+
+def test_gates_that_take_longer_run_where_they_are_asked_for():
+    both = (gates()["recompute/off"], gates()["recompute/long-run"])
+    assert quick_gates(both, (), thorough=False) == (both[:1], both[1:])
+    assert quick_gates(both, (), thorough=True) == (both, ())
+    assert quick_gates(both, ("recompute/long-run",), thorough=False) == (both, ())
+
+
+def test_a_new_gate_is_tried_on_the_faults_that_fit():
+    told = []
+    tried("checkpoint-policy/deletes", told.append)
+    assert "caught  checkpoint-policy.best-stays-deletes-the-best" in told
+    assert len(told) >= 5
+
+
+def test_a_fault_that_no_gate_sees_is_an_error():
+    harmless = planted("checkpoint-policy.finite", "harmless")
+    with pytest.raises(AssertionError, match="0 of 5 broken states saved"):
+        harmless.check()

@@ -1,0 +1,226 @@
+"""Faults of gradient accumulation: divisors, clipping, scalers, masks, and NaN.
+
+Proof: `python -m pytest tests/gates/test_grad_accum.py`.
+"""
+
+import types
+from dataclasses import replace
+
+import torch
+from saboteurs import planted
+from torch import nn
+
+from curry_train.primitives.grad_accum import (
+    NonFiniteWindow,
+    train_window,
+)
+
+
+def by_hand(
+    model, window, loss, optimizer, *, divisors, clip=None, each=(), zero=True, scheduler=None
+):
+    """A training step written out, with options for planted faults."""
+    if zero:
+        optimizer.zero_grad()
+    total = 0.0
+    for microbatch, divisor in zip(window, divisors, strict=True):
+        value = loss(model, microbatch) / divisor
+        value.backward()
+        total += value.item()
+        if "clip" in each and clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if "schedule" in each:
+            scheduler.step()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    if scheduler is not None and "schedule" not in each:
+        scheduler.step()
+    return types.SimpleNamespace(loss=total)
+
+
+def right_by_hand(model, window, loss, optimizer, *, clip_norm=None, scheduler=None, **changes):
+    divisors = changes.pop("divisors", [window.loss_divisor] * len(window))
+    return by_hand(
+        model,
+        window,
+        loss,
+        optimizer,
+        divisors=divisors,
+        clip=clip_norm,
+        scheduler=scheduler,
+        **changes,
+    )
+
+
+def no_accumulation(model, window, loss, optimizer, **options):
+    last = replace(window, microbatches=window.microbatches[-1:])
+    return train_window(model, last, loss, optimizer, **options)
+
+
+def divided_twice(model, window, loss, optimizer, **options):
+    twice = replace(window, loss_divisor=window.loss_divisor * len(window))
+    return train_window(model, twice, loss, optimizer, **options)
+
+
+def mean_of_means(model, window, loss, optimizer, **options):
+    terms = [int((microbatch["targets"] != -100).sum()) * len(window) for microbatch in window]
+    return right_by_hand(model, window, loss, optimizer, divisors=terms, **options)
+
+
+def divided_by_full_window(model, window, loss, optimizer, **options):
+    longer = replace(window, loss_divisor=window.loss_divisor * 4 / len(window))
+    return train_window(model, longer, loss, optimizer, **options)
+
+
+def short_window_dropped(model, window, loss, optimizer, **options):
+    if len(window) < 4:
+        return types.SimpleNamespace(loss=0.0)
+    return train_window(model, window, loss, optimizer, **options)
+
+
+def gradients_kept(model, window, loss, optimizer, **options):
+    return right_by_hand(model, window, loss, optimizer, zero=False, **options)
+
+
+def clipped_each_microstep(model, window, loss, optimizer, **options):
+    return right_by_hand(model, window, loss, optimizer, each=("clip",), **options)
+
+
+def scheduled_each_microstep(model, window, loss, optimizer, **options):
+    return right_by_hand(model, window, loss, optimizer, each=("schedule",), **options)
+
+
+def not_clipped(model, window, loss, optimizer, *, clip_norm=None, scheduler=None):
+    return train_window(model, window, loss, optimizer, scheduler=scheduler)
+
+
+def stepped_on_nan(model, window, loss, optimizer, **options):
+    return right_by_hand(model, window, loss, optimizer, **options)
+
+
+def stepped_before_looking(model, window, loss, optimizer, **options):
+    result = right_by_hand(model, window, loss, optimizer, **options)
+    raise NonFiniteWindow(f"microbatch 2 of 4: {result.loss}")
+
+
+def clipped_before_unscaling(
+    model, window, loss, optimizer, *, clip_norm=None, scheduler=None, scaler=None
+):
+    optimizer.zero_grad()
+    total = 0.0
+    for microbatch in window:
+        value = loss(model, microbatch) / window.loss_divisor
+        (value if scaler is None else scaler.scale(value)).backward()
+        total += value.item()
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    scheduler.step()
+    return types.SimpleNamespace(loss=total)
+
+
+def scheduled_though_skipped(model, window, loss, optimizer, *, scheduler=None, **options):
+    result = train_window(model, window, loss, optimizer, **options)
+    if scheduler is not None:
+        scheduler.step()
+    return result
+
+
+def stepped_past_the_scaler(model, window, loss, optimizer, *, scaler=None, **options):
+    return train_window(model, window, loss, optimizer, **options)
+
+
+def one_mask_for_all(model, window, loss, optimizer, **options):
+    def seeded(model, microbatch):
+        torch.manual_seed(0)
+        return loss(model, microbatch)
+
+    return train_window(model, window, seeded, optimizer, **options)
+
+
+def put_into_eval_mode(model, window, loss, optimizer, **options):
+    return train_window(model.eval(), window, loss, optimizer, **options)
+
+
+def last_one_twice(model, window, loss, optimizer, **options):
+    twice = replace(window, microbatches=(*window.microbatches[1:], window.microbatches[-1]))
+    return train_window(model, twice, loss, optimizer, **options)
+
+
+def loss_alone_checked(model, window, loss, optimizer, **options):
+    optimizer.zero_grad()
+    for number, microbatch in enumerate(window):
+        value = loss(model, microbatch) / window.loss_divisor
+        if not value.isfinite():
+            optimizer.zero_grad()
+            raise NonFiniteWindow(f"microbatch {number} of {len(window)}")
+        value.backward()
+    optimizer.step()
+    return types.SimpleNamespace(loss=value.item())
+
+
+FAULTS = [
+    planted("grad-accum.large-batch", "no-accumulation", train=no_accumulation),
+    planted("grad-accum.large-batch", "divided-twice", train=divided_twice),
+    planted("grad-accum.large-batch", "last-one-twice", train=last_one_twice),
+    planted("grad-accum.uneven", "mean-of-means", train=mean_of_means),
+    planted("grad-accum.uneven", "no-accumulation", train=no_accumulation),
+    planted("grad-accum.short-window", "divided-by-full-window", train=divided_by_full_window),
+    planted("grad-accum.short-window", "dropped", train=short_window_dropped),
+    planted("grad-accum.short-window", "gradients-kept", train=gradients_kept),
+    planted("grad-accum.clip-once", "each-microstep", train=clipped_each_microstep),
+    planted("grad-accum.clip-once", "not-clipped", train=not_clipped),
+    planted("grad-accum.step-once", "each-microstep", train=scheduled_each_microstep),
+    planted(
+        "grad-accum.unscaled",
+        "clipped-before-unscaling",
+        train=clipped_before_unscaling,
+        hint="before clipping",
+    ),
+    planted(
+        "grad-accum.overflow",
+        "scheduled-though-skipped",
+        train=scheduled_though_skipped,
+        hint="the schedule only if",
+    ),
+    planted(
+        "grad-accum.overflow",
+        "past-the-scaler",
+        train=stepped_past_the_scaler,
+        hint="step through the scaler|raised",
+    ),
+    planted(
+        "grad-accum.own-dropout",
+        "one-mask-for-all",
+        train=one_mask_for_all,
+        model="dropout",
+        hint="do not seed",
+    ),
+    planted(
+        "grad-accum.own-dropout",
+        "one-mask-without-dropout",
+        train=one_mask_for_all,
+        hint="do not seed",
+    ),
+    planted(
+        "grad-accum.train-mode",
+        "eval-mode",
+        train=put_into_eval_mode,
+        model="dropout",
+        hint="draw on",
+    ),
+    planted("grad-accum.train-mode", "last-one-twice", train=last_one_twice, hint="in order"),
+    planted("grad-accum.nan-loss", "stepped", train=stepped_on_nan),
+    planted("grad-accum.nan-loss", "stepped-before-looking", train=stepped_before_looking),
+    planted(
+        "grad-accum.nan-gradient",
+        "loss-alone",
+        train=loss_alone_checked,
+        hint="check the gradient norm as well",
+    ),
+]

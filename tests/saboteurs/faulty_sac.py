@@ -1,0 +1,253 @@
+"""Faults of selective recompute: policies, counts, and regions that are stale later.
+
+Proof: `python -m pytest tests/gates/test_sac.py`.
+"""
+
+import functools
+
+import torch
+from saboteurs import planted
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from curry_train.core.blocks import find_blocks
+from curry_train.primitives.regions import apply_regions
+from curry_train.primitives.sac import apply_sac
+from curry_train.workloads.workload import Workload
+
+aten = torch.ops.aten
+
+
+def torch_policy(policy):
+    """Build a technique: torch's selective checkpointing with this policy or list, unchecked."""
+
+    def apply(model, ignored=None, *, blocks=None):
+        names = list(find_blocks(model, getattr(ignored, "blocks", blocks)))
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        for name in names:
+            block = model.get_submodule(name)
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+            )
+        return names
+
+    return apply
+
+
+def any_policy(model, policy, *, blocks=None):
+    """Build a technique: `apply_sac` without its checks."""
+    return torch_policy(policy if callable(policy) else [aten.linear.default])(model, blocks=blocks)
+
+
+def miscounting():
+    """Build a policy that counts products over all blocks, and over both runs together."""
+    seen = [0]
+
+    def policy(context, operation, *args, **kwargs):
+        if operation not in (aten.mm.default, aten.addmm.default):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        seen[0] += 1
+        return CheckpointPolicy.MUST_SAVE if seen[0] % 3 == 1 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def miscounted(model, policy, *, blocks=None):
+    return torch_policy(miscounting())(model, blocks=blocks)
+
+
+def keeps_drawn(context, operation, *args, **kwargs):
+    return operation in (aten.mm.default, aten.randn_like.default)
+
+
+def no_op(model, ignored=None, *, blocks=None):
+    return list(find_blocks(model, getattr(ignored, "blocks", blocks)))
+
+
+def detached(model, *ignored, **also_ignored):
+    names = apply_sac(model)
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: (args[0].detach(), *args[1:])
+        )
+    return names
+
+
+def reads_changed_boundary(model, *ignored, **also_ignored):
+    """Apply regions, and overwrite the input, undetected, after the block has read it."""
+    names = apply_regions(model)
+
+    def write_over(module, args, output):
+        args[0].data.mul_(1.5)  # .data does not raise the version counter
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(write_over)
+    return names
+
+
+def regions_of_everything(model, *, blocks=None):
+    """Recompute all of a block, including its products."""
+    return torch_policy([aten._softmax.default])(model, blocks=blocks)
+
+
+class Noisy(nn.Module):
+    """A block that draws before and after a product: saving the first draw shifts the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        noisy = torch.sin(self.linear(x + 0.5 * torch.randn_like(x)))
+        return x + F.dropout(noisy, 0.5) * noisy
+
+
+NOISY = Workload(
+    "noisy",
+    lambda: nn.Sequential(*[Noisy() for _ in range(3)]),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+class ThreeProducts(nn.Module):
+    """A block with products of one shape, so that a saved output fits in place of another.
+
+    The last product is never recomputed.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for linear in self.linears[:2]:
+            x = x + torch.sin(linear(x))
+        return self.linears[2](x)
+
+
+SQUARE = Workload(
+    "square",
+    lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]),
+    lambda size: torch.randn(size, 16),
+    lambda module, batch: module(batch).square().sum(),
+)
+
+
+def stale_from_the_third_call(model, sample):
+    """Apply regions whose replay finds another input from the third call of a block on."""
+    names = apply_regions(model, blocks=sample.blocks)
+    calls = dict.fromkeys(names, 0)
+
+    def hook(name):
+        def write_over(module, args, output):
+            calls[name] += 1
+            if calls[name] >= 3:
+                args[0].data.mul_(1.5)  # .data does not raise the version counter
+
+        return write_over
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(hook(name))
+    return names
+
+
+def last_block_left_out(model, *, blocks=None):
+    names = list(find_blocks(model, blocks))
+    apply_regions(model, blocks=names[:-1])
+    return names
+
+
+def first_block_alone(model, *, blocks=None):
+    names = list(find_blocks(model, blocks))
+    apply_regions(model, blocks=names[:1])
+    return names
+
+
+def policy_of_the_first_block(model, sample):
+    names = list(find_blocks(model, sample.blocks))
+    apply_sac(model, blocks=names[:1])
+    return names
+
+
+def every_call_kept(model, sample):
+    """Keep the output of each block of each call, as a cache by identity would."""
+    kept = []
+    names = apply_sac(model, blocks=sample.blocks)
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda *call: kept.append(call[-1]))
+    return names
+
+
+FAULTS = [
+    planted("sac.policy-parity", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
+    planted("sac.policy-parity", "detached", apply=detached, hint="gets no gradient"),
+    planted(
+        "sac.policy-parity",
+        "keeps-what-is-drawn",
+        apply=torch_policy(keeps_drawn),
+        model=NOISY,
+        hint="computes another value",
+    ),
+    planted(
+        "sac.policy-parity",
+        "changed-boundary",
+        apply=reads_changed_boundary,
+        hint="computes another value",
+    ),
+    planted(
+        "sac.policy-parity",
+        "first-block-alone",
+        apply=policy_of_the_first_block,
+        hint="did not run again",
+    ),
+    planted("sac.policy-parity", "outputs-kept", apply=every_call_kept, hint="stay alive"),
+    planted("sac.count-parity", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
+    planted(
+        "sac.count-parity",
+        "changed-boundary",
+        apply=reads_changed_boundary,
+        hint="computes another value",
+    ),
+    planted(
+        "sac.regions-parity",
+        "stale-from-the-third-call",
+        apply=stale_from_the_third_call,
+        hint="step 2 of 3|step 3 of 3",
+    ),
+    planted(
+        "sac.regions-parity",
+        "changed-boundary",
+        apply=reads_changed_boundary,
+        hint="computes another value",
+    ),
+    planted("sac.products", "no-op", apply=no_op, hint="names operations that never run"),
+    planted("sac.products", "any-policy", apply=any_policy, hint="names operations that never run"),
+    planted("sac.products", "miscounted", apply=miscounted, model=SQUARE, hint="counts the second"),
+    planted("sac.regions", "no-op", apply=no_op, hint="nothing is freed"),
+    planted("sac.regions", "everything", apply=regions_of_everything, hint="a product runs again"),
+    planted(
+        "sac.regions",
+        "a-dispatch-mode",
+        apply=torch_policy([aten.mm.default, aten.bmm.default]),
+        hint="a dispatch mode is on",
+    ),
+    planted(
+        "sac.every-region", "last-block-left-out", apply=last_block_left_out, hint="save as much as"
+    ),
+    planted(
+        "sac.every-region", "first-block-alone", apply=first_block_alone, hint="save as much as"
+    ),
+    planted(
+        "sac.refused",
+        "any-policy",
+        apply=any_policy,
+        hint="matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD",
+    ),
+    planted("sac.refused", "no-op", apply=no_op, hint="matches nothing"),
+]

@@ -1,0 +1,243 @@
+"""Faults of timestep recompute: states, chunks, levels, and the search for hidden state.
+
+Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
+"""
+
+from dataclasses import replace
+
+import torch
+from saboteurs import planted
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from curry_train.gates import snn_timesteps
+from curry_train.primitives.hidden_state import HiddenState
+from curry_train.primitives.snn_timesteps import (
+    checkpoint_timesteps,
+    recompute_timesteps,
+    run_timesteps,
+)
+from curry_train.workloads.models import (
+    SpikingNetwork,
+    snn,
+)
+
+
+class Noisy(SpikingNetwork):
+    """A spiking network with dropout on the input of each step."""
+
+    def step(self, x, state):
+        return super().step(nn.functional.dropout(x, 0.3, self.training), state)
+
+
+NOISY = replace(snn(), build=lambda: Noisy(64, 3))
+
+
+def replaced(unroll):
+    """Build a technique that replaces the model's loop."""
+
+    def apply(module, sample):
+        module.unroll = unroll
+        return [""]
+
+    return apply
+
+
+def in_chunks(around, *, size=4):
+    """Build a loop in chunks as written by hand; `around(run, *args)` runs one chunk."""
+
+    def unroll(step, inputs, state, *, time_dim=0, outputs="stack"):
+        def run(total, x, *state):
+            output, state = run_timesteps(step, x, state, time_dim=time_dim, outputs="sum")
+            return (total + output, *state)
+
+        total = torch.zeros_like(inputs.select(time_dim, 0))
+        for x in inputs.split(size, time_dim):
+            total, *state = around(run, total, x, *state)
+        return total / inputs.shape[time_dim], tuple(state)
+
+    return unroll
+
+
+def rerun(run, *args, **options):
+    return checkpoint(run, *args, use_reentrant=False, **options)
+
+
+def no_op(module, sample):
+    return [""]
+
+
+def drops_the_rest(step, inputs, state, *, time_dim=0, outputs="stack"):
+    whole = inputs.shape[time_dim] // 5 * 5
+    return checkpoint_timesteps(
+        step,
+        inputs.narrow(time_dim, 0, whole),
+        state,
+        chunk_size=5,
+        time_dim=time_dim,
+        outputs=outputs,
+    )
+
+
+def detaches_the_state(run, total, x, *state):
+    return rerun(run, total, x, *(tensor.detach() for tensor in state))
+
+
+def keeps_the_state(run, total, x, *state, calls=[]):  # noqa: B006 - the planted fault
+    def run_with_hidden_state(total, x, *state):
+        total, *after = run(total, x, *[tensor + 0.1 * len(calls) for tensor in state])
+        calls.append(None)
+        return total, *after
+
+    return rerun(run_with_hidden_state, total, x, *state)
+
+
+def no_generator_kept(run, *args):
+    return rerun(run, *args, preserve_rng_state=False)
+
+
+def stacked_first(step, inputs, state, *, time_dim=0, outputs="stack"):
+    stacked, state = checkpoint_timesteps(step, inputs, state, time_dim=time_dim, outputs="stack")
+    return stacked.clone().mean(time_dim), state
+
+
+def one_step_at_a_time(module, sample):
+    return recompute_timesteps(module, chunk_size=1)
+
+
+def another_level(module, sample):
+    return recompute_timesteps(module, levels=2)
+
+
+whole_chunks = replaced(in_chunks(rerun))
+
+
+def blind(step, timesteps, state):
+    return {}
+
+
+def sees_it_everywhere(step, timesteps, state):
+    raise HiddenState("state", "layers.0", "potential")
+
+
+def names_another(step, timesteps, state):
+    if isinstance(step, snn_timesteps.PlantedStep):
+        raise HiddenState("state", "layers.0", "weight")
+
+
+def looks_for_spikes_only(step, timesteps, state):
+    """Detect by two runs of one step, in which the threshold is not reached yet."""
+    first, second = (step(timesteps[0], state)[0] for _ in range(2))
+    if not torch.equal(first, second):
+        raise HiddenState("state", "", "potential")
+
+
+SNN = snn()
+LONG_SNN = snn(timesteps=64)
+
+
+FAULTS = [
+    planted(
+        "snn-timesteps.parity",
+        "no-op",
+        apply=no_op,
+        model=SNN,
+        hint="nothing ran twice or was freed",
+    ),
+    planted(
+        "snn-timesteps.parity",
+        "drops-the-rest",
+        apply=replaced(drops_the_rest),
+        model=SNN,
+        hint="another value",
+    ),
+    planted(
+        "snn-timesteps.parity",
+        "detaches-the-state",
+        apply=replaced(in_chunks(detaches_the_state)),
+        model=SNN,
+        hint="another value",
+    ),
+    planted(
+        "snn-timesteps.parity",
+        "keeps-the-state",
+        apply=replaced(in_chunks(keeps_the_state)),
+        model=SNN,
+        hint="another value",
+    ),
+    planted(
+        "snn-timesteps.parity",
+        "no-generator-kept",
+        apply=replaced(in_chunks(no_generator_kept)),
+        model=NOISY,
+        hint="preserve_rng_state=True",
+    ),
+    planted(
+        "snn-timesteps.parity-nested",
+        "no-op",
+        apply=no_op,
+        model=SNN,
+        hint="nothing ran twice or was freed",
+    ),
+    planted(
+        "snn-timesteps.parity-nested",
+        "detaches-the-state",
+        apply=replaced(in_chunks(detaches_the_state)),
+        model=SNN,
+        hint="another value",
+    ),
+    planted("snn-timesteps.memory", "no-op", apply=no_op, model=SNN, hint="held for each timestep"),
+    planted(
+        "snn-timesteps.memory",
+        "one-step-at-a-time",
+        apply=one_step_at_a_time,
+        model=LONG_SNN,
+        hint="another size",
+    ),
+    planted(
+        "snn-timesteps.memory",
+        "stacked-first",
+        apply=replaced(stacked_first),
+        model=LONG_SNN,
+        hint="held for each timestep",
+    ),
+    planted(
+        "snn-timesteps.flops",
+        "no-op",
+        apply=no_op,
+        model=SNN,
+        hint="not recomputed exactly once per level",
+    ),
+    planted(
+        "snn-timesteps.flops",
+        "another-level",
+        apply=another_level,
+        model=SNN,
+        hint="not recomputed exactly once per level",
+    ),
+    planted(
+        "snn-timesteps.flops",
+        "whole-chunks",
+        apply=whole_chunks,
+        model=SNN,
+        hint="not recomputed exactly once per level",
+    ),
+    planted(
+        "snn-timesteps.flops-nested",
+        "no-op",
+        apply=no_op,
+        model=SNN,
+        hint="not recomputed exactly once per level",
+    ),
+    planted(
+        "snn-timesteps.flops-nested",
+        "whole-chunks",
+        apply=whole_chunks,
+        model=SNN,
+        hint="not recomputed exactly once per level",
+    ),
+    planted("snn-timesteps.hidden-state", "blind", check=blind, model=SNN),
+    planted("snn-timesteps.hidden-state", "everywhere", check=sees_it_everywhere, model=SNN),
+    planted("snn-timesteps.hidden-state", "another-name", check=names_another, model=SNN),
+    planted("snn-timesteps.hidden-state", "spikes-alone", check=looks_for_spikes_only, model=SNN),
+]

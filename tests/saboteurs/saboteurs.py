@@ -1,0 +1,130 @@
+"""Planted faults of all techniques, each by the claim that it breaks.
+
+    FAULTS = [planted("recompute.off", "always", apply=always, hint="only while")]
+
+A module `faulty_*.py` lists the faults of a skill. A new gate is tried on all that fit its check:
+
+    PYTHONPATH=template:tests/saboteurs python tests/saboteurs/saboteurs.py recompute/memory
+
+Proof: `python -m pytest tests/gates/test_claims.py`.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from curry_train.gates.verdict import Claim, Gate, Verdict, claims, discover
+from curry_train.workloads.models import load_workload, transformer
+from curry_train.workloads.workload import Case, Workload
+
+CASES: dict[str, Workload | str] = {
+    "small": transformer(depth=2, dim=32, length=16, vocabulary=64),
+    "dropout": transformer(depth=2, dim=32, length=8, vocabulary=64, dropout=0.2),
+}
+
+
+@dataclass(frozen=True)
+class Saboteur:
+    """A fault, the claim that it breaks, and how it is planted."""
+
+    claim: str
+    name: str
+    # Of the gate's check.
+    arguments: Mapping[str, Any]
+    # A text of the hint or of what was measured; several, of which one is there, with | between.
+    hint: str = ""
+    # A name of CASES, of a built-in model, or a workload.
+    model: Any = "small"
+    # Attributes that are replaced while the check runs: (owner, name, value).
+    patches: Sequence[tuple[Any, str, Any]] = field(default=())
+    blocks: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.claim}-{self.name}"
+
+    def case(self) -> Case:
+        return case_of(self.model, self.blocks)
+
+    def verdict(self, gate: Gate) -> Verdict:
+        """Check a gate with this fault planted."""
+        check = functools.partial(gate.check, **self.arguments)
+        with self.active():
+            return replace(gate, check=check).run(self.case())
+
+    def fits(self, gate: Gate) -> bool:
+        """Return whether a gate's check takes what this fault replaces."""
+        accepted = inspect.signature(gate.check).parameters
+        return self.claim.partition(".")[0] in (gate.name.partition("/")[0], "") and all(
+            name in accepted for name in self.arguments
+        )
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in self.patches:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield
+
+    def check(self) -> None:
+        """Assert that the gate of the claim fails, with the right hint."""
+        verdict = self.verdict(gates()[claims_by_name()[self.claim].gate])
+        assert verdict.passed is False, verdict
+        texts = self.hint.split("|")
+        assert any(text in verdict.hint or text in verdict.measured for text in texts), verdict
+
+
+def planted(
+    claim: str,
+    name: str,
+    *,
+    hint: str = "",
+    model: Any = "small",
+    patches: Sequence[tuple[Any, str, Any]] = (),
+    blocks: str | None = None,
+    **arguments: Any,
+) -> Saboteur:
+    return Saboteur(claim, name, arguments, hint, model, patches, blocks)
+
+
+@functools.cache
+def case_of(model: Any, blocks: str | None = None) -> Case:
+    """Make each case once: gates keep the plain training of the last one."""
+    found = CASES.get(model, model) if isinstance(model, str) else model
+    workload = load_workload(found) if isinstance(found, str) else found
+    return Case(workload, blocks=blocks)
+
+
+@functools.cache
+def gates() -> dict[str, Gate]:
+    return {gate.name: gate for gate in discover()}
+
+
+@functools.cache
+def claims_by_name() -> dict[str, Claim]:
+    return {claim.name: claim for claim in claims()}
+
+
+def faults(module: str | None = None) -> list[Saboteur]:
+    """Return the faults of one module, or of all."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("faulty_*.py"))
+    chosen = [module] if module else names
+    return [one for name in chosen for one in importlib.import_module(name).FAULTS]
+
+
+def tried(gate: str, tell: Callable[[str], None]) -> None:
+    """Report of each fault that fits a gate whether the gate finds it."""
+    for one in faults():
+        if one.fits(gates()[gate]):
+            verdict = one.verdict(gates()[gate])
+            tell(f"{'caught' if verdict.passed is False else 'missed'}  {one}")
+
+
+if __name__ == "__main__":
+    tried(sys.argv[1], print)
