@@ -70,7 +70,7 @@ class Peer:
         numbered = [
             (int(found[1]), path)
             for path in root.iterdir()
-            if (found := re.fullmatch(r"step-(\d+)(\.ckpt)?", path.name))
+            if (found := re.fullmatch(r"(?:step|checkpoint)-(\d+)(?:\.ckpt)?", path.name))
         ]
         if not numbered:
             raise FileNotFoundError("no checkpoint stands here")
@@ -205,6 +205,44 @@ class Lightning(Peer):
         return found
 
 
+class HuggingFace(Peer):
+    """The Trainer of transformers; its own methods save and load, without the steps between."""
+
+    name = "transformers"
+    distribution = "transformers"
+    pickled = ("*.pt", "*.pth", "*.bin")
+
+    def prepare(self) -> None:
+        from transformers import Trainer, TrainingArguments
+
+        self._holder = Holder()
+        self._holder.weight = nn.Parameter(torch.ones(4))
+        arguments = TrainingArguments("unused", report_to=[], use_cpu=True, disable_tqdm=True)
+        self._trainer: Any = Trainer(self._holder, arguments)
+        self._trainer.create_optimizer_and_scheduler(10)
+
+    def path(self, root: Path, step: int, *, again: bool) -> Path:
+        return root / f"checkpoint-{0 if again else step}"
+
+    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+        trainer = self._trainer
+        self._holder.put(state)
+        trainer.args.output_dir = str(root)
+        trainer.state.global_step = 0 if again else step
+        events = trainer.callback_handler
+        events.on_step_end(trainer.args, trainer.state, trainer.control)
+        trainer._save_checkpoint(trainer.model, trial=None)
+        events.on_save(trainer.args, trainer.state, trainer.control)
+
+    def load_one(self, path: Path) -> State:
+        self._trainer._load_from_checkpoint(str(path))
+        self._trainer._load_optimizer_and_scheduler(str(path))
+        self._trainer._load_rng_state(str(path))
+        names = state_of(0)
+        tensors = self._holder.state_dict()
+        return {name: tensors[name].clone() for name in names}
+
+
 class Ours(Peer):
     name = "ours"
     distribution = "curry-train"
@@ -281,6 +319,24 @@ class CommittedAccelerate(Accelerate):
         self._commit(path)
 
 
+class CommittedHuggingFace(HuggingFace):
+    """The Trainer with `commit_checkpoints`, and `newest_whole` at resume."""
+
+    name = "transformers_committed"
+
+    def prepare(self) -> None:
+        from curry_train.runs import commit_checkpoints, newest_whole
+        from curry_train.runs.trainers import commit_folder
+
+        super().prepare()
+        commit_checkpoints(self._trainer)
+        self._newest_whole: Callable[[Path], str | None] = newest_whole
+        self._commit = commit_folder
+
+    newest = CommittedAccelerate.newest
+    forge = CommittedAccelerate.forge
+
+
 class CommittedLightning(Lightning):
     """Lightning with `commit_checkpoints`, and `newest_whole` at resume."""
 
@@ -310,6 +366,8 @@ PEERS: dict[str, Peer] = {
         DistributedCheckpoint(),
         TorchCheckpointing(),
         Orbax(),
+        HuggingFace(),
+        CommittedHuggingFace(),
         Accelerate(),
         CommittedAccelerate(),
         Lightning(),
