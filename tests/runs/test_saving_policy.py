@@ -159,8 +159,10 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
         return store, policy, state
 
     store, policy, state = resumed(6)
-    train_on(policy, state, 7)
+    train_on(policy, state, 7, dev={7: 0.1})
+    policy.finish()
     store.close()
+    assert steps(tmp_path, "best-k") == [7]
     assert load_chosen(tmp_path, new_state(1)).saved.step == 10
 
     store, policy, state = resumed(6)

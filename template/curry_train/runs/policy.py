@@ -633,6 +633,9 @@ class SavingPolicy:
         protected = set(self._protected)
         if self._last:
             protected.add(self._last.folder)
+        if (branch := self._branched_at) is not None:
+            old_line = [one for one in self._there() if one.step > branch and is_of_line(one)]
+            protected |= {one.folder for one in old_line}
         superseded = to_delete(
             self._there(),
             self.config,
