@@ -1,4 +1,4 @@
-"""What a save in the background costs the steps of a training, beside other savers.
+"""Time the steps of a training beside saves in the background, with this saver and others.
 
     python benchmarks/saving_cost.py --json evidence/saving_cost.json
 

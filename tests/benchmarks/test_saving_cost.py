@@ -1,4 +1,4 @@
-"""The benchmark of what saving costs measures each saver on a small state; it asserts no figures.
+"""The benchmark of saving measures each saver on a small state; it asserts no figures.
 
 python -m pytest tests/benchmarks/test_saving_cost.py
 """
