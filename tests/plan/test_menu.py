@@ -264,6 +264,92 @@ def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
     assert all(option.kind != FULL_KIND for _, options in kinds for option, _ in options)
 
 
+class Neuron(nn.Module):
+    """Keeps its potential from one call to the next, with the graph of that call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.kept = {"potential": 0.0}
+
+    def forward(self, x):
+        self.kept["potential"] = 0.5 * self.kept["potential"] + self.linear(x)
+        return torch.sigmoid(self.kept["potential"])
+
+
+class Spiking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Neuron() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.kept["potential"] = 0.0
+        for _ in range(3):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+def test_a_block_that_keeps_state_runs_from_that_of_its_first_call():
+    spiking = workload(Spiking, (16,))
+    with Sketch(spiking) as sketch:
+        first, *_ = find_kinds(sketch, sketch.step(4), 4)
+        anyhow = replace(first, attributes=None)
+        anyhow.run(Option(NONE_KIND))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            anyhow.run(Option(NONE_KIND))
+        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
+    assert [name for names, _ in kinds for name in names] == ["layers.0", "layers.1"]
+    assert not left_out
+    for _, options in kinds:
+        assert {option.kind for option, _ in options} >= {NONE_KIND, FULL_KIND}
+
+
+class Prepared:
+    """An object that is no plain attribute, which a model sets before each call of its block."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def use(self):
+        assert self.calls, "call prepare() first"
+        self.calls -= 1
+
+
+class Given(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.prepared = Prepared()
+
+    def forward(self, x):
+        self.prepared.use()
+        return torch.tanh(self.linear(x))
+
+
+class Giving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Given() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            layer.prepared.calls = 1
+            x = layer(x)
+        return x
+
+
+def test_a_block_that_does_not_run_by_itself_is_planned_as_it_is():
+    with Sketch(workload(Giving, (16,))) as sketch:
+        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
+    assert kinds == ()
+    assert left_out == tuple(
+        f"layers.{index} does not run by itself (call prepare() first): it is planned as it is"
+        for index in range(2)
+    )
+
+
 # Sets of calls that a policy may keep.
 
 

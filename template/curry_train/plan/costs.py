@@ -1,5 +1,7 @@
 """Measure what each option of a block costs in bytes and seconds.
 
+Why so long: a block's run, its kind and its menu rest on each other.
+
 Proof: `python -m pytest tests/plan/test_menu.py`.
 """
 
@@ -10,7 +12,7 @@ import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -24,6 +26,7 @@ from ..core.blocks import match_inside
 from ..core.measure import LiveStorages, operation_flops, tensors_in
 from ..core.rerun import seeded
 from ..primitives import sac
+from ..primitives.checkpointed import TORCH_ATTRIBUTES
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate, operation_cost
 from .saved import (
@@ -36,6 +39,7 @@ from .saved import (
     apply_options,
     remove_options,
 )
+from .shapes import NEEDS_VALUES_ERRORS
 from .timeline import ASKS_FOR_DEVICE
 
 # Costs of one block under each option: held bytes, transient bytes and operations.
@@ -143,6 +147,42 @@ def _autocast_now() -> Autocast:
     )
 
 
+class FirstAttributes:
+    """The plain attributes that the modules of a block have at its first call in the model.
+
+    A block that keeps state between its calls, or is given some before each, runs from them alone.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        # Mapping a tree copies its dictionaries, lists and tuples.
+        self._found = [
+            (module, tree_map(_leaf, _plain_attributes(module))) for module in block.modules()
+        ]
+
+    def hold_graph(self) -> bool:
+        """Return whether the attributes now hold tensors of a graph, which one backward frees."""
+        now = [_plain_attributes(module) for module, _ in self._found]
+        return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_iter(now))
+
+    def put_back(self) -> None:
+        for module, attributes in self._found:
+            for name in _plain_attributes(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(tree_map(_leaf, attributes))
+
+
+PLAIN_TYPES = (bool, int, float, str, dict, list, tuple, Tensor, type(None))
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds itself, without parameters, buffers, modules and hooks."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in TORCH_ATTRIBUTES and isinstance(value, PLAIN_TYPES)
+    }
+
+
 @dataclass(frozen=True)
 class BlockKind:
     """A group of blocks that cost the same, with one of them to measure."""
@@ -152,6 +192,7 @@ class BlockKind:
     kwargs: dict[str, Any]
     names: tuple[str, ...]  # of all blocks of the kind
     autocast: Autocast = (False, torch.bfloat16, True)  # as the model calls the block
+    attributes: FirstAttributes | None = None  # put back before each run
 
     @functools.cached_property
     def plain(self) -> tuple[Measured, list[tuple[str, int, int]]]:
@@ -168,6 +209,8 @@ class BlockKind:
         for parameter in trained:
             parameter.grad = None
         leaves = tree_map(_leaf, (self.args, self.kwargs))
+        if self.attributes is not None:
+            self.attributes.put_back()
         handles = list[Any]()
 
         try:
@@ -290,6 +333,15 @@ def _leaf(value: Any) -> Any:
 # Menus of options: group blocks that cost the same, and measure one block of each group.
 
 MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes that are measured
+# Errors of a block that does not run outside of its model.
+ERRORS_OF_BLOCKS = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 Menu = tuple[tuple[Option, tuple[Measured, ...]], ...]
 
 # Family and index of an expensive call, its bytes and its FLOPs.
@@ -335,6 +387,7 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
     }
     inputs: dict[str, tuple[Any, Any]] = {}
     contexts: dict[str, Autocast] = {}
+    attributes: dict[str, FirstAttributes] = {}
     record = Operations()
     handles = []
     for name, block in blocks.items():
@@ -342,6 +395,8 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
         def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
             inputs.setdefault(name, tree_map(_kept, (args, kwargs)))
             contexts.setdefault(name, _autocast_now())
+            if name not in attributes:
+                attributes[name] = FirstAttributes(blocks[name])
             record.block = name
 
         def leave(*_: Any) -> None:
@@ -369,7 +424,13 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
         if alike:
             alike[0].append(name)
     return [
-        BlockKind(blocks[names[0]], *inputs[names[0]], tuple(names), contexts[names[0]])
+        BlockKind(
+            blocks[names[0]],
+            *inputs[names[0]],
+            tuple(names),
+            contexts[names[0]],
+            attributes[names[0]],
+        )
         for names in groups.values()
     ]
 
@@ -490,6 +551,12 @@ def measure_menus(
                 "at random: it is planned as it is"
             )
             continue
+        runnable = _as_it_runs(kind)
+        if isinstance(runnable, str):
+            left_out.append(runnable)
+            continue
+        kind = runnable
+        same = replace(same, attributes=kind.attributes and same.attributes)
         menu: dict[Option, tuple[Measured, ...]] = {}
         for option in candidates(kind, offload=offload, also=replayed):
             if option.kind in without and option.kind not in (NONE_KIND, FULL_KIND):
@@ -518,6 +585,27 @@ def measure_menus(
         ]
         kinds.append((kind.names, tuple(allowed)))
     return tuple(kinds), tuple(left_out)
+
+
+def _as_it_runs(kind: BlockKind) -> BlockKind | str:
+    """Return a kind that runs by itself, or why it does not.
+
+    Attributes are put back only if the block needs it, because most blocks keep a cache there,
+    which their first call makes.
+    """
+    assert kind.attributes is not None
+    why = ""
+    ways = [kind] if kind.attributes.hold_graph() else [replace(kind, attributes=None), kind]
+    for tried in ways:
+        try:
+            tried.plain  # noqa: B018
+        except NEEDS_VALUES_ERRORS:
+            raise
+        except ERRORS_OF_BLOCKS as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+        else:
+            return tried
+    return f"{kind.names[0]} does not run by itself ({why:.200}): it is planned as it is"
 
 
 def _smaller(found: Measured, plain: tuple[Measured, ...], full: tuple[Measured, ...]) -> Measured:
