@@ -225,6 +225,7 @@ class Training:
     logits: list = field(default_factory=list)
     has_workspaces: bool = False
     clips: bool = False
+    matrix_bytes: int = 0  # of six equal parameters, in place of those of layers
 
     def stack(self, *frames, op="empty"):
         listed = [native("c10::cuda::CUDACachingAllocator::malloc")] if self.native_frames else []
@@ -288,10 +289,11 @@ class Training:
             python("to", f"{TORCH}/nn/modules/module.py", 1350),
             python("main", self.code, 60),
         )
-        sizes = [LOGITS_BYTES // 4, *[3 * WIDTH_BYTES, WIDTH_BYTES, 4096] * NUM_LAYERS]
-        self.parameters = [self.make("parameters", size, frames) for size in sizes]
+        self.parameters = [self.make("parameters", size, frames) for size in self.parameter_sizes()]
 
     def parameter_sizes(self):
+        if self.matrix_bytes:
+            return [self.matrix_bytes] * 6
         return [LOGITS_BYTES // 4, *[3 * WIDTH_BYTES, WIDTH_BYTES, 4096] * NUM_LAYERS]
 
     def step(self, *, until=None):

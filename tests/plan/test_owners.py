@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from snapshot_files import Training, write
 
+from curry_train.plan.cuda_step import HOPPER_WORKSPACE_BYTES
 from curry_train.plan.owners import OwnedBlocks
 from curry_train.plan.snapshot import BlockHistory, read_snapshot
 
@@ -70,3 +71,12 @@ def test_a_record_that_begins_later_has_the_same_owners(tmp_path, style, until):
     owned = owned_blocks(tmp_path, training)
     assert owned.owners == true_owners(owned, training)
     assert len(owned.steps()) == 2
+
+
+@pytest.mark.parametrize("recorded_from", [None, 0, 1])
+def test_parameters_with_the_size_of_a_workspace_are_none(tmp_path, recorded_from):
+    # A matrix of 4096 x 4096 in bfloat16 has the bytes of a cuBLAS workspace on Hopper.
+    training = trained(recorded_from=recorded_from, matrix_bytes=HOPPER_WORKSPACE_BYTES)
+    owned = owned_blocks(tmp_path, training)
+    assert owned.owners == true_owners(owned, training)
+    assert owned.owners["parameters"] == 6 * HOPPER_WORKSPACE_BYTES

@@ -79,6 +79,10 @@ NO_STACK_OWNER = "without a stack"
 
 # A run of so many allocations in forward begins the next microbatch or step.
 FORWARD_RUN = 8
+# Threads that multiply matrices: forward and autograd.
+MOST_WORKSPACES = 2
+# Frames in which a library's function shows what it allocates for.
+INNER_FRAMES = 12
 # Logits are made at most so many allocations before the loss reads them.
 LOGITS_WINDOW = 8
 SMALLEST_LOGITS = MIB
@@ -94,11 +98,21 @@ MIN_LEVER_FRACTION = 0.005
 MOST_REPLAYED_EVENTS = 200_000
 
 
-def is_workspace(life: BlockLife) -> bool:
-    """Check for a workspace of cuBLAS, by the stack or by the size of one that stays."""
-    if any("orkspace" in frame.function and not is_python(frame) for frame in life.stack[:12]):
-        return life.freed is None
-    return life.requested_bytes in (WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES) and life.freed is None
+def _workspaces(lives: Sequence[BlockLife]) -> set[int]:
+    """Return the ids of blocks that are workspaces of cuBLAS, by their stacks or sizes."""
+    staying = [life for life in lives if life.freed is None]
+    found = {id(life) for life in staying if _is_workspace_stack(life)}
+    for size in (WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES):
+        same = [life for life in staying if life.requested_bytes == size]
+        # Each thread that multiplies has one; parameters of that size are more, with their state.
+        if len(same) <= MOST_WORKSPACES or size == WORKSPACE_BYTES:
+            found |= {id(life) for life in same}
+    return found
+
+
+def _is_workspace_stack(life: BlockLife) -> bool:
+    inner = life.stack[:INNER_FRAMES]
+    return any("orkspace" in frame.function and not is_python(frame) for frame in inner)
 
 
 # The owners of all blocks.
@@ -148,6 +162,7 @@ class OwnedBlocks:
         # Sizes of blocks that were there before the model ran, such as those of parameters.
         earlier = [life for life in history.lives if life.born < self._first_call]
         self._earlier_sizes = {life.requested_bytes for life in earlier}
+        self._workspaces = _workspaces(history.lives)
         self._owner: dict[int, str] = {}
         self.logits_sizes: set[int] = set()
         self._assign(made)
@@ -266,7 +281,7 @@ class OwnedBlocks:
             note = _note(life)
             if note is not None:
                 owner = note[0]
-            elif is_workspace(life):
+            elif id(life) in self._workspaces:
                 owner = WORKSPACES_OWNER
             else:
                 rule = rules.get(self.phases[id(life)])
@@ -364,7 +379,7 @@ class OwnedBlocks:
         note = _note(life)
         if note is not None:
             return note[0]
-        if is_workspace(life):
+        if id(life) in self._workspaces:
             return WORKSPACES_OWNER
         if not life.stack:
             was_kept = life.freed is not None and life.requested_bytes in self.logits_sizes
