@@ -239,6 +239,14 @@ def test_hostile_files_run_nothing_and_are_refused_in_one_line_in_bounded_memory
     assert not (tmp_path / "made").exists()
 
 
+def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "large.pickle"
+    with path.open("wb") as file:
+        file.truncate(600 * MIB)
+    with pytest.raises(UnusableSnapshot, match=r"is too large: 600 MiB, and 512 MiB can be read"):
+        read_snapshot(path)
+
+
 def test_changed_bytes_are_read_or_refused(tmp_path, whole):
     chance = random.Random(0)
     path = tmp_path / "changed.pickle"

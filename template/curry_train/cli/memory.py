@@ -50,6 +50,9 @@ from .screen import ScreenCommand
 MOST_LINES = 5
 MOST_STEPS = 12
 NAME_WIDTH = 56
+# A larger file is announced with the time that it takes.
+LONG_TO_READ_BYTES = 100 * 2**20
+READ_BYTES_PER_SECOND = 4e6
 # Options of a measured model, which a snapshot has no use for.
 MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed")
 
@@ -312,6 +315,10 @@ def report_snapshot(
     if plot_path:
         require_matplotlib()
     other = None if against is None else figures_of(against)
+    num_bytes = Path(path).stat().st_size
+    if num_bytes > LONG_TO_READ_BYTES:
+        minutes = num_bytes / READ_BYTES_PER_SECOND / 60
+        click.echo(f"reading {format_bytes(num_bytes)}, about {minutes:.0f} min", err=True)
     snapshot = read_snapshot(path)
     name = printable(Path(path).name)
     reports = []

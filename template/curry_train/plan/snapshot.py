@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.unpickle import PickleReader, RefusedPickle
+from ..core.wording import format_bytes
 from .cuda_allocator import (
     LARGEST_SMALL_BLOCK,
     MIB,
@@ -33,8 +34,11 @@ from .cuda_allocator import (
     AllocatorSettings,
 )
 
-# What reading may take of host memory. A file of about a third of it can be read.
-MOST_HOST_BYTES = 4 * 2**30
+# A snapshot of 512 MiB has about 4 million events, and takes about 5 GiB of host memory.
+MOST_FILE_BYTES = 2**29
+# Host memory for each byte of a file, by the count of the reader; real snapshots take about 10.
+MOST_HOST_BYTES_RATIO = 24
+LEAST_HOST_BYTES = 2**24
 LARGEST_NUMBER = 2**64
 MOST_DEVICES = 1024
 # Later blocks that are looked at to find where a block of the start ended.
@@ -51,6 +55,10 @@ LIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free"
 
 class UnusableSnapshot(ValueError):
     """A file that is no snapshot, or that contradicts itself."""
+
+
+class TooLargeSnapshot(UnusableSnapshot):
+    """A file that would take too much memory to read."""
 
 
 class Frame(NamedTuple):
@@ -129,10 +137,19 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
         raise UnusableSnapshot(f"{path} is no file: give what _dump_snapshot wrote")
     try:
         with Path(path).open("rb") as file:
-            if not file.seek(0, 2):
+            num_bytes = file.seek(0, 2)
+            if num_bytes > MOST_FILE_BYTES:
+                raise TooLargeSnapshot(
+                    f"{path} is too large: {format_bytes(num_bytes)}, and "
+                    f"{format_bytes(MOST_FILE_BYTES)} can be read. Record fewer events: "
+                    "_record_memory_history(max_entries=1_000_000)"
+                )
+            if not num_bytes:
                 raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return snapshot_of(data)
+    except TooLargeSnapshot:
+        raise
     except RefusedPickle as error:
         raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
     except UnusableSnapshot as error:
@@ -153,7 +170,8 @@ class _SnapshotReader:
         self._entries_left = 0
 
     def snapshot(self, data: bytes | mmap.mmap) -> MemorySnapshot:
-        root = PickleReader(data, most_bytes=MOST_HOST_BYTES, on_dict=self._compact).load()
+        most_bytes = LEAST_HOST_BYTES + MOST_HOST_BYTES_RATIO * len(data)
+        root = PickleReader(data, most_bytes=most_bytes, on_dict=self._compact).load()
         self._entries_left = len(data)
         if isinstance(root, list):
             # torch.cuda.memory_snapshot() returns the segments alone.
