@@ -131,3 +131,17 @@ def test_a_frozen_parameter_without_a_gradient_is_not_a_difference():
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
     step = record_step(model, torch.ones(1, 2), lambda model, batch: model(batch).sum())
     assert compare(step, step).without_gradient == ()
+
+
+def test_imaginary_parts_count_within_a_tolerance():
+    def step_with(factor):
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        return record_step(model, torch.ones(4), lambda one, x: (one.weight * factor).abs().sum())
+
+    reference = step_with(1.0)
+    (gradient,) = reference.gradients.values()
+    turned = replace(reference, gradients={"weight": gradient + 0.5j})
+    (difference,) = compare(reference, turned, tolerance=0.1).differences
+    assert difference.error == pytest.approx(0.5)
+    assert compare(reference, step_with(1.01), tolerance=0.1).holds

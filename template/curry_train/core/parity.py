@@ -202,8 +202,10 @@ def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) 
         return math.inf
     if torch.equal(reference, candidate) or (reference.isnan() & candidate.isnan()).all():
         return 0.0
-    distance = (candidate.double() - reference.double()).norm().item()
-    scale = max(reference.double().norm().item(), floor)
+    # `double()` would drop imaginary parts.
+    wide = torch.complex128 if reference.is_complex() else torch.float64
+    distance = (candidate.to(wide) - reference.to(wide)).norm().item()
+    scale = max(reference.to(wide).norm().item(), floor)
     error = distance / scale if scale else math.inf
     return math.inf if math.isnan(error) else error
 
