@@ -116,6 +116,22 @@ def scaled():
     return Scaled(), torch.randn(4, 4)
 
 
+class Spectral(torch.nn.Module):
+    """A layer with a complex parameter beside real ones, which FSDP2 refuses in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.ifft(self.scale * torch.fft.fft(self.layer(x))).real
+
+
+def spectral():
+    return Spectral(), torch.randn(4, 4)
+
+
 class Communicating(torch.nn.Module):
     """A layer that sums its output over ranks, as expert parallel models do."""
 
@@ -165,11 +181,20 @@ def test_gates_hold_on_each_architecture(factory, names):
     assert {name: verdict for name, verdict in found.items() if not verdict.passed} == {}
 
 
-def test_what_torch_refuses_of_a_model_is_said_and_the_rest_is_compared():
-    (verdict,) = verdicts("scaled", "grad-accum/two-ranks").values()
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("spectral", "AssertionError: FSDP expects uniform original parameter dtype"),
+        pytest.param(
+            "scaled", "ValueError: fully_shard doesn't support scalar", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_what_torch_refuses_of_a_model_is_said_and_the_rest_is_compared(factory, message):
+    (verdict,) = verdicts(factory, "grad-accum/two-ranks").values()
     assert verdict.passed
     assert verdict.measured.startswith("DDP ")
-    assert "FSDP2 not compared: ValueError: fully_shard doesn't support scalar" in verdict.measured
+    assert f"FSDP2 not compared: {message}" in verdict.measured
 
 
 def test_ranks_of_a_model_that_communicates_by_itself_are_not_compared():

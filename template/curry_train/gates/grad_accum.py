@@ -57,6 +57,8 @@ DIVIDED_BATCH_FACTOR = 3
 ROUNDING_FACTOR = 4
 # Where a model does not run in float64, a difference above this is no rounding.
 COUPLED_DIFFERENCE = 1e-3
+# Errors by which DDP and FSDP2 refuse a model.
+ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
 # Of the gradient's own norm, so that every model is clipped.
 CLIPPED_SHARE = 0.5
@@ -551,7 +553,8 @@ def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[
     """Train one rank's part of an uneven masked window with DDP and FSDP2.
 
     Each is compared with the whole batch trained without ranks. Where torch refuses the plain
-    model, as FSDP2 does with a parameter that is a scalar, the message stands in place of figures.
+    model, as FSDP2 does with a parameter that is a scalar or complex, the message stands in place
+    of figures.
     """
     workload = load_workload(spec)
     num_ranks = dist.get_world_size()
@@ -579,7 +582,10 @@ def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[
     for kind, wrap in wraps.items():
         try:
             wrapped = wrap(case.build().eval())
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            # FSDP2 compares the dtypes of parameters in its first forward.
+            with torch.no_grad():
+                workload.loss(wrapped, microbatches[0])
+        except ERRORS_OF_WRAPPERS as error:
             found[kind] = {"refused": f"{type(error).__name__}: {error}"}
             continue
         found[kind] = _rank_parity(reference, wrapped, microbatches, workload, train)
