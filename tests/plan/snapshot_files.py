@@ -225,6 +225,7 @@ class Training:
     logits: list = field(default_factory=list)
     has_workspaces: bool = False
     clips: bool = False
+    num_microbatches: int = 1
     matrix_bytes: int = 0  # of six equal parameters, in place of those of layers
 
     def stack(self, *frames, op="empty"):
@@ -300,10 +301,11 @@ class Training:
         """Run one step; `until` ends it after a phase, as an error would."""
         self.drop(*self.gradients)
         self.gradients = []
-        saved = self.forward()
-        if until == "forward":
-            return
-        self.backward(saved, stops=until == "backward")
+        for number in range(self.num_microbatches):
+            saved = self.forward()
+            if until == "forward":
+                return
+            self.backward(saved, stops=until == "backward", accumulates=number > 0)
         if until != "backward":
             self.optimizer()
 
@@ -332,14 +334,17 @@ class Training:
         self.logits = [logits]
         return saved
 
-    def backward(self, saved, *, stops=False):
+    def backward(self, saved, *, stops=False, accumulates=False):
         if not self.has_workspaces:
             self.make("workspaces", 8_519_680, self.in_backward())
             self.has_workspaces = True
         flowing = self.make("temporaries of backward", LOGITS_BYTES, self.in_backward())
         for size in reversed(self.parameter_sizes()):
             following = self.make("temporaries of backward", WIDTH_BYTES // 2, self.in_backward())
-            self.gradients.append(self.make("gradients", size, self.in_backward()))
+            if accumulates:
+                self.drop(self.make("temporaries of backward", size, self.in_backward()))
+            else:
+                self.gradients.append(self.make("gradients", size, self.in_backward()))
             self.drop(flowing)
             flowing = following
             if stops and len(self.gradients) == 6:

@@ -73,6 +73,17 @@ def test_a_record_that_begins_later_has_the_same_owners(tmp_path, style, until):
     assert len(owned.steps()) == 2
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_steps_are_those_of_the_optimizer_and_not_of_microbatches(
+    tmp_path, foreach, num_microbatches
+):
+    training = trained(steps=4, foreach=foreach, num_microbatches=num_microbatches)
+    owned = owned_blocks(tmp_path, training)
+    assert len(owned.steps()) == 4
+    assert wrong_owners(owned, training) == []
+
+
 @pytest.mark.parametrize("recorded_from", [None, 0, 1])
 def test_parameters_with_the_size_of_a_workspace_are_none(tmp_path, recorded_from):
     # A matrix of 4096 x 4096 in bfloat16 has the bytes of a cuBLAS workspace on Hopper.

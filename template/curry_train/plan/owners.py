@@ -15,6 +15,7 @@ Proof: `python -m pytest tests/plan/test_owners.py`.
 """
 
 import bisect
+import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,6 +165,8 @@ class OwnedBlocks:
         self._earlier_sizes = {life.requested_bytes for life in earlier}
         self._workspaces = _workspaces(history.lives)
         self._owner: dict[int, str] = {}
+        # By the last allocation of a backward, what is released between it and the next forward.
+        self._late: dict[int, list[BlockLife]] = {}
         self.logits_sizes: set[int] = set()
         self._assign(made)
 
@@ -210,16 +213,22 @@ class OwnedBlocks:
     def steps(self) -> list[tuple[int, int]]:
         """Return the first and the last event of each optimizer step, as far as it is recorded."""
         starts = [0]
-        steps_before = 0
-        for start in self._clock.forward:
-            optimizer_events = bisect.bisect_left(self._clock.step, start)
-            is_next = optimizer_events > steps_before or not self._clock.step
-            if is_next and bisect.bisect_left(self._clock.backward, start):
+        clock = self._clock
+        for start in clock.forward:
+            since = starts[-1]
+            between = bisect.bisect_left(clock.step, start) - bisect.bisect_left(clock.step, since)
+            # An optimizer that allocates nothing is known by the gradients that are dropped.
+            freed = self._gradients_freed
+            released = bisect.bisect_right(freed, start) > bisect.bisect_right(freed, since)
+            if (between or released) and bisect.bisect_left(clock.backward, start):
                 starts.append(start)
-            steps_before = optimizer_events
-        return list(
-            zip(starts, [start - 1 for start in starts[1:]] + [self._clock.end - 1], strict=True)
-        )
+        ends = [start - 1 for start in starts[1:]]
+        return list(zip(starts, [*ends, clock.end - 1], strict=True))
+
+    @functools.cached_property
+    def _gradients_freed(self) -> list[int]:
+        gradients = [life for life in self.history.lives if self.owner(life) == GRADIENTS_GROUP]
+        return sorted(life.freed for life in gradients if life.freed is not None)
 
     def phase_spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield the phases of each step with their first and last event."""
@@ -287,6 +296,7 @@ class OwnedBlocks:
                 rule = rules.get(self.phases[id(life)])
                 owner = rule(life) if rule else NO_STACK_OWNER
             self._owner[id(life)] = owner
+        self._find_dropped_gradients()
         self._find_logits(made)
         self._divide_earlier()
 
@@ -319,8 +329,19 @@ class OwnedBlocks:
         last = clock.backward[bisect.bisect_left(clock.backward, end) - 1]
         is_known = life.requested_bytes in self._earlier_sizes
         if life.is_alive(last) and (is_known or not self._earlier_sizes):
-            return GRADIENTS_GROUP
+            if life.is_alive(end - 1):
+                return GRADIENTS_GROUP
+            self._late.setdefault(last, []).append(life)
         return BACKWARD_TEMPORARIES
+
+    def _find_dropped_gradients(self) -> None:
+        """Recognize gradients that are dropped before the next forward by their number.
+
+        A single one is what the last operation adds to a gradient that was there before.
+        """
+        for released in self._late.values():
+            if len(released) > 1:
+                self._owner.update((id(life), GRADIENTS_GROUP) for life in released)
 
     def _of_step(self, life: BlockLife) -> str:
         clock = self._clock
