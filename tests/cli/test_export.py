@@ -1,6 +1,6 @@
 """Parameters of a checkpoint become safetensors that other libraries load.
 
-python -m pytest tests/runs/test_export.py
+python -m pytest tests/cli/test_export.py
 """
 
 import json
@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from store_models import new_state, train
 
+from curry_train.cli.runs import export_parameters
 from curry_train.runs import DamagedCheckpoint, SavedRun, StateMismatch, Store
-from curry_train.runs.export import export_parameters
 
 
 def transformer():
