@@ -63,6 +63,23 @@ class HoldingItsOutput(Body):
         return self.last
 
 
+class HoldingItInADict(Body):
+    def __init__(self):
+        super().__init__()
+        self.memories = {"potential": 0.0}
+
+    def forward(self, x):
+        self.memories["potential"] = self.body(x)
+        return self.memories["potential"]
+
+
+class Described(Body):
+    """Adds the arguments of its constructor to its state, as neuraloperator's models do."""
+
+    def state_dict(self, *args, **kwargs):
+        return super().state_dict(*args, **kwargs) | {"described": {"activation": len}}
+
+
 class Noisy(Body):
     def forward(self, x):
         return self.body(x + 0.1 * torch.randn_like(x))
@@ -201,6 +218,8 @@ def lazy_body():
 FINDINGS = {
     Keeping: "state stays in the model between calls: the loss of one batch changes from",
     HoldingItsOutput: "last: a tensor of the last call stays in the module",
+    HoldingItInADict: "memories['potential']: a tensor of the last call stays in the module",
+    Described: "model.described['activation']: a builtin_function_or_method can't be saved",
     Noisy: "the model draws random numbers in eval mode",
     Compiled: "body.0 to body.2 are compiled, scripted or wrapped already",
     Scripted: "body.0 to body.2: scripted, so neither hooks nor techniques reach",

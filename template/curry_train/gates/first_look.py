@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure_compiled import holds_compiled_code
 from ..core.rerun import Generators, buffers_kept, seeded
+from ..primitives.checkpointed import TORCH_ATTRIBUTES
 from ..primitives.running_blocks import (
     ForwardRecord,
     HooksRefused,
@@ -80,6 +81,8 @@ HOLD_ONE_STEP = (
     "recompute/profiler",
     "sac/regions",
 )
+# Gates that save the model's state.
+NEED_SAVING = ("checkpoint-policy/*", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
 PREVENTING_TRAITS = ("off", "writing", "refused", "checkpointed")
 
@@ -135,6 +138,7 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
         )
     batch = case.batch()
     yield from _on_batch(batch)
+    yield from _on_saving(module)
     try:
         names = list(find_blocks(module, case.blocks))
     except NoBlocks:
@@ -222,13 +226,31 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that are plain attributes of the modules inside, by name."""
+    """Return the tensors in plain attributes of the modules inside, by name."""
     return {
-        f"{name}.{attribute}".removeprefix("."): value
+        f"{name}.{attribute}{keystr(path)}".removeprefix("."): value
         for name, part in module.named_modules()
-        for attribute, value in vars(part).items()
+        for attribute in vars(part).keys() - TORCH_ATTRIBUTES
+        for path, value in tree_flatten_with_path(vars(part)[attribute])[0]
         if isinstance(value, Tensor)
     }
+
+
+def _on_saving(module: nn.Module) -> Iterator[FailureCause]:
+    """Find values in the model's state that no checkpoint holds, such as functions."""
+    values = {
+        name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)
+    }
+    if not values:
+        return
+    # Imported here because most models have no such values.
+    from ..runs.values import CollectedTensors, Place, encode
+
+    try:
+        for name, value in values.items():
+            encode(value, Place(f"model.{name}", name), CollectedTensors())
+    except ValueError as error:
+        yield FailureCause(str(error), NEED_SAVING)
 
 
 def _on_step(case: Case, batch: Any, names: Sequence[str]) -> Iterator[FailureCause]:
