@@ -88,7 +88,7 @@ def threads_delayed() -> Iterator[None]:
     try:
         yield
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def background(case: Case, *, saver: Callable[[Store], Any] = BackgroundSaver) -> Verdict:
