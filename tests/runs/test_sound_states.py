@@ -112,6 +112,17 @@ def test_a_lazy_model_can_be_resumed_before_its_parameters_exist(tmp_path):
         assert [one.step for one in policy.after_step(1, state, {})] == [1]
 
 
+def test_a_part_that_can_not_be_saved_is_reported_before_the_first_step(tmp_path, caplog):
+    state = new_state(extra={"x": Holder(print)})
+    with Store(tmp_path) as store:
+        policy = SavingPolicy(store, EACH_STEP)
+        policy.resume(state)
+        message = "extra.x.state_dict()['x']: a builtin_function_or_method can't be saved"
+        assert message in caplog.text
+        with pytest.raises(ValueError, match="a builtin_function_or_method can't be saved"):
+            policy.after_step(1, state, {})
+
+
 @pytest.mark.parametrize(
     ("metrics", "is_saved"),
     [

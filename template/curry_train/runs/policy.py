@@ -333,7 +333,8 @@ def nan_by_design(state: SavableState) -> frozenset[str]:
     """Return the buffers and tensors of parts that have NaN already before a run trains."""
     try:
         tensors = state.snapshot().tensors
-    except Exception:  # noqa: BLE001 - the first save raises it, unless the state is complete then
+    except Exception as error:  # noqa: BLE001 - the first save raises it, unless it succeeds then
+        logger.warning("a save at this moment would fail: %s", error)
         return frozenset()
     suspects = {
         name: tensor
@@ -437,6 +438,7 @@ class SavingPolicy:
         own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
         if own is None:
             self._by_design = nan_by_design(state)
+            self._cadence.go_on()
             return None
         resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
         self._damaged |= set(resumed.damaged)
