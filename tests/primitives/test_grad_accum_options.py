@@ -3,6 +3,7 @@
 python -m pytest tests/primitives/test_grad_accum_options.py
 """
 
+import contextlib
 import types
 
 import pytest
@@ -140,6 +141,39 @@ def test_options_that_have_no_effect_are_refused():
     window = window_of(make_microbatches(0), sync_each_batch=True)
     with pytest.raises(ValueError, match="no effect with joint_loss"):
         train(make_model(), window, joint=True)
+
+
+@pytest.mark.parametrize(
+    ("joint", "options", "expected"),
+    [
+        (False, {}, [False, False, True]),
+        (False, {"sync_each_batch": True}, [True] * 3),
+        (True, {}, [False, False, True]),
+    ],
+)
+def test_each_microbatch_syncs_as_decided_by_either_switch(joint, options, expected):
+    window = window_of(make_microbatches(0), **options)
+    switched = make_model()
+    calls = []
+    switched.set_requires_gradient_sync = calls.append
+    train(switched, window, joint=joint)
+    assert calls == expected
+
+    model = make_model()
+    entered = []
+
+    @contextlib.contextmanager
+    def no_sync():
+        entered.append("no sync")
+        yield
+
+    model.no_sync = no_sync
+    model.register_forward_hook(lambda *_: entered.append("forward"))
+    train(model, window, joint=joint)
+    forwards = ["forward"] * (1 + joint)
+    assert entered == [
+        step for syncs in expected for step in (forwards if syncs else ["no sync", *forwards])
+    ]
 
 
 # Settings and numbers of windows.
