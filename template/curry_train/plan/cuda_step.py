@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.measure import Life
+from ..core.measure import REST_LAYER, Life
 from .cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull, MemoryBlock
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -421,7 +421,7 @@ class PredictedTraining(TrainingReplay):
             group = STEP_TEMPORARIES if phase == STEP_PHASES[2] else BACKWARD_TEMPORARIES
         elif group == ACTIVATIONS_GROUP and self._number in self._passing:
             group = FORWARD_TEMPORARIES
-        return group, phase, layer
+        return group, phase, "" if layer == REST_LAYER else layer
 
     def _segments(self) -> Iterator[dict[str, Any]]:
         is_expandable = self.allocator.settings.expandable_segments
