@@ -69,6 +69,37 @@ def test_every_protocol_of_pickle_is_read(tmp_path, protocol):
     ]
 
 
+def as_written_by_cpp(value, memo):
+    """Pickle as torch's C++ does: protocol 2, and containers are stored after they are filled."""
+    if isinstance(value, bool) or value is None:
+        return {True: b"\x88", False: b"\x89", None: b"N"}[value]
+    if isinstance(value, int):
+        return b"\x8a\x08" + struct.pack("<q", value)
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    key = value if isinstance(value, str) else id(value)
+    if key in memo:
+        return b"j" + struct.pack("<I", memo[key])
+    if isinstance(value, str):
+        data = b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    elif isinstance(value, dict):
+        pairs = [as_written_by_cpp(part, memo) for item in value.items() for part in item]
+        data = b"}(" + b"".join(pairs) + b"u"
+    else:
+        parts = b"".join(as_written_by_cpp(part, memo) for part in value)
+        data = b"(" + parts + b"t" if isinstance(value, tuple) else b"](" + parts + b"e"
+    memo[key] = len(memo)
+    return data + b"r" + struct.pack("<I", memo[key])
+
+
+def test_the_pickle_that_cpp_writes_is_read(tmp_path):
+    snapshot = small_snapshot()
+    path = tmp_path / "cpp.pickle"
+    path.write_bytes(b"\x80\x02" + as_written_by_cpp(snapshot, {}) + b".")
+    assert pickle.loads(path.read_bytes()) == snapshot
+    assert read_snapshot(path) == read_snapshot(write(tmp_path / "python.pickle", snapshot))
+
+
 def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
     recorder = Recorder()
     held = recorder.allocate(20 * MIB - 4096)  # in a segment of 20 MiB
