@@ -113,6 +113,9 @@ class _Writer:
         return _encode(value, _Writer(place, self.tensors, self.depth + 1))
 
     def each(self, values: Any) -> list[Any]:
+        # The state of Python's generator is a row of 625 integers, and each save has it twice.
+        if self.depth < MOST_NESTED and all(map(_is_short_int, values)):
+            return list(values)
         return [self.inner(value, number, number) for number, value in enumerate(values)]
 
     def entries(self, value: Mapping[Any, Any]) -> list[list[Any]]:
@@ -163,6 +166,10 @@ def plain_text(value: Any, *, depth: int = 0) -> Any:
 
 def _write_float(value: float, writer: _Writer) -> Any:
     return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _is_short_int(value: Any) -> bool:
+    return type(value) is int and value.bit_length() <= MOST_INTEGER_BITS
 
 
 def _write_int(value: int, writer: _Writer) -> Any:
