@@ -8,10 +8,12 @@ import os
 import shutil
 
 import pytest
+import torch
 from store_models import At, CountedFiles, fail, new_state
 
 from curry_train.runs import RunError, SavedRun, SaveError, Store
 from curry_train.runs.files import LocalFiles
+from curry_train.runs.format import Snapshot
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +101,30 @@ def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, 
     assert "\n" not in str(found.value)
 
 
-def test_a_state_beside_the_tensors_that_is_too_large_to_be_read_is_not_saved(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("curry_train.runs.store.MOST_STATE_BYTES", 1000)
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [
+        ("store.MOST_STATE_BYTES", "rollback"),
+        ("store.MOST_MANIFEST_BYTES", "rollback"),
+        ("format.MOST_INDEX_BYTES", "rollback"),
+        ("format.LONGEST_HEADER", "best-k"),
+    ],
+)
+def test_what_is_too_large_to_be_read_is_not_saved(tmp_path, monkeypatch, limit, kind):
+    monkeypatch.setattr(f"curry_train.runs.{limit}", 100)
+    metric = ("loss", 0.5) if kind == "best-k" else None
     with (
         Store(tmp_path) as store,
-        pytest.raises(SaveError, match=r"takes [\d,]+ bytes, and 1,000 are the most"),
+        pytest.raises(SaveError, match=r"takes [\d,]+ bytes, and 100 are the most"),
     ):
-        store.save("rollback", 1, new_state())
+        store.save(kind, 1, new_state(), metric=metric)
+    assert SavedRun(tmp_path).committed(kind) == []
+
+
+def test_a_tensor_that_no_load_could_fill_is_refused_whoever_takes_the_snapshot(tmp_path):
+    class Own:
+        def snapshot(self):
+            return Snapshot({"x": torch.eye(2).to_sparse()})
+
+    with Store(tmp_path) as store, pytest.raises(ValueError, match="x: a tensor of"):
+        store.save("rollback", 1, Own())

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
-from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
+from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
 from .values import PLAIN_DTYPES
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
@@ -153,16 +153,27 @@ class HashingWriter(FileSystemWriter):
     def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> dict[str, FileEntry]:
         """Write the index for torch and as JSON; it contains no path of this machine."""
         storage = dict(_place(item) for part in parts for item in part.items)
-        content = json.dumps({"tensors": _index_of(metadata, storage)}, separators=(",", ":"))
+        index = json.dumps({"tensors": _index_of(metadata, storage)}, separators=(",", ":"))
+        content = readable(index.encode(), MOST_INDEX_BYTES, "the index of the tensors")
         metadata = dataclasses.replace(
             metadata, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
         )
         with self.folder.create(METADATA_FILE_NAME) as stream:
             stream.write(pickle.dumps(metadata))
         with self.folder.create(INDEX_FILE_NAME) as stream:
-            stream.write(content.encode())
+            stream.write(content)
         names = (METADATA_FILE_NAME, INDEX_FILE_NAME)
         return {name: self.folder.entries[name] for name in names}
+
+
+def readable(data: bytes, most_bytes: int, what: str) -> bytes:
+    """Return the data; raise SaveError if a load would refuse so much."""
+    if len(data) > most_bytes:
+        raise SaveError(
+            f"{what} takes {len(data):,} bytes, and {most_bytes:,} are the most that a load reads: "
+            f"keep long lists as tensors or arrays, and small tensors together"
+        )
+    return data
 
 
 def _item(result: WriteResult) -> tuple[Any, ...]:
@@ -555,6 +566,7 @@ class SafetensorsLayout:
 
         text = json.dumps(self._header(tensors), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        readable(text, LONGEST_HEADER, "the list of parameters")
 
         with self._folder.create(SAFETENSORS_FILE_NAME) as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
@@ -714,7 +726,7 @@ class ShardedLayout:
 
         self._plan = planner.finish_plan(ranks.exchange(local, central))
         self.tensors: list[Tensor] = [
-            _tensor(planner.resolve_data(item)) for item in self._plan.items
+            _tensor(planner.resolve_data(item), item.index.fqn) for item in self._plan.items
         ]
 
     def write(self, tensors: Sequence[Tensor]) -> RankFiles:
@@ -736,7 +748,9 @@ class _Given:
         return self._tensors[item.index]
 
 
-def _tensor(value: Any) -> Tensor:
+def _tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ValueError(f"only tensors and JSON can be saved, got a {type(value).__name__}")
+        raise ValueError(f"only tensors and JSON can be saved: {name} is a {type(value).__name__}")
+    if value.layout is not torch.strided or value.dtype not in PLAIN_DTYPES:
+        raise ValueError(f"{name}: a tensor of {value.dtype}, {value.layout} can't be read again")
     return value.detach()

@@ -40,11 +40,13 @@ from .format import (
     facts_of,
     read_checkpoint_metadata,
     read_tensors,
+    readable,
 )
 from .layout import (
     BEST_KIND,
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
+    MOST_MANIFEST_BYTES,
     RESUMABLE_KINDS,
     FileEntry,
     Manifest,
@@ -144,11 +146,7 @@ class Writing:
             "ties": self._ties,
         }
         text = json.dumps(values, allow_nan=False).encode()
-        if len(text) > MOST_STATE_BYTES:
-            raise SaveError(
-                f"the state beside its tensors takes {len(text):,} bytes, and {MOST_STATE_BYTES:,} "
-                f"are the most that a load reads: keep long lists as tensors or arrays"
-            )
+        readable(text, MOST_STATE_BYTES, "the state beside its tensors")
         with self._new.create(STATE_FILE_NAME) as stream:
             stream.write(text)
         entries[STATE_FILE_NAME] = self._new.entries[STATE_FILE_NAME]
@@ -159,7 +157,8 @@ class Writing:
             "world_size": self.ranks.size,
         }
         manifest = Manifest(self._new.algorithm, self.kind, self.step, entries, self.metric, about)
-        self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", manifest.render())
+        content = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
+        self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", content)
         self.files.sync_folder(self.folder)
 
         if self.folder != self.final:
