@@ -172,26 +172,41 @@ class Killed(BaseException):
     pass
 
 
-def test_a_save_that_dies_destroys_no_committed_checkpoint(tmp_path, monkeypatch):
-    """With a limit of one the library deletes the older checkpoint before the newer is whole."""
-    train(commit_checkpoints(hugging_face(tmp_path, save_total_limit=1)))
-    assert folders(tmp_path) == ["checkpoint-6"]
-    shutil.copytree(tmp_path / "checkpoint-6", tmp_path / "copy")
+def dies_at(step, trainer):
+    """Return a function that ends the training at a step as a kill would."""
 
     def die(*arguments, **options):
-        raise Killed
+        if trainer.state.global_step == step:
+            raise Killed
 
-    for step, chosen in ((8, "copy"), (6, None)):
-        # Step 6 again is written over a committed folder of the same name.
-        trainer = commit_checkpoints(hugging_face(tmp_path, max_steps=step, save_total_limit=1))
-        monkeypatch.setattr(trainer, "_save_rng_state", die)
-        with pytest.raises(Killed):
-            train(trainer, resume_from_checkpoint=str(tmp_path / chosen) if chosen else None)
-        assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
-        if chosen is not None:
-            assert (tmp_path / "checkpoint-8").exists()
-            shutil.rmtree(tmp_path / "copy")
-            shutil.rmtree(tmp_path / "checkpoint-8")
+    return die
+
+
+def test_a_save_over_a_committed_checkpoint_may_die(tmp_path, monkeypatch):
+    train(commit_checkpoints(hugging_face(tmp_path)))
+    again = commit_checkpoints(hugging_face(tmp_path))
+    monkeypatch.setattr(again, "_save_rng_state", dies_at(6, again))
+    with pytest.raises(Killed):
+        train(again)
+    # The half-written folder of step 6 gives way to the one that was committed before.
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert folders(tmp_path) == ["checkpoint-6"]
+
+
+def test_older_checkpoints_are_deleted_after_the_commit(tmp_path, monkeypatch):
+    """With a limit of one the library alone deletes the older one before."""
+    train(commit_checkpoints(hugging_face(tmp_path, save_total_limit=1)))
+    assert folders(tmp_path) == ["checkpoint-6"]
+
+    longer = commit_checkpoints(hugging_face(tmp_path, max_steps=8, save_total_limit=1))
+    monkeypatch.setattr("curry_train.runs.trainers.commit_folder", dies_at(8, longer))
+    with pytest.raises(Killed):
+        train(longer, resume_from_checkpoint=newest_whole(tmp_path))
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert folders(tmp_path) == ["checkpoint-6", "checkpoint-8"]
 
 
 # Accelerate.
