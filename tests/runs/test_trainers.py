@@ -184,7 +184,7 @@ def dies_at(step, trainer):
 
 def test_a_save_over_a_committed_checkpoint_may_die(tmp_path, monkeypatch):
     train(commit_checkpoints(hugging_face(tmp_path)))
-    again = commit_checkpoints(hugging_face(tmp_path))
+    again = commit_checkpoints(hugging_face(tmp_path, learning_rate=0.1))
     monkeypatch.setattr(again, "_save_rng_state", dies_at(6, again))
     with pytest.raises(Killed):
         train(again)
