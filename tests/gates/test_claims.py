@@ -19,7 +19,6 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("skills/*/SKILL.md"))]
 MARK = re.compile(r"<!-- claims: ([a-z0-9. -]+?) -->")
 # Faults of gates whose tests replace a part of the workload, the compiler or the ranks.
 HELD_ELSEWHERE = {
-    "bench.peak": "tests/bench",
     "grad-accum.two-ranks": "tests/gates/test_grad_accum.py",
     "grad-accum.one-sync": "tests/gates/test_grad_accum.py",
     "memory-plan.chunked-loss": "tests/gates/test_memory_plan.py",
@@ -29,7 +28,6 @@ HELD_ELSEWHERE = {
     "memory-plan.plan-parity": "tests/gates/test_memory_plan_fit.py",
     "recompute.budget-parity": "tests/gates/test_memory_budget_gates.py",
     "recompute.budget-scope": "tests/gates/test_memory_budget_gates.py",
-    "recompute.long-run": "its steps are those of recompute.later-steps",
 }
 
 

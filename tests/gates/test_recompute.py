@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from faulty_recompute import no_op
-from saboteurs import faults
+from saboteurs import case_of, faults
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trained_on_ranks import compare_on_ranks
@@ -47,6 +47,20 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
     for check in CHECKS.values():
         verdict = check(case)
         assert verdict.passed is not False, verdict
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_the_thorough_gate_holds_on_built_in_workloads(name):
+    (gate,) = recompute.THOROUGH_GATES
+    assert gate.run(Case(load_workload(name))).passed
+
+
+def test_a_long_run_of_one_strategy_holds(monkeypatch):
+    monkeypatch.setattr(recompute, "LONG_RUN_STRATEGIES", ("sac",))
+    verdict = recompute.long_run(case_of("small"))
+    assert verdict.passed, verdict
+    assert verdict.measured == "sac: 12 steps"
 
 
 class Wide(nn.Module):

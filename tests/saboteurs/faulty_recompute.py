@@ -3,14 +3,18 @@
 Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
+from dataclasses import replace
+
 import torch
 from saboteurs import planted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.blocks import find_blocks
+from curry_train.gates import recompute as gates
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.workload import Workload
 
 
@@ -186,7 +190,17 @@ def reseeded(run, *args, **kwargs):
     return rerun(run, *args, **kwargs)
 
 
+LATE = STRATEGIES | {"full": replace(STRATEGIES["full"], apply=later(20))}
 FAULTS = [
+    planted(
+        "recompute.long-run",
+        "from-the-eleventh-step",
+        patches=[
+            (gates, "LONG_RUN_STRATEGIES", ("full",)),
+            (gates, "STRATEGIES", LATE),
+        ],
+        hint="step 11 of 12",
+    ),
     planted(
         "recompute.memory",
         "no-op",

@@ -86,6 +86,8 @@ PATTERNS = $patterns
 
 
 def is_chosen(gate):
+    if gate.thorough and gate.name not in PATTERNS:
+        return False
     return any(fnmatch(gate.name, pattern) for pattern in PATTERNS)
 
 

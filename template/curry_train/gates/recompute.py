@@ -293,7 +293,6 @@ RECOMPUTE_GATES = (
     Gate("recompute/flops", recomputed_flops, RECOMPUTE_TAKES),
     Gate("recompute/off", off, RECOMPUTE_TAKES),
     Gate("recompute/profiler", profiler, {"MemoryProfiler": Takes("profiled")}),
-    Gate("recompute/long-run", long_run, thorough=True),
 )
 
 
@@ -672,4 +671,5 @@ JUDGED_CALLABLES = (
     Judged("memory_budget", lambda model, budget, *, blocks, backend: None),
     Judged("MemoryProfiler", lambda model: None),
 )
-GATES = (*RECOMPUTE_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES)
+THOROUGH_GATES = (Gate("recompute/long-run", long_run, thorough=True),)
+GATES = (*RECOMPUTE_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES, *THOROUGH_GATES)
