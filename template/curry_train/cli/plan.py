@@ -210,6 +210,13 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
         raise click.BadParameter(str(error)) from error
 
 
+def _lengths(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(",")) if text else ()
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of lengths, such as 512,1024") from error
+
+
 @click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
 @model_option("spec", required=True)
 @click.option(
@@ -259,6 +266,7 @@ def _bytes(context: click.Context, option: click.Parameter, text: str | None) ->
 @click.option(
     "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
 )
+@click.option("--lengths", metavar="LIST", callback=_lengths, help="Shorter batches, as 512,1024.")
 @blocks_option()
 @click.option(
     "--without",
@@ -299,6 +307,7 @@ def plan_command(
     context_bytes: int | None,
     parallel: str | None,
     ranks: int,
+    lengths: tuple[int, ...],
     blocks: str | None,
     without: tuple[str, ...],
     also: tuple[str, ...],
@@ -317,21 +326,20 @@ def plan_command(
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
     place = choose_device("auto")
     try:
-        profile = find_profile(target) if target else profile_of(place)
-        sharding = _sharding(parallel, ranks, verify=verify)
         planner = functools.partial(
             Planner,
             spec,
-            device=profile,
+            device=find_profile(target) if target else profile_of(place),
             dtype=DTYPES[dtype],
             optimizer=optimizer,
-            sharding=sharding,
+            sharding=_sharding(parallel, ranks, verify=verify),
             blocks=blocks,
             chunked_loss=chunked_loss,
             without=without,
             also=also,
             seed=seed,
             context_bytes=context_bytes,
+            lengths=lengths,
         )
         files = PlanFiles(**paths)
         plan, plain = _find_plan(planner, budget_bytes, global_batch, microbatch, files)

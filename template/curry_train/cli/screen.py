@@ -28,7 +28,7 @@ LONGEST_OPTION_COLUMN = 20
 
 # Options that mean the same in every command share the last lines of a page; README explains them.
 BRIEF_OPTIONS = (
-    *("context_bytes", "device", "dtype", "batch_size", "ranks", "seed"),
+    *("context_bytes", "device", "dtype", "batch_size", "ranks", "lengths", "seed"),
     *("page_path", "snapshot_out", "json_path"),
 )
 BRIEF_LABEL = "Also: "

@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,8 @@ CONTEXT_BYTES = 512 * 2**20
 NUM_STEPS = 4
 # Numbers of an optimizer, such as its step counts, live in host memory unless it is fused.
 LARGEST_NUMBER_BYTES = 8
+# Up to this many batch shapes, all orders of them are tried.
+MOST_PERMUTED = 3
 # The least device is found to this fraction of its memory.
 LEAST_DEVICE_FRACTION = 0.005
 
@@ -72,6 +75,17 @@ class StepTrace:
     owners: tuple[tuple[str, str], ...] = ()  # group and layer of each storage
     backward_start: int = 0  # index of the first event of backward
     first_events: tuple[int, ...] = ()  # of that step, by their own numbers
+
+    def left_behind(self) -> list[int]:
+        """List what a step leaves for the next one to free, such as logits and loss, in order."""
+        alive: dict[int, None] = {}
+        for event in self.events:
+            if event >= 0:
+                alive[event] = None
+            else:
+                alive.pop(~event, None)
+        others = {*self.given, *self.state, *self.gradients}
+        return [number for number in alive if number not in others]
 
     def without_copies(self) -> "StepTrace":
         """Return the trace with an optimizer that makes no temporary copies, as fused ones."""
@@ -194,6 +208,33 @@ class TrainingReplay:
             self._rename_state()
         self._steps += 1
 
+    def switch(self, trace: StepTrace) -> None:
+        """Go on with steps of batches of another shape, of the same model and optimizer."""
+        before = self.trace
+        blocks = self._blocks
+        self.trace = trace
+        self._blocks = {}
+        same = [
+            *zip(before.given, trace.given, strict=True),
+            *zip(before.state, trace.state, strict=True),
+            *zip(before.gradients, trace.gradients, strict=True),
+            *zip(before.left_behind(), trace.left_behind(), strict=False),
+        ]
+        for old, new in same:
+            block = blocks.pop(old, None)
+            if block is None:
+                continue
+            if old in before.given and before.sizes[old] != trace.sizes[new]:
+                # The next batch is there before the last one is freed.
+                self._make(new, trace.sizes[new])
+                self._free(block, before.sizes[old])
+                continue
+            rounded = self.allocator.settings.rounded
+            self.rounded += rounded(trace.sizes[new]) - rounded(before.sizes[old])
+            self._blocks[new] = block
+        for old, block in blocks.items():
+            self._free(block, before.sizes[old])
+
     def _run(self, event: int) -> None:
         if event < 0:
             self._release(~event)
@@ -272,24 +313,60 @@ class CudaMemory:
 
 def cuda_memory(
     trace: StepTrace,
-    *,
+    *others: StepTrace,
     workspace_bytes: int = WORKSPACE_BYTES,
     settings: AllocatorSettings | None = None,
     num_steps: int = NUM_STEPS,
 ) -> CudaMemory:
-    """Run steps of a trace in the allocator; raises `DeviceFull` if the settings limit it."""
+    """Run steps of a trace in the allocator; raises `DeviceFull` if the settings limit it.
+
+    `others` are steps of other batch shapes, which follow in turn, all of them at least twice.
+    """
+    traces = [trace, *others]
     allocator = CudaAllocator(settings)
     replay = TrainingReplay(trace, allocator, workspace_bytes=workspace_bytes)
     replay.step()
     first = allocator.peak_reserved
-    for _ in range(num_steps - 1):
+    for number in range(1, max(num_steps, len(others) and 2 * len(traces))):
+        if others:
+            replay.switch(traces[number % len(traces)])
         replay.step()
     return CudaMemory(allocator.peak_allocated, allocator.peak_reserved, first, replay.rounded_peak)
 
 
+def worst_order(
+    traces: Sequence[StepTrace], *, workspace_bytes: int = WORKSPACE_BYTES
+) -> tuple[int, ...]:
+    """Return the order of batch shapes, as indices, in which training reserves most.
+
+    Up to three shapes are tried in every order; more of them up, down, and from both ends in turn.
+    Of equal orders the first one wins, in which bytes grow.
+    """
+    growing = sorted(range(len(traces)), key=lambda index: _bytes_made(traces[index]))
+    orders = [tuple(growing), tuple(reversed(growing))]
+    if len(traces) <= MOST_PERMUTED:
+        orders = [*itertools.permutations(growing)]
+    else:
+        both_ends = [
+            growing[index // 2 if index % 2 == 0 else -1 - index // 2]
+            for index in range(len(growing))
+        ]
+        orders += [tuple(both_ends), tuple(reversed(both_ends))]
+
+    def reserved(order: tuple[int, ...]) -> int:
+        in_turn = [traces[index] for index in order]
+        return cuda_memory(*in_turn, workspace_bytes=workspace_bytes).reserved_bytes
+
+    return max(orders, key=reserved)
+
+
+def _bytes_made(trace: StepTrace) -> int:
+    return sum(trace.sizes[event] for event in trace.events if event >= 0)
+
+
 def least_device(
     trace: StepTrace,
-    *,
+    *others: StepTrace,
     workspace_bytes: int = WORKSPACE_BYTES,
     context_bytes: int = CONTEXT_BYTES,
 ) -> int:
@@ -297,14 +374,14 @@ def least_device(
 
     Where the device is full, the allocator gives its cache back and tries again, which takes time.
     """
-    found = cuda_memory(trace, workspace_bytes=workspace_bytes)
+    found = cuda_memory(trace, *others, workspace_bytes=workspace_bytes)
     low = found.rounded_bytes
     high = found.reserved_bytes
     while high - low > LEAST_DEVICE_FRACTION * high:
         middle = (low + high) // 2
         settings = AllocatorSettings(capacity=middle)
         try:
-            cuda_memory(trace, workspace_bytes=workspace_bytes, settings=settings)
+            cuda_memory(trace, *others, workspace_bytes=workspace_bytes, settings=settings)
         except DeviceFull:
             low = middle
         else:

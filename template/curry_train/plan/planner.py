@@ -8,6 +8,8 @@ No device is needed. Blocks are measured alone, from shapes, and the chain of bl
 each microbatch size, which fixes the number of microbatches to accumulate. Then the whole step of
 each candidate that may win is estimated, and the chain is corrected by the result.
 
+Why so long: what a plan says, and what would help where nothing fits, reads the search's figures.
+
 Proof: `python -m pytest tests/plan/test_plan.py`.
 """
 
@@ -35,6 +37,7 @@ from .cuda_step import (
     least_device,
     predicted_snapshot,
     workspace_of,
+    worst_order,
 )
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
@@ -50,6 +53,7 @@ from .timeline import OptimizerFactory, make_optimizer
 from .whole_step import (
     Sharding,
     WholeSteps,
+    length_of,
     order,
 )
 
@@ -248,7 +252,8 @@ class Planner:
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU.
+    its tensors are, as on the CPU. `lengths` are those of shorter batches that come too, in any
+    order: on CUDA a plan fits if they do in the worst order.
     """
 
     def __init__(
@@ -266,6 +271,7 @@ class Planner:
         seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
+        lengths: Sequence[int] = (),
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
@@ -286,7 +292,7 @@ class Planner:
         self.without = tuple(without)
         self.also = tuple(also)
         self.chunk_tokens: int | None = None
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "device": self.profile.name,
             "dtype": str(dtype).removeprefix("torch."),
             "parallel": self.sharding.kind,
@@ -301,6 +307,7 @@ class Planner:
             chain=lambda c: self._chain(chunked=c.chunked_loss),
             solve=self._again,
             overhead=self._overhead,
+            lengths=lengths,
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
@@ -313,6 +320,8 @@ class Planner:
         self.tell("building the model from shapes")
         self.sketch.__enter__()
         blocks = self.sketch.case.blocks
+        if self.whole_steps.lengths:
+            self._check_lengths(self.whole_steps.lengths)
         self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
         if self.sketch.choice is not None:
             self.settings["block_notes"] = self.sketch.choice.lines()
@@ -327,7 +336,7 @@ class Planner:
     def _workspace_bytes(self) -> int:
         return workspace_of(self.profile.name)
 
-    def _overhead(self, step: StepEstimate) -> int:
+    def _overhead(self, step: StepEstimate, *others: StepEstimate) -> int:
         """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
 
         On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
@@ -336,9 +345,19 @@ class Planner:
             return 0
         key = id(step.trace)
         if key not in self._overheads:
-            memory = cuda_memory(step.trace, workspace_bytes=self._workspace_bytes)
+            traces = [step.trace, *(one.trace for one in others if one.trace is not None)]
+            memory = cuda_memory(*self._worst(traces), workspace_bytes=self._workspace_bytes)
             self._overheads[key] = memory.reserved_bytes + self.context_bytes - step.peak_bytes
         return self._overheads[key]
+
+    def _worst(self, traces: Sequence[StepTrace]) -> list[StepTrace]:
+        """Put the steps of several lengths of batches in the order that reserves most."""
+        if len(traces) == 1:
+            return [*traces]
+        order = worst_order(traces, workspace_bytes=self._workspace_bytes)
+        lengths = [self.settings["length"], *self.whole_steps.lengths]
+        self.settings["worst_order"] = [lengths[index] for index in order]
+        return [traces[index] for index in order]
 
     def _limit(self, budget_bytes: int) -> int:
         """Return the memory that a plan must fit: the budget, or the device if it has less."""
@@ -350,29 +369,30 @@ class Planner:
 
         None on the CPU, and for several ranks, whose shares are known by arithmetic alone.
         """
-        trace = self.whole_steps.trace(best)
-        if trace is None or self.sharding.ranks > 1 or not self.by_reserved:
+        traces = self.whole_steps.traces_of(best)
+        if not traces or self.sharding.ranks > 1 or not self.by_reserved:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        memory = cuda_memory(trace, workspace_bytes=self._workspace_bytes)
+        worst = self._worst(traces)
+        memory = cuda_memory(*worst, workspace_bytes=self._workspace_bytes)
         least = least_device(
-            trace, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
+            *worst, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
         )
         return {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
-            "expandable_reserved_bytes": self._expandable(trace),
+            "expandable_reserved_bytes": self._expandable(*worst),
             "least_device_bytes": least,
             "context_bytes": self.context_bytes,
             "limit_bytes": limit_bytes,
         }
 
-    def _expandable(self, trace: StepTrace) -> int:
+    def _expandable(self, *traces: StepTrace) -> int:
         """Return what the steps reserve with expandable segments."""
         settings = AllocatorSettings(expandable_segments=True)
         return cuda_memory(
-            trace, workspace_bytes=self._workspace_bytes, settings=settings
+            *traces, workspace_bytes=self._workspace_bytes, settings=settings
         ).reserved_bytes
 
     @property
@@ -404,6 +424,16 @@ class Planner:
         module = self.sketch.build()
         match_inside(self.sketch.blocks(module), self.also, option="also")
         make_optimizer(self.sketch.optimizer, module)
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        own = length_of(self.sketch.batch(1))
+        self.settings |= {"length": own, "lengths": [*lengths]}
+        for length in lengths:
+            if not 0 < length < own:
+                raise ValueError(
+                    f"lengths={[*lengths]}: the model's batches are {own} long, and other lengths "
+                    "are shorter; let the factory return its longest batch"
+                )
 
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
@@ -589,11 +619,12 @@ class Planner:
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
-        trace = self.whole_steps.trace(least)
-        if trace is None or self.sharding.ranks > 1 or not self.by_reserved:
+        traces = self.whole_steps.traces_of(least)
+        if not traces or self.sharding.ranks > 1 or not self.by_reserved:
             return
-        expandable = self._expandable(trace) + self.context_bytes
-        fused = self._expandable(trace.without_copies()) + self.context_bytes
+        worst = self._worst(traces)
+        expandable = self._expandable(*worst) + self.context_bytes
+        fused = self._expandable(*(one.without_copies() for one in worst)) + self.context_bytes
         if expandable < least.peak_bytes:
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
         if fused < min(expandable, least.peak_bytes):

@@ -299,6 +299,11 @@ class Plan:
             f"{shown['least_device_bytes']}. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
             f"reserves {shown['expandable_reserved_bytes']}."
         )
+        if order := self.settings.get("worst_order"):
+            text += (
+                f" These are figures of batches of the lengths {', '.join(map(str, order))} in "
+                "turn, the order that reserves most."
+            )
         return ["", *textwrap.wrap(text, 80)]
 
     def to_json(self) -> dict[str, Any]:

@@ -9,14 +9,16 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.p
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .. import primitives
+from ..core.measure import tensors_in
 from ..core.wording import require_whole
+from ..workloads.workload import map_tensors
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
@@ -181,7 +183,7 @@ class WholeSteps:
 
     `chain` returns the chain for a candidate, with what its blocks cost. `solve` returns the
     chain's choice for another budget. `overhead` returns the bytes that a device needs beside the
-    tensors of a step.
+    tensors of a step, where steps with other lengths of batches may come too: those of `lengths`.
     """
 
     def __init__(
@@ -191,8 +193,10 @@ class WholeSteps:
         *,
         chain: Callable[[Candidate], Chain],
         solve: Callable[[Candidate, int], Candidate],
-        overhead: Callable[[StepEstimate], int] = lambda step: 0,
+        overhead: Callable[..., int] = lambda *steps: 0,
+        lengths: Sequence[int] = (),
     ) -> None:
+        self.lengths = lengths
         self.sketch = sketch
         self.sharding = sharding
         self.overhead = overhead
@@ -206,7 +210,7 @@ class WholeSteps:
         self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)
 
         # Traces of the whole steps, for the model of CUDA's allocator.
-        self.traces: dict[PlanKey, StepTrace] = {}
+        self.traces: dict[PlanKey, tuple[StepTrace, ...]] = {}
 
         # Whether a step can be recorded from some of its equal blocks; None until it was tried.
         self._repeats: bool | None = None
@@ -219,7 +223,8 @@ class WholeSteps:
         plain = _plain(chain, chunked=chunked)
         step = chain.steps[-1]
         peak = step.peak_bytes + self.extra_bytes(step, accumulated=False)
-        self._remember(self._key(plain), step, peak)
+        if not self.lengths:
+            self._remember(self._key(plain), step, peak)
         self._learn(replace(plain, peak_bytes=peak))
 
     def peak(self, candidate: Candidate) -> tuple[int, float]:
@@ -227,9 +232,25 @@ class WholeSteps:
         key = self._key(candidate)
         if key not in self.known:
             step = self._shortened(candidate) or self.recorded(candidate)
-            extra = self.extra_bytes(step, accumulated=candidate.steps > 1)
+            others = [self._at_length(candidate, length) for length in self.lengths]
+            extra = self.extra_bytes(step, *others, accumulated=candidate.steps > 1)
             self._remember(key, step, step.peak_bytes + extra)
+            self.traces[key] += tuple(one.trace for one in others if one.trace is not None)
         return self.known[key]
+
+    def _at_length(self, candidate: Candidate, length: int) -> StepEstimate:
+        """Estimate the whole step of a candidate with a shorter batch."""
+        case = self.sketch.case
+        workload = case.workload
+
+        def shorter(size: int) -> Any:
+            return of_length(workload.batch(size), length)
+
+        self.sketch.case = replace(case, workload=replace(workload, batch=shorter))
+        try:
+            return self._shortened(candidate) or self.recorded(candidate)
+        finally:
+            self.sketch.case = case
 
     def recorded(self, candidate: Candidate, **options: Any) -> StepEstimate:
         """Estimate the whole step of a candidate."""
@@ -278,17 +299,23 @@ class WholeSteps:
 
     def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
         self.known[key] = peak, float(step.flops.sum())
-        if step.trace is not None:
-            self.traces[key] = step.trace
+        self.traces[key] = () if step.trace is None else (step.trace,)
 
     def trace(self, candidate: Candidate) -> StepTrace | None:
         """Return the trace of a candidate that was estimated, if it is one of CUDA."""
-        return self.traces.get(self._key(candidate))
+        return next(iter(self.traces_of(candidate)), None)
 
-    def extra_bytes(self, step: StepEstimate, *, accumulated: bool) -> int:
-        """Return the bytes of a rank beside the tensors that one rank alone has at its peak."""
+    def traces_of(self, candidate: Candidate) -> tuple[StepTrace, ...]:
+        """Return the traces of a candidate: of the longest batch, then of each other length."""
+        return self.traces.get(self._key(candidate), ())
+
+    def extra_bytes(self, step: StepEstimate, *others: StepEstimate, accumulated: bool) -> int:
+        """Return the bytes of a rank beside the tensors that one rank alone has at its peak.
+
+        `others` are steps with shorter batches, which come in any order.
+        """
         sharded = self.sharding.extra_bytes(step, accumulated=accumulated)
-        return sharded + self.overhead(step)
+        return sharded + self.overhead(step, *others)
 
     def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Check whether a candidate may fit; until it is corrected, the chain may overestimate."""
@@ -477,6 +504,28 @@ class WholeSteps:
             candidate.chunked_loss,
             tuple(candidate.options.items()),
         )
+
+
+def length_of(batch: Any) -> int:
+    """Return the length of a batch: the second dimension of its first tensor that has two."""
+    tensors = (one for one in tensors_in(batch) if one.dim() > 1)
+    first = next(tensors, None)
+    if first is None:
+        raise ValueError("the batch has no tensor of two dimensions, so it has no length to vary")
+    return int(first.shape[1])
+
+
+def of_length(batch: Any, length: int) -> Any:
+    """Shorten every dimension, but that of the samples, which is as long as the batch."""
+    own = length_of(batch)
+
+    def shorter(tensor: Tensor) -> Tensor:
+        for dimension in range(1, tensor.dim()):
+            if tensor.shape[dimension] == own:
+                tensor = tensor.narrow(dimension, 0, length)
+        return tensor.clone()
+
+    return map_tensors(batch, shorter)
 
 
 def _plain(chain: Chain, *, chunked: bool) -> Candidate:
