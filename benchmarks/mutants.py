@@ -262,6 +262,9 @@ class Record:
         facts = provenance(torch.device("cpu"))
         ordered = {name: self.techniques[name] for name in TARGETS if name in self.techniques}
         write_json(str(self._path), facts | {"summary": total, "techniques": ordered})
+        text = self._path.read_text(encoding="utf-8")
+        in_a_line = re.sub(r"\[[\d,\s]+\]", lambda found: " ".join(found[0].split()), text)
+        self._path.write_text(in_a_line, encoding="utf-8")
 
     def outcome(self, technique: str, one: Mutant) -> list[str]:
         """Return the names in OUTCOMES that count this mutant."""
