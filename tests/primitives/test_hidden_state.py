@@ -1,4 +1,4 @@
-"""What a step can keep state in: where it is looked for, recorded, compared and restored.
+"""Where a step can keep state: what is searched, recorded, compared and restored.
 
 python -m pytest tests/primitives/test_hidden_state.py
 """

@@ -1,4 +1,4 @@
-"""Blocks of every technique take keyword arguments, and rest in eval mode and without grad mode.
+"""Blocks of each technique take keyword arguments, and rest in eval mode and without grad.
 
 python -m pytest tests/primitives/test_inactive_blocks.py
 """
