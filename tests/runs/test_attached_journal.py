@@ -19,9 +19,8 @@ from warm_python import warm_python
 
 from curry_train.cli.main import main
 from curry_train.cli.runs_diff import difference
-from curry_train.core.timing import peak_bytes
 from curry_train.runs import saving
-from curry_train.runs.history import read_history
+from curry_train.runs.history import peak_bytes, read_history
 
 
 def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
@@ -132,7 +131,7 @@ def test_the_peak_and_the_time_of_each_step_are_recorded(tmp_path):
 
 def test_the_peak_is_that_of_the_process_and_not_of_its_parent():
     call = (
-        "import torch; from curry_train.core.timing import peak_bytes; "
+        "import torch; from curry_train.runs.history import peak_bytes; "
         "print(peak_bytes(torch.device('cpu')))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}

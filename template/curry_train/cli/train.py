@@ -24,7 +24,7 @@ from torch import nn
 
 from ..config import Config, DataConfig, load_config
 from ..core.rerun import seeded
-from ..core.timing import NoSuchDevice, peak_bytes
+from ..core.timing import NoSuchDevice
 from ..core.wording import format_bytes, format_count, format_duration, provenance, write_json
 from ..data import (
     BYTE_VOCABULARY_SIZE,
@@ -40,6 +40,7 @@ from ..loop import StepReport
 from ..plan.saved import Plan
 from ..primitives.grad_accum import NonFiniteWindow
 from ..runs.attach import STOP_SIGNALS
+from ..runs.history import peak_bytes
 from ..runs.ranks import RunError
 from ..trainer import (
     TRAINING_DTYPES,

@@ -4,7 +4,7 @@ plain, ours = time_in_turns([step, our_step], rounds=20, warmup=5, wait=torch.cu
 
 A round runs each way once. Rounds come in pairs, the second in reverse order, and each pair starts
 with another way. Over a cycle every way has every position, and follows every other way, equally
-often. Beside it: the device of a name, its peak memory, and a record of how it became full.
+often. Beside it: the device of a name, and a record of how its memory became full.
 
 Proof: `python -m pytest tests/core/test_timing.py tests/core/test_memory_record.py`.
 """
@@ -12,7 +12,6 @@ Proof: `python -m pytest tests/core/test_timing.py tests/core/test_memory_record
 import contextlib
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -40,27 +39,6 @@ def find_device(name: str) -> torch.device:
             f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu"
         )
     return torch.device(name)
-
-
-# Peak memory of the training process so far, for a run's journal and progress bar.
-
-_STATUS_FILE = Path("/proc/self/status")
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-
-    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
-    # VmHWM.
-    if _STATUS_FILE.is_file():
-        for line in _STATUS_FILE.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # Record CUDA's memory, and write a snapshot where it is full.

@@ -45,10 +45,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.timing import peak_bytes
 from .background import BackgroundSaver
 from .files import Files, LocalFiles, keep_from_children
-from .history import run_facts
+from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import RESUMABLE_KINDS, SavedCheckpoint
 from .policy import SavingPolicy, number_of

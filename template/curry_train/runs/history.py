@@ -17,6 +17,7 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -237,6 +238,7 @@ def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> Hi
 GIT_SECONDS = 10.0
 # The digest covers the content of at most this many files that git does not track.
 MOST_ADDED = 1000
+STATUS_FILE = Path("/proc/self/status")
 
 
 def run_facts(
@@ -269,6 +271,26 @@ def run_facts(
         "code": code,
         "environment": environment,
     }
+
+
+def peak_bytes(device: "torch.device") -> int:
+    """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+
+    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
+    # VmHWM.
+    if STATUS_FILE.is_file():
+        for line in STATUS_FILE.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def package_versions() -> dict[str, str]:
