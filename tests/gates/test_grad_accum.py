@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faulty_accumulation import right_by_hand
-from saboteurs import faults
+from saboteurs import case_of, faults
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -352,3 +352,16 @@ def test_ranks_with_uneven_data_or_without_a_wrapper_raise_instead_of_hanging():
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_gate_catches(saboteur):
     saboteur.check()
+
+
+def test_the_dtype_that_is_asked_for_changes_the_figures():
+    small = case_of("small")
+    for check in (grad_accum.equal_windows, grad_accum.scaled_window, grad_accum.random_numbers):
+        exact = check(small)
+        rounded = check(replace(small, dtype=torch.bfloat16))
+        assert exact.passed, exact
+        assert rounded.passed, rounded
+        assert exact.required != rounded.required
+    assert grad_accum.equal_windows(small).measured != (
+        grad_accum.equal_windows(replace(small, dtype=torch.bfloat16)).measured
+    )
