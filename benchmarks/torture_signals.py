@@ -430,8 +430,10 @@ class Record:
 def torture(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Record:
     """Send the signals, and write the record on the way."""
     record = Record.read(options.record)
-    for key in ("command", "date", "device", "torch", "python", "threads"):
+    for key in ("date", "device", "torch", "python", "threads"):
         record.found.pop(key, None)
+    if "command" in record.found:
+        record.found.setdefault("further_commands", []).append(record.found.pop("command"))
     first = record.found["signals"]
     generator = random.Random(f"{options.seed}-{first}")
     expected: dict[tuple[int, int], list[list[str]]] = {}
