@@ -578,6 +578,7 @@ def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
         "length": program.length,
         "autocast": program.autocast,
         "optimizer": program.optimizer.__name__,
+        "first_step": program.num_steps == 1,
         "predicted": predicted,
         "recorded": recorded,
         "error": errors,
@@ -613,14 +614,23 @@ def predict_steps(folder: Path) -> dict[str, Any]:
         steps.append(row)
         shown = ", ".join(f"{name} {error:+.4%}" for name, error in row["error"].items())
         print(f"{row['model']}, {row['length']} tokens, {row['optimizer']}: {shown}")
-    if not steps:
-        return {}
-    reserved = [abs(row["error"]["reserved"]) for row in steps]
+    found: dict[str, Any] = {}
+    groups = {"": [row for row in steps if not row["first_step"]]}
+    groups["first_"] = [row for row in steps if row["first_step"]]
+    for prefix, rows in groups.items():
+        if rows:
+            found |= {f"{prefix}steps": rows} | summary(rows, prefix=prefix)
+    return found
+
+
+def summary(rows: list[dict[str, Any]], *, prefix: str) -> dict[str, float]:
+    """Return the largest and the median errors of predicted steps."""
+    reserved = [abs(row["error"]["reserved"]) for row in rows]
     return {
-        "steps": steps,
-        "worst_allocated_error": max(abs(row["error"]["allocated"]) for row in steps),
-        "worst_reserved_error": max(reserved),
-        "median_reserved_error": statistics.median(reserved),
+        f"{prefix}worst_rounded_error": max(abs(row["error"]["rounded"]) for row in rows),
+        f"{prefix}worst_allocated_error": max(abs(row["error"]["allocated"]) for row in rows),
+        f"{prefix}worst_reserved_error": max(reserved),
+        f"{prefix}median_reserved_error": statistics.median(reserved),
     }
 
 
