@@ -543,6 +543,7 @@ def measure_menus(
     )
     kinds = []
     left_out = []
+    unwanted = {*without} - {NONE_KIND}
     for kind in large:
         same = next((other for other in small if {*kind.names} & {*other.names}), None)
         if same is None:
@@ -578,12 +579,8 @@ def measure_menus(
                 left_out.append(
                     f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}"
                 )
-        allowed = [
-            (option, measured)
-            for option, measured in menu.items()
-            if option.kind not in {*without} - {NONE_KIND}
-        ]
-        kinds.append((kind.names, tuple(allowed)))
+        allowed = tuple(pair for pair in menu.items() if pair[0].kind not in unwanted)
+        kinds.append((kind.names, allowed))
     return tuple(kinds), tuple(left_out)
 
 
