@@ -6,6 +6,8 @@ A piece is a list of rows, and its file is written after each: a call that is cu
 and the next call goes on after the rows that are there. A row that raises is recorded with its
 error, and measured again by `--again`. `benchmarks/evidence_cuda.py` runs all pieces.
 
+Why so long: the pieces share a setting, a stand-in and the way to keep rows.
+
 With `--dry-run` toy sizes run on the CPU, and a stand-in answers what torch.cuda is asked.
 
 Proof: `python -m pytest tests/benchmarks/test_evidence_cuda.py`.
@@ -382,7 +384,9 @@ def trace_numbers(
     addresses: list[int] = []
     lowest = min((event["addr"] for event in events), default=0)
     for event in events:
-        action, address, size = event["action"], event["addr"], event["size"]
+        action = event["action"]
+        address = event["addr"]
+        size = event["size"]
         if action == "alloc":
             numbers[address] = len(addresses)
             addresses.append(address)
@@ -539,7 +543,8 @@ def _largest_batch(setting: Setting, limit: float, lever: str) -> Figures:
     total = cuda.mem_get_info()[1]
     cuda.set_per_process_memory_fraction(min(1.0, limit * 2**30 / total))
     model, length = setting.timed[:2]
-    fits, fails = 0, setting.most_samples + 1
+    fits = 0
+    fails = setting.most_samples + 1
     samples = 1
     try:
         while fails - fits > 1:
@@ -630,7 +635,7 @@ def _losses(setting: Setting) -> Figures:
 
 
 def saving(setting: Setting) -> Iterator[Row]:
-    """What a save in the background costs the steps around it."""
+    """Cost of a save in the background for the steps around it."""
     yield "background", partial(_saving, setting)
 
 

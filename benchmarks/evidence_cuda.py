@@ -1,4 +1,4 @@
-"""Record on a CUDA device what the bundle promises there, in pieces that go on where they stopped.
+"""Record on a CUDA device what the bundle promises, in pieces that go on where they stop.
 
     make evidence-cuda PYTHON=python3                # 8 minutes at most, then the same again
     make evidence-cuda ARGS='--piece memory loss'    # some pieces

@@ -1,4 +1,4 @@
-"""The pieces of a CUDA device's figures run at toy size, go on where they stopped, and say errors.
+"""The pieces of a CUDA device's figures run at toy size, and go on where they stopped.
 
 python -m pytest tests/benchmarks/test_evidence_cuda.py
 """

@@ -494,7 +494,7 @@ class Planner:
 
     @functools.cached_property
     def _runs_on_one_sample(self) -> bool:
-        """Whether a step on one sample runs, which norms over the batch may refuse."""
+        """Check that a step on one sample runs, which norms over the batch may refuse."""
         try:
             self.sketch.step(1)
         except ValueError as error:

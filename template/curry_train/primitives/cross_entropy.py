@@ -154,10 +154,7 @@ def chunked_cross_entropy(
         weighted_by_probability=isinstance(token_weights, str),
         dtype=product_dtype(hidden),
     )
-    named: Any = backend
-    if isinstance(backend, str):
-        named = import_module(".loss_backends", __package__).loss_backend(backend)
-    compute = _reference if named is None else partial(_with_backend, named)
+    compute = _reference if backend is None else partial(_with_backend, backend)
     loss = compute(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
@@ -176,8 +173,11 @@ def _reference(given: Given, options: ChunkOptions) -> Tensor:
     return loss
 
 
-def _with_backend(backend: Backend, given: Given, options: ChunkOptions) -> Tensor:
+def _with_backend(backend: Backend | str, given: Given, options: ChunkOptions) -> Tensor:
     """Compute the loss with another implementation, which gets only the options that are on."""
+    if isinstance(backend, str):
+        backend = import_module(".loss_backends", __package__).loss_backend(backend)
+    assert callable(backend)
     used = {"ignore_index": options.ignore_index, "reduction": options.reduction}
     optional = (*OPTIONAL_FIELDS, "class_weights", "token_weights")
     for option, value in (vars(options) | vars(given)).items():

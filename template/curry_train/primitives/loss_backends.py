@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from .cross_entropy import Backend
-
 # Private in torch; a second profiler in a process is an error.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # Takes hidden, weight, bias and targets, and the options of `chunked_cross_entropy`.
@@ -103,7 +101,7 @@ BACKENDS = {
 }
 
 
-def loss_backend(name: str) -> Backend:
+def loss_backend(name: str) -> Callable[..., Tensor]:
     """Return the backend of a name: "torch", "liger", "cce", or "auto" for the leanest.
 
     An error says why a named backend can't compute a loss; "auto" then takes another.
