@@ -530,8 +530,8 @@ def apply_chunked_loss(
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
     Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many as fit into
     `chunk_bytes`; without either its logits take at most 64 MiB and half of the gradients' bytes.
-    `backend` is another implementation, or its name for `loss_backend`. Call this before DDP, `fully_shard`
-    and `torch.compile`.
+    `backend` is another implementation, or its name for `loss_backend`. Call this before DDP,
+    `fully_shard` and `torch.compile`.
     """
     check_chunk_size(chunk_tokens, chunk_bytes)
     chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes, "backend": backend}
