@@ -386,6 +386,9 @@ def test_a_plan_of_several_lengths_is_judged_by_their_worst_order():
 def test_lengths_that_no_batch_has_are_refused():
     with pytest.raises(ValueError, match="the model's batches are 128 long"):
         tokens_of((256,))
+    # No mode is left behind, under which tensors have no values.
+    assert torch.ones(1).item() == 1
+    assert torch.overrides._get_current_function_mode_stack() == []
     options = ["plan", "--model", "transformer", "--budget", "1GiB", "--lengths"]
     ended = CliRunner().invoke(main, [*options, "short"])
     assert (ended.exit_code, "'short' is no list of lengths" in ended.stderr) == (2, True)

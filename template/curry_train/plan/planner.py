@@ -314,23 +314,25 @@ class Planner:
         self._overheads: dict[int, int] = {}
         # The candidate of the latest plan.
         self._best: Candidate | None = None
-        self._heap = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
         self.tell("building the model from shapes")
-        self.sketch.__enter__()
-        blocks = self.sketch.case.blocks
-        if self.whole_steps.lengths:
-            self._check_lengths(self.whole_steps.lengths)
-        self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
-        if self.sketch.choice is not None:
-            self.settings["block_notes"] = self.sketch.choice.lines()
-        self._heap.enter_context(heap_kept())
+        # An error in here must not leave the modes of the sketch behind.
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.sketch)
+            blocks = self.sketch.case.blocks
+            if self.whole_steps.lengths:
+                self._check_lengths(self.whole_steps.lengths)
+            self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
+            if self.sketch.choice is not None:
+                self.settings["block_notes"] = self.sketch.choice.lines()
+            stack.enter_context(heap_kept())
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._heap.close()
-        self.sketch.__exit__(*raised)
+        self._stack.close()
 
     @property
     def _workspace_bytes(self) -> int:
