@@ -97,14 +97,17 @@ def test_the_hash_in_the_manifest_is_of_the_file(tmp_path):
         assert saved.metric.value == 0.25
 
 
-def test_a_tensor_that_safetensors_can_not_hold_is_named(tmp_path):
-    state = new_state(
-        build=lambda: nn.Sequential(
-            nn.Linear(1, 1), holding({"c": torch.zeros(2, dtype=torch.complex128)})
-        )
-    )
-    with (
-        Store(tmp_path) as store,
-        pytest.raises(ValueError, match=r"safetensors can't hold 1.c: torch.complex128"),
-    ):
-        store.save("best-k", 1, state, metric=METRIC)
+def test_a_tensor_that_safetensors_has_no_form_for_is_saved_as_bytes(tmp_path):
+    phases = torch.randn(2, dtype=torch.complex128)
+
+    def state_with(tensor):
+        return new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), holding({"c": tensor})))
+
+    other = state_with(torch.zeros_like(phases))
+    with Store(tmp_path) as store:
+        saved = store.save("best-k", 1, state_with(phases.clone()), metric=METRIC)
+        found = load_file(tmp_path / saved.folder / "model.safetensors")["1.c"]
+        assert found.dtype is torch.uint8
+        assert torch.equal(found, phases.view(torch.uint8))
+        store.load(saved, other)
+    assert torch.equal(other.model[1].c, phases)
