@@ -3,7 +3,6 @@
 python -m pytest tests/runs/test_store_best.py
 """
 
-import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
