@@ -19,7 +19,8 @@ from curry_train.runs import Store
 def call(*words):
     done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
-    assert all(len(line) <= 80 for line in done.output.splitlines()), done.output
+    # JSON has paths as long as they are.
+    assert "--json" in words or all(len(line) <= 80 for line in done.output.splitlines())
     return done.exit_code, done.output
 
 

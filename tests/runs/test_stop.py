@@ -152,7 +152,8 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
 
 
 def test_a_stop_after_a_step_saves_it(tmp_path, later):
+    before = threading.active_count()  # other libraries' threads may stay in the process
     run = run_of(tmp_path)
     assert train(run, batches(), stop_after=3) == 128 + signal.SIGTERM
     assert SavedRun(tmp_path).latest().step == 3
-    assert threading.active_count() == 1
+    assert threading.active_count() == before

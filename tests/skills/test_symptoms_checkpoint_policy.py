@@ -58,3 +58,28 @@ def test_a_second_writer_is_refused_until_the_first_ends(tmp_path):
             assert second
     with Store(tmp_path):
         pass
+
+
+@symptom("`ValueError`: `extra.stats.state_dict()['x']`: ... can't be saved")
+def test_a_value_that_no_load_could_restore_is_named_at_the_first_save(tmp_path):
+    class Stats:
+        """Part of a training with a value that no file can hold."""
+
+        x = object()
+
+        def state_dict(self):
+            return {"x": self.x}
+
+        def load_state_dict(self, state):
+            self.x = state["x"]
+
+    stats = Stats()
+    state = new_state(extra={"stats": stats})
+    with Store(tmp_path) as store:
+        with pytest.raises(ValueError, match=r"extra.stats.state_dict\(\)\['x'\]"):
+            store.save("recovery", 1, state)
+        stats.x = [1.5, "text"]
+        store.save("recovery", 1, state)
+        stats.x = None
+        store.load(store.latest(), state)
+    assert stats.x == [1.5, "text"]
