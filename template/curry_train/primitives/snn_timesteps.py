@@ -288,14 +288,16 @@ def _fitting(peak: int, enough: int, costs: Costs, levels: int) -> int:
     if not levels:
         return min(enough, peak // costs.step_bytes) if costs.step_bytes else enough
     fitting = 0
-    boundaries = 0
+    most = 0
+    left = peak
     while fitting < enough:
-        left = peak - boundaries * costs.boundary_bytes
-        chunk = _fitting(left - costs.boundary_bytes, enough - fitting, costs, levels - 1)
-        if not chunk:
-            return min(enough, fitting + _fitting(left, enough - fitting, costs, levels - 1))
+        # Ending here may fit more than another chunk and its boundary.
+        most = max(most, fitting + _fitting(left, enough - fitting, costs, levels - 1))
+        left -= costs.boundary_bytes
+        chunk = _fitting(left, enough - fitting, costs, levels - 1)
+        if most >= enough or not chunk:
+            return min(enough, most)
         fitting += chunk
-        boundaries += 1
     return enough
 
 
