@@ -274,8 +274,9 @@ def _in_segments(given: Implementation, present: Any) -> Apply:
         count = choose_segments(module, sample.batch, sample.loss, blocks=names)
         if count < 2:  # the last segment is not recomputed
             return []
-        given.value(module, count, blocks=names)
-        return names
+        changed = given.value(module, count, blocks=names)
+        # Blocks of the last segment run once, so they are not among those that it returns.
+        return names if changed is None else list(changed)
 
     return apply
 
