@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import libcst as cst
@@ -649,8 +650,7 @@ class Forks:
 
 def main() -> None:
     """Run the mutants of a job; results go to the first standard output, and nothing else."""
-    with open(sys.argv[1], encoding="utf-8") as file:  # noqa: PTH123
-        job = json.load(file)
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     answers = os.fdopen(os.dup(1), "w")
     log = os.open(job["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND)

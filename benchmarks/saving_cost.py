@@ -95,7 +95,25 @@ class OurSaver(NoSaver):
         self.store.close()
 
 
-class TorchSaver(NoSaver):
+class FutureSaver(NoSaver):
+    """A saver whose save in progress is a future."""
+
+    def __init__(self, state: TrainingState, folder: Path) -> None:
+        super().__init__(state, folder)
+        self.saved: Any = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.saved is not None and not self.saved.done()
+
+    def finish(self) -> None:
+        if self.saved is not None:
+            self.saved.result()
+            self.saved = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class TorchSaver(FutureSaver):
     """`async_save` of torch.distributed.checkpoint, in a thread or in a process."""
 
     kind = "thread"
@@ -103,7 +121,6 @@ class TorchSaver(NoSaver):
     def __init__(self, state: TrainingState, folder: Path) -> None:
         super().__init__(state, folder)
         self.staged: Any = None
-        self.saved: Any = None
 
     def begin(self, number: int) -> None:
         from torch.distributed.checkpoint.state_dict_saver import (
@@ -128,22 +145,12 @@ class TorchSaver(NoSaver):
             self.staged.result()
             self.staged = None
 
-    @property
-    def is_busy(self) -> bool:
-        return self.saved is not None and not self.saved.done()
-
-    def finish(self) -> None:
-        if self.saved is not None:
-            self.saved.result()
-            self.saved = None
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 class TorchProcessSaver(TorchSaver):
     kind = "process"
 
 
-class PackageSaver(NoSaver):
+class PackageSaver(FutureSaver):
     """`torch_checkpointing`, which stages in the background and writes in another process."""
 
     def __init__(self, state: TrainingState, folder: Path) -> None:
@@ -151,7 +158,6 @@ class PackageSaver(NoSaver):
         from torch_checkpointing import CheckpointManager
 
         self.manager = CheckpointManager(CheckpointManager.Config.with_async_save())
-        self.saved: Any = None
 
     def begin(self, number: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -162,16 +168,6 @@ class PackageSaver(NoSaver):
         # The lock waits for the copies; nothing else begins a save meanwhile.
         with self.manager.lock():
             pass
-
-    @property
-    def is_busy(self) -> bool:
-        return self.saved is not None and not self.saved.done()
-
-    def finish(self) -> None:
-        if self.saved is not None:
-            self.saved.result()
-            self.saved = None
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         self.manager.close()

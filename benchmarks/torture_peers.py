@@ -19,7 +19,6 @@ import resource
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 
 from curry_train.core.wording import provenance, write_json
+from side_environment import install_beside
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_shapes import calls
 
@@ -399,18 +399,6 @@ def with_table(page: str, written: dict[str, Any]) -> str:
     return f"{before}{TABLE_BEGIN}\n{table_of(written)}\n{TABLE_END}{after}"
 
 
-def install() -> None:
-    """Make an environment with the libraries, on top of the one that runs this script."""
-    subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
-    python = ENVIRONMENT / "bin" / "python"
-    words = [python, "-c", "import site; print(site.getsitepackages()[0])"]
-    folder = Path(subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
-    below = [path for path in sys.path if path.endswith("site-packages")]
-    (folder / "below.pth").write_text("\n".join([*below, str(ROOT / "template")]) + "\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--requirement", REQUIREMENTS], check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer", choices=[*PEERS], help="the library to torture")
@@ -423,7 +411,7 @@ def main() -> None:
     parser.add_argument("--page", metavar="PATH", help="put the table of --json into a page, end")
     options = parser.parse_args()
     if options.install:
-        install()
+        install_beside(ENVIRONMENT, REQUIREMENTS)
         return
     if options.page:
         page = Path(options.page)

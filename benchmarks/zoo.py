@@ -27,6 +27,7 @@ import zoo_language  # noqa: F401  the factories register themselves
 import zoo_science  # noqa: F401
 import zoo_vision  # noqa: F401
 from curry_train.core.wording import format_bytes, provenance, write_json
+from side_environment import install_beside
 from zoo_models import ZOO, ZooModel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,7 @@ def main() -> None:
         print(json.dumps(plan_of(options.plan)))
         return
     if options.install:
-        install()
+        install_beside(ENVIRONMENT, REQUIREMENTS)
         return
 
     recorded = _recorded(options.json) if options.resume else {}
@@ -89,23 +90,6 @@ def _recorded(path: str) -> dict[str, dict[str, Any]]:
         return {}
     rows = json.loads(Path(path).read_text())["models"]
     return {row["model"]: row for row in rows if row["model"] in ZOO}
-
-
-def install() -> None:
-    """Make an environment with the zoo's libraries, on top of the one that runs this script.
-
-    Its own folder keeps them out of the tests' environment: other libraries change their behaviour
-    where they find torchvision. Dependencies are listed in the requirements and not resolved, since
-    a resolver would bring another torch.
-    """
-    subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
-    python = ENVIRONMENT / "bin" / "python"
-    words = [python, "-c", "import site; print(site.getsitepackages()[0])"]
-    folder = Path(subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
-    below = [path for path in sys.path if path.endswith("site-packages")]
-    (folder / "below.pth").write_text("\n".join([*below, str(ROOT / "template")]) + "\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run([*pip, "--requirement", REQUIREMENTS], check=True)
 
 
 def run_model(model: ZooModel) -> dict[str, Any]:

@@ -34,8 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .config import Config, OptimizerConfig
 from .core.blocks import NoBlocks, find_blocks
 from .core.measure import Loss
+from .core.memory_recorder import memory_record
 from .core.rerun import untouched
-from .core.timing import find_device, memory_record
+from .core.timing import find_device
 from .data import Dataset, Stream
 from .loop import RunReport, StepReport, mean_loss, run_training_steps
 from .primitives import apply_config

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from curry_train.cli.main import main
 from curry_train.config import load_config
-from curry_train.core import timing
+from curry_train.core import memory_recorder
 from curry_train.plan import memory_record
 from curry_train.trainer import recorded
 
@@ -60,7 +60,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", found.history)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", found.dump)
-    monkeypatch.setattr(timing.subprocess, "run", found.run)
+    monkeypatch.setattr(memory_recorder.subprocess, "run", found.run)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return found
 
@@ -78,7 +78,7 @@ def test_a_full_device_leaves_a_snapshot_and_its_owners(recorder, tmp_path, caps
     fill(tmp_path / "run/oom")
     written = tmp_path / "run/oom.pickle"
     assert pickle.loads(written.read_bytes())["segments"]
-    assert recorder.calls == [timing.MOST_RECORDED_EVENTS, "off"]
+    assert recorder.calls == [memory_recorder.MOST_RECORDED_EVENTS, "off"]
     assert recorder.commands == [
         [sys.executable, "-m", "curry_train", "memory", "--snapshot", str(written)]
     ]
@@ -116,7 +116,7 @@ def test_a_full_disk_and_a_missing_command_are_a_line_each(recorder, tmp_path, m
     def missing(command, **_):
         raise FileNotFoundError(command[0])
 
-    monkeypatch.setattr(timing.subprocess, "run", missing)
+    monkeypatch.setattr(memory_recorder.subprocess, "run", missing)
     fill(tmp_path / "oom")
     shown = capsys.readouterr().err
     assert f"curry-train memory --snapshot {tmp_path / 'oom.pickle'}" in shown

@@ -104,11 +104,11 @@ class Inspection:
     values: dict[str, str] = field(default_factory=dict)
     # Damage, and what else speaks against loading it.
     problems: list[str] = field(default_factory=list)
-    # What can't be told, with the reason.
+    # Questions that can't be answered, with the reason.
     unknown: list[str] = field(default_factory=list)
     # Classes and functions that loading it would import, other than those of plain checkpoints.
     imports: list[str] = field(default_factory=list)
-    # Those that run commands, code or files.
+    # Imports that run commands, code or files.
     dangerous: list[str] = field(default_factory=list)
     # Whether every part is there; None if the format does not list its parts.
     complete: bool | None = None

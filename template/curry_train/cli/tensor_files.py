@@ -26,7 +26,7 @@ import torch
 from ..core.unpickle import Built, Named, Persistent, PickleReader, RefusedPickle
 from ..runs.format import SAFETENSORS_DTYPES
 
-# What was found in a file.
+# Findings in a file.
 
 # Bytes that are read at a time, and the most of a strided view that is read at once.
 PIECE_BYTES = 2**24
@@ -68,7 +68,7 @@ class FileContent:
     # Classes and functions that unpickling would import.
     names: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    # What the format does not allow to tell.
+    # Questions that the format leaves open.
     unknown: list[str] = field(default_factory=list)
     # Records whose checksum was compared with their bytes.
     num_hashed: int = 0

@@ -48,7 +48,7 @@ AUTOCAST_STEPS = (2, 10)
 # Calls after which no more bytes may stay alive than before; what the first ones allocate may stay.
 NUM_LEAK_CALLS = 2
 MOST_LEAK_CALLS = 4
-# What a model may raise where it can't run in one of these ways.
+# Errors of models that can't run in one of these ways.
 REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError)
 
 

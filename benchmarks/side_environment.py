@@ -1,0 +1,26 @@
+"""Install libraries beside the project's environment, in one of their own.
+
+Other libraries change their behaviour where they find each other, so the tests' environment stays
+without them. Dependencies are listed in the requirements and not resolved, since a resolver would
+bring another torch.
+
+Proof: `make zoo ARGS='--only bert'`, which installs before it runs.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TEMPLATE = Path(__file__).resolve().parents[1] / "template"
+
+
+def install_beside(environment: Path, requirements: Path) -> None:
+    """Make an environment with the requirements, on top of the one that runs this script."""
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    words = [python, "-c", "import site; print(site.getsitepackages()[0])"]
+    folder = Path(subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
+    below = [path for path in sys.path if path.endswith("site-packages")]
+    (folder / "below.pth").write_text("\n".join([*below, str(TEMPLATE)]) + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--requirement", requirements], check=True)
