@@ -16,8 +16,9 @@ from curry_train.runs import BackgroundSaver, RunError, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 
+# A save of so small a state takes about as long as a step: up to 200 saves, and step 8 is kept.
 AUTOMATIC = PolicyConfig(
-    rollback_every="auto", recovery_every=None, overhead=1.0, retention=Retention(50, 3)
+    rollback_every="auto", recovery_every=None, overhead=1.0, retention=Retention(500, 3)
 )
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=1, retention=Retention(2, 1))
 
