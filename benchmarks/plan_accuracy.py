@@ -18,7 +18,8 @@ from torch import nn
 from curry_train.cli.options import choose_device, device_option, json_option
 from curry_train.core.wording import provenance, write_json
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.timeline import make_optimizer, record_step_storages, timeline_of
+from curry_train.plan.optimizers import make_optimizer
+from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
 from curry_train.workloads.models import resnet, transformer
 from curry_train.workloads.workload import Case, Workload

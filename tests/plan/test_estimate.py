@@ -25,13 +25,8 @@ from curry_train.core.measure import LiveStorages
 from curry_train.plan import estimate, shapes
 from curry_train.plan import estimate as trial
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.timeline import (
-    OPTIMIZERS,
-    BytesForEach,
-    make_optimizer,
-    record_step_storages,
-    timeline_of,
-)
+from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
+from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
 from curry_train.workloads.workload import Case, Workload, WorkloadError, default_workload

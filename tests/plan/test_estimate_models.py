@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from curry_train.plan.estimate import Sketch
+from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
-from curry_train.plan.timeline import make_optimizer, record_step_storages, timeline_of
+from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.workloads.workload import Case, Workload
 
 SIZE = 4

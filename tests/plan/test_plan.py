@@ -20,6 +20,7 @@ from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.same_training import same_training
 from curry_train.plan import whole_step
 from curry_train.plan.device import PROFILES
+from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import Infeasible, Planner, what_microbatches_change
 from curry_train.plan.saved import (
     FULL_KIND,
@@ -31,7 +32,7 @@ from curry_train.plan.saved import (
     Option,
     Plan,
 )
-from curry_train.plan.timeline import make_optimizer, record_step_storages, timeline_of
+from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload

@@ -22,8 +22,8 @@ from ..core.measure import FlopCount, bytes_on_device, peak_of_step
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.rerun import seeded, untouched
 from ..core.wording import did_you_mean
+from ..plan.optimizers import make_optimizer
 from ..plan.saved import Plan
-from ..plan.timeline import make_optimizer
 from ..primitives import chunked_loss
 from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_window
 from ..primitives.strategies import ALL_STRATEGIES, STRATEGIES, Apply, Sample

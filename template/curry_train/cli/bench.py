@@ -25,7 +25,7 @@ from ..core.wording import (
     write_json,
 )
 from ..plan.device import MEASURED_PEAK
-from ..plan.timeline import OPTIMIZERS, make_optimizer
+from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (

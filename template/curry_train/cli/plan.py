@@ -20,10 +20,11 @@ from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
+from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
-from ..plan.timeline import OPTIMIZERS, make_optimizer, record_step_storages, timeline_of
+from ..plan.timeline import record_step_storages, timeline_of
 from ..plan.whole_step import SHARDING_KINDS, Sharding
 from ..workloads.models import load_workload
 from ..workloads.workload import Case

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
@@ -184,6 +184,8 @@ class LiveStorages(TorchDispatchMode):
         super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrapper(types):
+            return NotImplemented
         self.settle()
         kwargs = kwargs or {}
         for value in tree_iter((args, kwargs)):
@@ -306,8 +308,28 @@ def _last(values: Sequence[Any], wanted: Any) -> int:
     return len(values) - 1 - next(i for i, value in enumerate(reversed(values)) if value == wanted)
 
 
+def has_wrapper(types: Iterable[type]) -> bool:
+    """Check for tensors made of others, such as quantised ones.
+
+    A mode leaves their operations to them, and meets those that they consist of.
+    """
+    return any(map(is_traceable_wrapper_subclass_type, types))
+
+
+def local_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors with storages of their own below a DTensor or another wrapper."""
+    if not is_traceable_wrapper_subclass_type(type(tensor)):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = (getattr(tensor, name) for name in names)
+    # A DTensor names its mesh too.
+    return [local for one in inner if isinstance(one, Tensor) for local in local_tensors(one)]
+
+
 def _storages(tensor: Tensor) -> list[Any]:
-    """Return the storage of a tensor, or both storages of a sparse COO tensor."""
+    """Return the storage of a tensor, or those of a DTensor or a sparse COO tensor."""
+    if is_traceable_wrapper_subclass_type(type(tensor)):
+        return [local.untyped_storage() for local in local_tensors(tensor)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     return [tensor.untyped_storage()]
@@ -325,6 +347,8 @@ class FlopCount(TorchDispatchMode):
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrapper(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         self.flops += operation_flops(func, args, kwargs or {}, out)
         return out

@@ -26,7 +26,8 @@ from ..core.measure import FlopCount, count_flops
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record
 from ..core.rerun import seeded
 from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
-from ..plan.timeline import make_optimizer, record_step_storages, timeline_of
+from ..plan.optimizers import make_optimizer
+from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import PlantedMachine

@@ -21,6 +21,7 @@ from ..core.measure import count_flops, measure_memory
 from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
 from ..core.rerun import seeded, untouched
 from ..plan.estimate import Sketch
+from ..plan.optimizers import make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import (
     FULL_KIND,
@@ -32,7 +33,7 @@ from ..plan.saved import (
     apply_options,
 )
 from ..plan.shapes import pretended
-from ..plan.timeline import make_optimizer, record_step_storages, timeline_of
+from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.chunked_loss import (
     UnsuitableHead,
     apply_chunked_loss,

@@ -19,9 +19,9 @@ from .. import primitives
 from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
+from .optimizers import make_optimizer
 from .saved import NONE_KIND, OFFLOAD_KIND, Option
 from .solve import Choice, Stage, least_peak, solve
-from .timeline import make_optimizer
 
 HEAD_KEY = ""  # the key of the head, where figures are stored by block name
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 from ..core.blocks import match_inside
-from ..core.measure import LiveStorages, operation_flops, tensors_in
+from ..core.measure import LiveStorages, has_wrapper, operation_flops, tensors_in
 from ..core.rerun import seeded
 from ..primitives import sac
 from ..primitives.checkpointed import TORCH_ATTRIBUTES
@@ -84,6 +84,8 @@ class BlockLives(LiveStorages):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
         if self.again is not None:
             self._check_again(func, args, kwargs or {})
 
@@ -368,6 +370,8 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         if self.block is not None:
             self.made[self.block].append((str(func), _shapes(out)))

@@ -7,6 +7,8 @@ This runs on a laptop for a model of any size. On the CPU the estimate equals th
 the byte. A model whose shapes depend on values is measured for real, and `Sketch.why_real` names
 the operation.
 
+Why so long: the trials, the cached optimizer steps and the sketch share tensors without values.
+
 Proof: `python -m pytest tests/plan`.
 """
 
@@ -28,12 +30,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.measure import Life, LiveStorages, operation_flops, tensors_in
+from ..core.measure import Life, LiveStorages, has_wrapper, operation_flops, tensors_in
 from ..core.rerun import seeded, unwatched
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .cuda_step import StepTrace, trace_of
+from .optimizers import (
+    OptimizerFactory,
+    ValuesInSteps,
+    copy_optimizer,
+    is_fused,
+    make_optimizer,
+    take_eagerly,
+)
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -51,15 +61,7 @@ from .shapes import (
     PretendedCase,
     pretended,
 )
-from .timeline import (
-    ASKS_FOR_DEVICE,
-    OptimizerFactory,
-    StepLives,
-    is_fused,
-    make_optimizer,
-    record_step_storages,
-    timeline_of,
-)
+from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
 
 # Trial step: check whether a training step can be estimated from shapes alone.
 
@@ -119,6 +121,8 @@ class HeldStorages(LiveStorages):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -135,6 +139,8 @@ class StorageCheck(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
         with unwatched():
             packet = getattr(func, "_overloadpacket", None)
             if packet in _KERNEL_SIZED_PACKETS:
@@ -180,7 +186,8 @@ Layouts = tuple[Any, ...]
 class OptimizerSteps:
     """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: ValuesInSteps) -> None:
+        self._values = values
         self._states: dict[Layouts, list[dict[str, Any]]] = {}
         self.recorded: dict[
             tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
@@ -200,11 +207,9 @@ class OptimizerSteps:
         if key not in self._states:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
-            with HeldStorages() as storages:
-                optimizer.step()
-            self.first_step = storages.events
+            self.first_step = self._take_first(optimizer, parameters)
             self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
-            optimizer.step()
+            take_eagerly(optimizer)
             self._is_replaced = any(
                 value is not before.get(name)
                 for parameter, before in zip(parameters, self._states[key], strict=True)
@@ -214,6 +219,32 @@ class OptimizerSteps:
         for parameter, state in zip(parameters, self._states[key], strict=True):
             given = tree_map(_copy_of, state) if self._is_replaced else state
             optimizer.state[parameter].update(given)
+
+    def _take_first(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+    ) -> list[tuple[Life, bool]]:
+        """Take a first step; where it reads conditions, let them hold if that needs more memory."""
+        fresh = copy_optimizer(optimizer, {id(one): one for one in parameters})
+        with HeldStorages() as storages:
+            take_eagerly(optimizer)
+        if not self._values.num_conditions:
+            return storages.events
+
+        peaks = {}
+        for condition in (False, True):
+            self._values.condition = condition
+            tried = copy_optimizer(fresh, {id(one): one for one in parameters})
+            take_eagerly(tried)
+            with HeldStorages() as again:
+                take_eagerly(tried)
+            peaks[condition] = again.bytes_peak
+        self._values.condition = peaks[True] >= peaks[False]
+        self._values.num_conditions = 0
+        optimizer.state.clear()
+        optimizer.state.update(fresh.state)
+        with HeldStorages() as storages:
+            take_eagerly(optimizer)
+        return storages.events
 
     def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
         """Replay the optimizer step recorded for gradients of this layout, or record it now."""
@@ -351,6 +382,8 @@ class PricedLives(StepLives):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
         with unwatched():
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if self.phase != "step":
@@ -391,6 +424,8 @@ class Sketch:
         self.why_real: str | None = None
         self.draws = EveryLayerRuns()
         self._stack = contextlib.ExitStack()
+        # What the optimizer reads while it steps on tensors without values.
+        self._values = ValuesInSteps()
         # None where the second step differs from the first one.
         self._optimizer_steps: OptimizerSteps | None = None
         self._plain: dict[tuple[int, bool], StepEstimate] = {}
@@ -401,10 +436,12 @@ class Sketch:
     def __enter__(self) -> "Sketch":
         try:
             with self._stack as stack:
-                stack.enter_context(pretended(kernels=self.kernels))
+                stack.enter_context(pretended(kernels=self.kernels, values=self._values))
                 self.case = PretendedCase(self._load(), **self._options)
                 stack.enter_context(self.draws)
-                self._optimizer_steps = None if needs_rehearsal(self.case) else OptimizerSteps()
+                if not needs_rehearsal(self.case):
+                    self._optimizer_steps = OptimizerSteps(self._values)
+                self._try_optimizer()
                 if self.draws.drawn:
                     _let_layers_run(self.case, self.draws)
                 self._settle_blocks()
@@ -429,6 +466,18 @@ class Sketch:
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
+
+    def _try_optimizer(self) -> None:
+        """Take a step without values; raises one of `NEEDS_VALUES_ERRORS` if it needs them."""
+        module = self.build()
+        optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
+        if self._optimizer_steps is not None:
+            self._optimizer_steps.give_state(optimizer)
+            return
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        take_eagerly(optimizer)
 
     def _settle_blocks(self) -> None:
         """Choose the blocks by one forward of a small batch."""

@@ -41,6 +41,7 @@ from .cuda_step import (
 )
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
+from .optimizers import OptimizerFactory, make_optimizer
 from .profiler import Timeline
 from .saved import (
     OPTION_KINDS,
@@ -49,7 +50,6 @@ from .saved import (
     Plan,
     fingerprint,
 )
-from .timeline import OptimizerFactory, make_optimizer
 from .whole_step import (
     Sharding,
     WholeSteps,

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.rerun import seeded
 from ..workloads.workload import Case, map_tensors
+from .optimizers import ValuesInSteps, capturable_anywhere
 
 # Corrections of fake tensor kernels that differ from the real ones.
 
@@ -47,6 +48,7 @@ BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 LIFT_OPERATION = torch.ops.aten.lift_fresh.default
 GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
+READ_OPERATION = torch.ops.aten._local_scalar_dense.default
 # Alignment in bytes of the rows of a grouped matrix product.
 ROW_ALIGNMENT_BYTES = 16
 
@@ -61,6 +63,9 @@ class KernelsAsTheyRun(FakeTensorMode):
     # The device whose kernels are meant; their statistics differ in dtype.
     kernels = "cpu"
 
+    # What an optimizer's step reads off tensors, if that is allowed.
+    values: ValuesInSteps | None = None
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
@@ -70,6 +75,8 @@ class KernelsAsTheyRun(FakeTensorMode):
         ):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is READ_OPERATION and self.values is not None and self.values.is_active:
+            return self.values.answer(args[0].dtype)
         if func is NORM_BACKWARD and not args[0].is_contiguous():
             with self:
                 contiguous = torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
@@ -371,17 +378,22 @@ NEEDS_VALUES_ERRORS = (
 
 @contextlib.contextmanager
 def pretended(
-    *, mode: FakeTensorMode | None = None, kernels: str = "cpu"
+    *,
+    mode: FakeTensorMode | None = None,
+    kernels: str = "cpu",
+    values: ValuesInSteps | None = None,
 ) -> Iterator[FakeTensorMode]:
     """Make all new tensors fake, and map CUDA devices to the CPU.
 
-    Only tensors of the same `mode` can be used together.
+    Only tensors of the same `mode` can be used together. `values` are for optimizers that read
+    values while they step.
     """
     if kernels not in KERNEL_DEVICES:
         raise ValueError(f"kernels must be one of {KERNEL_DEVICES}, got {kernels!r}")
     if mode is None:
         mode = KernelsAsTheyRun(allow_non_fake_inputs=True)
         mode.kernels = kernels
+        mode.values = values
 
     # torch logs every error that it raises for fake tensors; silence that.
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -399,6 +411,8 @@ def pretended(
         with (
             mode,
             as_on_cuda(here.copies) if kernels == "cuda" else contextlib.nullcontext(),
+            capturable_anywhere() if kernels == "cuda" else contextlib.nullcontext(),
+            contextlib.nullcontext() if values is None else values.during_steps(),
             here,
         ):
             yield mode
@@ -592,6 +606,10 @@ def _on_cpu(value: Any) -> Any:
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """Deep-copy a fake tensor; torch would read its address and warn that it has none."""
+    if id(tensor) not in memo and not isinstance(tensor, FakeTensor):
+        # It is asked here because the memo has tensors without values.
+        with unset_fake_temporarily():
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     if id(tensor) not in memo:
         copied = tensor.detach().clone()
         if isinstance(tensor, nn.Parameter):

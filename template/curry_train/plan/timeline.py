@@ -7,9 +7,7 @@ Proof: `python -m pytest tests/plan/test_timeline.py`.
 """
 
 import contextlib
-import copy
 import gc
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -26,11 +24,11 @@ from ..core.measure import (
     RunningLayers,
     as_trained,
     divide,
+    has_wrapper,
     tensors_in,
 )
 from ..core.rerun import seeded
-from ..core.wording import did_you_mean
-from ..workloads.models import import_callable
+from .optimizers import copy_optimizer, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,
     ALLOCATOR_GROUP,
@@ -98,17 +96,18 @@ def record_step_storages(
             own = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
             before = torch.cuda.memory_allocated(device) - own
 
-        # The memo makes this a copy of the state over the same parameters.
-        optimizer = copy.deepcopy(optimizer, dict(stepped))
+        optimizer = copy_optimizer(optimizer, stepped)
         if give_state is None:
             _take_step(module, batch, loss, optimizer)
         else:
             give_state(optimizer)
         if not accumulated:
             optimizer.zero_grad(set_to_none=True)
-        elif give_state is not None:
+        if give_state is not None:
+            # Of earlier microbatches, or of parameters that this optimizer never clears.
             for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
+                if accumulated or id(parameter) not in stepped:
+                    parameter.grad = torch.empty_like(parameter)
 
         gc.collect()
         lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
@@ -205,6 +204,8 @@ class StepLives(LiveStorages):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASKS_FOR_DEVICE:
             return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
         if func in MATRIX_PRODUCTS:
             # Autograd multiplies on a thread of its own.
             thread = "backward" if self.phase == "backward" else "forward"
@@ -236,7 +237,7 @@ class StepLives(LiveStorages):
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the last phase, the optimizer step."""
-        optimizer.step()
+        take_eagerly(optimizer)
         self.own(OPTIMIZER_STATE_GROUP, _tensors(list(optimizer.state.values())))
         self.end_phase()
 
@@ -326,7 +327,7 @@ def _take_step(
     if record:
         record.take(optimizer)
     else:
-        optimizer.step()
+        take_eagerly(optimizer)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -415,95 +416,3 @@ def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
 
 def _alive(life: Life, index: int) -> bool:
     return life.born <= index and (life.died is None or life.died > index)
-
-
-# Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
-
-
-class BytesForEach(torch.optim.Optimizer):
-    """Stand-in for an optimizer, with a given number of state bytes per parameter.
-
-    While it steps it also allocates one gradient at a time in float32.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
-        self.num_bytes = num_bytes
-        super().__init__(parameters, {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BytesForEach":
-        parameters = [memo.get(id(p), p) for group in self.param_groups for p in group["params"]]
-        return BytesForEach(parameters, num_bytes=self.num_bytes)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    size = round(parameter.numel() * self.num_bytes)
-                    self.state[parameter]["state"] = torch.empty(
-                        size, dtype=torch.uint8, device=parameter.device
-                    )
-                parameter.grad.float()  # allocate and free
-        return None if closure is None else closure()
-
-
-OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
-OPTIMIZERS = {
-    "adamw": "AdamW with two moments in the parameters' dtype",
-    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
-    "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
-    "sgd": "SGD without state",
-    "sgd-momentum": "SGD with momentum in the parameters' dtype",
-}
-OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
-
-
-def make_optimizer(
-    name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool = False
-) -> torch.optim.Optimizer:
-    """Make an optimizer by name, by bytes per parameter such as 6 or "6", or with a factory.
-
-    A factory is the user's own, as a function of the module or as `package.module:function`.
-    `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
-    """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if callable(name) or (isinstance(name, str) and ":" in name):
-        return _of_factory(name, module, foreach=foreach)
-    if name == "adamw":
-        return torch.optim.AdamW(trained, foreach=foreach)
-    if name in ("sgd", "sgd-momentum"):
-        return torch.optim.SGD(
-            trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach
-        )
-    if name in OPTIMIZER_BYTES_PER_PARAMETER:
-        return BytesForEach(trained, num_bytes=OPTIMIZER_BYTES_PER_PARAMETER[str(name)])
-    if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
-        return BytesForEach(trained, num_bytes=float(name))
-    others = f"use one of {', '.join(OPTIMIZERS)}, package.module:function, or bytes per parameter"
-    raise ValueError(
-        f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
-    )
-
-
-def _of_factory(
-    factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool
-) -> torch.optim.Optimizer:
-    """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
-    make = import_callable(factory) if isinstance(factory, str) else factory
-    optimizer = make(module)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"the optimizer's factory returned {type(optimizer).__name__}: return a "
-            "torch.optim.Optimizer made from the module that it gets"
-        )
-    for group in optimizer.param_groups:
-        if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = not group.get("differentiable", False)
-    return optimizer
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether an optimizer keeps its step counts on the device."""
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

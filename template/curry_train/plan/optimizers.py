@@ -1,0 +1,225 @@
+"""Make the optimizers of a plan, and run their steps on tensors without values.
+
+    optimizer = make_optimizer("my_project.train:make_optimizer", model)
+    copied = copy_optimizer(optimizer, {id(p): p for p in model.parameters()})
+
+The optimizer's own step runs, so its state and its temporary copies are those of the real one. What
+a step reads off a tensor without values, such as a norm, is answered with a number. The bytes of a
+step rarely depend on it; where a condition changes them, the larger ones count.
+
+Proof: `python -m pytest tests/plan/test_optimizers.py`.
+"""
+
+import contextlib
+import copy
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..core.wording import did_you_mean
+from ..workloads.models import import_callable
+
+# Copies of an optimizer, with what its class keeps beside its state.
+
+# A copy of these is part of a copied optimizer; other objects are shared.
+OWNED_TYPES = (Tensor, dict, list, set, torch.optim.Optimizer)
+
+
+def copy_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    """Copy an optimizer and its state over the same parameters, which are given by `id`.
+
+    torch copies groups and state alone, so the attributes of a subclass are added to the copy.
+    Methods that were replaced on the original, as by a scheduler, are left out: they step that one.
+    """
+    memo: dict[int, Any] = dict(parameters)
+    copied = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        is_replaced_method = callable(value) and hasattr(type(optimizer), name)
+        if name in vars(copied) or is_replaced_method:
+            continue
+        is_owned = isinstance(value, OWNED_TYPES)
+        vars(copied)[name] = copy.deepcopy(value, memo) if is_owned else value
+    return copied
+
+
+def take_eagerly(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step without compiling what the step would compile.
+
+    Under an instrument torch compiles nothing. Run eagerly, a compiled step holds a few copies of
+    one parameter more.
+    """
+    if type(optimizer).__module__.partition(".")[0] in ("torch", __package__.partition(".")[0]):
+        optimizer.step()
+        return
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+
+
+# Steps on tensors without values.
+
+
+class ValuesInSteps:
+    """Answers for what an optimizer's step reads off tensors without values.
+
+    A number is 1, and a condition is `condition`. Outside of a step `is_active` is False.
+    """
+
+    def __init__(self) -> None:
+        self.condition = True
+        self.num_conditions = 0
+        self._depth = 0
+
+    @property
+    def is_active(self) -> bool:
+        return self._depth > 0
+
+    def answer(self, dtype: torch.dtype) -> bool | int | float:
+        """Return the value of a tensor with one element of this dtype."""
+        if dtype is torch.bool:
+            self.num_conditions += 1
+            return self.condition
+        return 1.0 if dtype.is_floating_point else 1
+
+    @contextlib.contextmanager
+    def during_steps(self) -> Iterator[None]:
+        """Be active while any optimizer steps, inside of the context."""
+
+        def enter(*_: Any) -> None:
+            self._depth += 1
+
+        def leave(*_: Any) -> None:
+            self._depth -= 1
+
+        hooks = [
+            register_optimizer_step_pre_hook(enter),
+            register_optimizer_step_post_hook(leave),
+        ]
+        try:
+            yield
+        finally:
+            # A step that raised an error never left.
+            self._depth = 0
+            for hook in hooks:
+                hook.remove()
+
+
+@contextlib.contextmanager
+def capturable_anywhere() -> Iterator[None]:
+    """Let `capturable=True` be used with CPU tensors, which stand for those of a CUDA device."""
+    name = "_get_capturable_supported_devices"
+    found = [module for path, module in [*sys.modules.items()] if path.startswith("torch.optim.")]
+    modules = [module for module in found if name in vars(module)]
+    before = [getattr(module, name) for module in modules]
+
+    def supported(supports_xla: bool = True) -> list[str]:
+        return ["cuda", "cpu"]
+
+    try:
+        for module in modules:
+            setattr(module, name, supported)
+        yield
+    finally:
+        for module, function in zip(modules, before, strict=True):
+            setattr(module, name, function)
+
+
+# Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
+
+
+class BytesForEach(torch.optim.Optimizer):
+    """Stand-in for an optimizer, with a given number of state bytes per parameter.
+
+    While it steps it also allocates one gradient at a time in float32.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
+        self.num_bytes = num_bytes
+        super().__init__(parameters, {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BytesForEach":
+        parameters = [memo.get(id(p), p) for group in self.param_groups for p in group["params"]]
+        return BytesForEach(parameters, num_bytes=self.num_bytes)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    size = round(parameter.numel() * self.num_bytes)
+                    self.state[parameter]["state"] = torch.empty(
+                        size, dtype=torch.uint8, device=parameter.device
+                    )
+                parameter.grad.float()  # allocate and free
+        return None if closure is None else closure()
+
+
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS = {
+    "adamw": "AdamW with two moments in the parameters' dtype",
+    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
+    "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
+    "sgd": "SGD without state",
+    "sgd-momentum": "SGD with momentum in the parameters' dtype",
+}
+OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
+
+
+def make_optimizer(
+    name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool = False
+) -> torch.optim.Optimizer:
+    """Make an optimizer by name, by bytes per parameter such as 6 or "6", or with a factory.
+
+    A factory is the user's own, as a function of the module or as `package.module:function`.
+    `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if callable(name) or (isinstance(name, str) and ":" in name):
+        return _of_factory(name, module, foreach=foreach)
+    if name == "adamw":
+        return torch.optim.AdamW(trained, foreach=foreach)
+    if name in ("sgd", "sgd-momentum"):
+        return torch.optim.SGD(
+            trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach
+        )
+    if name in OPTIMIZER_BYTES_PER_PARAMETER:
+        return BytesForEach(trained, num_bytes=OPTIMIZER_BYTES_PER_PARAMETER[str(name)])
+    if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
+        return BytesForEach(trained, num_bytes=float(name))
+    others = f"use one of {', '.join(OPTIMIZERS)}, package.module:function, or bytes per parameter"
+    raise ValueError(
+        f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
+    )
+
+
+def _of_factory(
+    factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool
+) -> torch.optim.Optimizer:
+    """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
+    make = import_callable(factory) if isinstance(factory, str) else factory
+    optimizer = make(module)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the optimizer's factory returned {type(optimizer).__name__}: return a "
+            "torch.optim.Optimizer made from the module that it gets"
+        )
+    for group in optimizer.param_groups:
+        if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = not group.get("differentiable", False)
+    return optimizer
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Check whether an optimizer keeps its step counts on the device."""
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

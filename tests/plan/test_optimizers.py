@@ -1,0 +1,205 @@
+"""Predicted state and temporary bytes are those of the optimizer that a user gives.
+
+python -m pytest tests/plan/test_optimizers.py
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+from transformers.optimization import Adafactor
+
+from curry_train.core import measure
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.optimizers import copy_optimizer, make_optimizer
+from curry_train.plan.timeline import measure_timeline
+from curry_train.workloads.models import mlp
+from curry_train.workloads.workload import Case
+
+WORKLOAD = mlp(depth=2, width=64)
+STATE = "optimizer state"
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of a moving average; it keeps an attribute beside its groups and its state."""
+
+    def __init__(self, parameters, lr=1e-4, slow=0.99):
+        super().__init__(parameters, {"lr": lr})
+        self.slow = slow
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+            update = (moment * self.slow).add_(parameter.grad).sign_()
+            parameter.add_(update, alpha=-self.param_groups[0]["lr"])
+            moment.lerp_(parameter.grad, 1 - self.slow)
+
+
+class ByteState(torch.Tensor):
+    """A moment in one byte for each element and a scale, as quantised optimizers keep it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes = codes
+        self.scale = scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"])
+
+    def values(self):
+        return self.codes.float().mul_(self.scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            target, source = args
+            target.scale.copy_(source.abs().max() / 127)
+            target.codes.copy_(source / target.scale)
+            return target
+        opened = tree_map(lambda one: one.values() if isinstance(one, cls) else one, args)
+        return return_and_correct_aliasing(func, args, kwargs, func(*opened, **(kwargs or {})))
+
+
+class SmallMomentum(torch.optim.Optimizer):
+    """Momentum in one byte for each element."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                codes = torch.zeros_like(parameter, dtype=torch.int8)
+                state["moment"] = ByteState(codes, torch.zeros(()))
+            moment = torch.lerp(parameter.grad, state["moment"], 0.9)
+            state["moment"].copy_(moment)
+            parameter.sub_(moment, alpha=1e-3)
+
+
+class Clipping(torch.optim.Optimizer):
+    """Copy a gradient where its norm is above a limit."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad
+            if gradient.norm() < 1e9:
+                gradient = gradient * 0.1
+            parameter.sub_(gradient, alpha=1e-3)
+
+
+class Sparse(Clipping):
+    """Step on the elements above zero, whose number is not known from shapes."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            chosen = parameter.grad.flatten().nonzero()
+            parameter.flatten()[chosen] -= 1e-3
+
+
+def of(kind, **options):
+    return lambda module: kind(list(module.parameters()), **options)
+
+
+def matrices(module):
+    return torch.optim.Muon([one for one in module.parameters() if one.dim() == 2])
+
+
+OPTIMIZERS = {
+    "adagrad": of(torch.optim.Adagrad),
+    "asgd": of(torch.optim.ASGD),
+    "adafactor": of(torch.optim.Adafactor),
+    "muon": matrices,
+    "tensor rate": lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-3)),
+    "foreach": of(torch.optim.NAdam, foreach=True),
+    "fused": of(torch.optim.AdamW, fused=True),
+    "hugging face": of(Adafactor),
+    "lion": of(Lion),
+    "small": of(SmallMomentum),
+    "condition": of(Clipping),
+}
+
+
+def measured(factory):
+    case = Case(WORKLOAD)
+    module = case.build()
+    optimizer = make_optimizer(factory, module)
+    return measure_timeline(module, case.batch(4), WORKLOAD.mean_loss, optimizer=optimizer)
+
+
+def predicted(factory, **options):
+    with Sketch(WORKLOAD, optimizer=factory, **options) as sketch:
+        return sketch, sketch.step(4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_on_shapes_equals_the_real_one(name):
+    sketch, step = predicted(OPTIMIZERS[name])
+    real = measured(OPTIMIZERS[name])
+    assert sketch.why_real is None
+    assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
+    assert step.peak_bytes == real.peak.bytes_alive > 0
+
+
+def num_trained():
+    return sum(parameter.numel() for parameter in WORKLOAD.build().parameters())
+
+
+def test_a_state_of_one_byte_counts_one_byte(monkeypatch):
+    """A wrapper's own storage, which has no memory, would count the state in float32."""
+    _, step = predicted(OPTIMIZERS["small"])
+    scales = 4 * len(list(WORKLOAD.build().parameters()))
+    assert step.timeline.owners[STATE][0] == num_trained() + scales
+
+    monkeypatch.setattr(measure, "_storages", lambda tensor: [tensor.untyped_storage()])
+    _, wrong = predicted(OPTIMIZERS["small"])
+    assert wrong.timeline.owners[STATE][0] >= 4 * num_trained()
+
+
+def test_the_branch_with_more_memory_counts():
+    _, step = predicted(OPTIMIZERS["condition"])
+    _, without = predicted("sgd")
+    assert step.step > without.step
+
+
+def test_a_step_that_needs_values_is_measured():
+    sketch, step = predicted(of(Sparse))
+    assert "nonzero" in sketch.why_real
+    assert step.peak_bytes == measured(of(Sparse)).peak.bytes_alive
+
+
+def test_capturable_is_estimated_for_a_device_that_allows_it():
+    """Its step counts are on the device."""
+    _, step = predicted(of(torch.optim.AdamW, capturable=True), kernels="cuda")
+    _, plain = predicted(of(torch.optim.AdamW), kernels="cuda")
+    assert len(step.trace.state) > len(plain.trace.state)
+    with pytest.raises(AssertionError, match="capturable"):
+        measured(of(torch.optim.AdamW, capturable=True))
+
+
+def test_a_copy_has_the_attributes_of_its_class_and_steps_itself():
+    module = nn.Linear(4, 4)
+    optimizer = Lion(list(module.parameters()), slow=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    copied = copy_optimizer(optimizer, {id(one): one for one in module.parameters()})
+    assert copied.slow == 0.5
+
+    module(torch.ones(1, 4)).sum().backward()
+    copied.step()
+    assert set(copied.state) == set(module.parameters())
+    assert not optimizer.state
